@@ -15,8 +15,8 @@ from typing import Any
 
 import matplotlib
 
+from diffllm.compare.report.figures import RC, row_styles, to_svg
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.style import RC, row_styles, to_svg
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import draw_rules, markdown, verdict_text

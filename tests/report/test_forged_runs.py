@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from runs.written import study_file, write_ended
 
 from diffllm import cli as tools
-from diffllm.compare.report.bands import over_seeds
-from diffllm.compare.report.drawing import draw_curves
+from diffllm.compare.report.curves import over_seeds
+from diffllm.compare.report.figures import RowStyle, draw_curves
 from diffllm.compare.report.runs import Metrics, Series, load_run
-from diffllm.compare.report.style import RowStyle
 from diffllm.compare.study.pilot import trend_of
 from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
 from diffllm.core.errors import CheckpointError

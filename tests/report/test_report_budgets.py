@@ -7,13 +7,11 @@ import pytest
 from runs.written import loaded, write_run
 from scipy.special import stdtrit
 
-from diffllm.compare.report.bands import seed_noise
-from diffllm.compare.report.budgets import BUDGETS, read_curve, spent_band
+from diffllm.compare.report.columns import COLUMNS
 from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.curves import BUDGETS, read_curve, seed_noise, spent_band
 from diffllm.compare.report.page import page
-from diffllm.compare.report.rows import COSTS
 from diffllm.compare.report.runs import Series
-from diffllm.compare.report.table import COLUMNS
 
 TOKENS = 8 * 32
 FLOPS = {"standard": 2e6, "gated": 3e6}
@@ -51,9 +49,8 @@ def compared(tmp_path, **how):
 
 
 def test_costs_have_one_set_of_names():
-    assert tuple(BUDGETS) == COSTS
     assert {name for name in COLUMNS if name.startswith("gap_at_")} == {
-        f"gap_at_{cost}{end}" for cost in COSTS for end in ("", "_low", "_high", "_error", "_of")
+        f"gap_at_{cost}{end}" for cost in BUDGETS for end in ("", "_low", "_high", "_error", "_of")
     }
 
 
@@ -133,9 +130,9 @@ def test_the_noise_floor_is_that_of_pooled_seeds(tmp_path):
     rows = compared(tmp_path, curve=noisy).rows
     floor = seed_noise(rows)
     pooled = math.sqrt((0.02**2 + 0.04**2) / 2)
-    assert np.allclose(floor.half, stdtrit(2, 0.975) * pooled * math.sqrt(2 / 2))
-    assert list(floor.x) == [step * TOKENS for step in (5, 10, 15, 20)]
-    assert seed_noise([rows[0]]).half[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
+    assert np.allclose(floor.values, stdtrit(2, 0.975) * pooled * math.sqrt(2 / 2))
+    assert list(floor.tokens) == [step * TOKENS for step in (5, 10, 15, 20)]
+    assert seed_noise([rows[0]]).values[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
 def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
@@ -155,7 +152,7 @@ def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
     rows = [Rows(), Rows()]
     floor = seed_noise(rows)
     means = [np.mean([run.values for run in row.runs], axis=0) for row in rows]
-    assert np.mean(np.abs(means[1] - means[0]) <= floor.half) == pytest.approx(0.95, abs=0.012)
+    assert np.mean(np.abs(means[1] - means[0]) <= floor.values) == pytest.approx(0.95, abs=0.012)
 
 
 def test_the_page_has_the_table_and_the_floor(tmp_path):

@@ -16,7 +16,7 @@ import diffllm.compare.report.page
 from diffllm import cli as tools
 from diffllm.compare.report import write_report
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.find import find_runs
+from diffllm.compare.report.runs import find_runs
 from diffllm.core.errors import ConfigError
 
 LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
@@ -93,11 +93,11 @@ def test_a_run_named_twice_counts_once(swept):
     [
         (["cmp1"], "cmp1"),
         (["cmp1", "cmp2"], "cmp1, cmp2"),
-        (["cmp*", "cmp1/standard-seed0"], "cmp*"),
+        (["cmp*", "cmp1/standard-seed0"], "cmp*, standard-seed0"),
         (["cmp1/*-seed0"], "cmp1/*-seed0"),
         (["cmp1/standard-seed0"], "standard-seed0"),
         (["cmp1/*-seed0", "cmp2/gated-seed0"], "cmp1/*-seed0, gated-seed0"),
-        (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "cmp1: standard-seed0, diff_v2-seed0"),
+        (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "standard-seed0, diff_v2-seed0"),
         (["cmp1/standard-seed0", "cmp2"], "standard-seed0, cmp2"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_title_has_few_names(tmp_path, monkeypatch):
     for at in range(6):
         write_run(tmp_path / f"s{at}" / "run", "attention=standard", f"seed={at}")
     named = sorted(tmp_path.iterdir())
-    assert find_runs(named).title == f"{tmp_path.name}: s0, s1, s2, s3 and 2 more"
+    assert find_runs(named).title == "s0, s1, s2, s3 and 2 more"
     monkeypatch.chdir(tmp_path)
     assert find_runs([Path(path.name) for path in named]).title == "s0, s1, s2, s3 and 2 more"
 
@@ -186,8 +186,8 @@ def test_options_and_their_mistakes(swept, capsys):
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
         (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline=?"]),
         (["cmp1", "--out", "x"], ["--out"]),
-        ([], ["no run is named"]),
-        (["baseline=gated"], ["no run is named"]),
+        ([], ["missing run="]),
+        (["baseline=gated"], ["missing run="]),
         (["nowhere"], ["nowhere does not exist"]),
         (["cmp1", "nowhere*"], ["nowhere* matches no directory"]),
         (["cmp1/standard-seed0/config.yaml"], ["config.yaml is a file"]),
@@ -216,7 +216,7 @@ def test_help_says_what_there_is(capsys):
 def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
     write_report([Path("cmp1")])
     before = {name: (swept / name).read_bytes() for name in files(swept)}
-    monkeypatch.setattr(diffllm.compare.report.page, "csv_text", lambda comparison: "\ud800")
+    monkeypatch.setattr(diffllm.compare.report.page, "csv_text", lambda rows: "\ud800")
     with pytest.raises(UnicodeEncodeError):
         write_report([Path("cmp1")])
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before

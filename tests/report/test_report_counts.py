@@ -12,9 +12,9 @@ from scipy import stats
 from test_report_page import Reader
 from test_report_rows import loaded
 
+from diffllm.compare.report.columns import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.page import page
-from diffllm.compare.report.table import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.report.text import table_text
 from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job
@@ -64,19 +64,19 @@ def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
     assert "standard: " not in text
     assert all(line.isascii() and len(line) <= 100 for line in text.splitlines())
 
-    columns = {each.title: each.cells for each in table_columns(found)}
+    columns = {each.title: each.cells for each in table_columns(found.rows, found.baseline)}
     assert columns["Held-out loss"][1].tag == columns["Gap to standard"][1].tag
     assert columns["Held-out loss"][1].tag == "1 of 3 seeds diverged"
     assert columns["Seeds"][1].tag == "1 diverged: 33%, 0.84% to 91%"
     assert columns["Seeds"][0].tag == ""
-    (equal,) = cost_columns(found)
+    (equal,) = cost_columns(found.rows)
     assert equal.cells[1].small[-1] == "1 of 3 seeds diverged"
 
     shown = Reader(page(found)).text
     assert told in shown
     assert ("diverged, stopped" if gave_up else "diverged") in shown
 
-    lines = list(csv.DictReader(io.StringIO(csv_text(found))))
+    lines = list(csv.DictReader(io.StringIO(csv_text(found.rows))))
     assert [line["seeds_diverged"] for line in lines] == ["0", "1"]
     assert [line["seeds_ended"] for line in lines] == ["3", "3"]
     expected = stats.binomtest(1, 3).proportion_ci(method="exact")
@@ -100,7 +100,7 @@ def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert "standard: 2 of 2 seeds diverged (100%, 16% to 100%)" in Reader(page(found)).text
-    said = fold_constant(table_columns(found))[1]
+    said = fold_constant(table_columns(found.rows, found.baseline))[1]
     assert "Seeds 0 of 2" not in " ".join(said)
     assert found.rows[0].values["loss"] is None
     assert "0 of 2, 2 diverged" in table_text(found)
@@ -122,13 +122,13 @@ def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path
     assert (rate.count, rate.steps, rate.value) == (3, 500, 6.0)
     assert rate == Rate(3, 500)
     assert standard.events("grad") is None
-    columns = {each.title: each for each in table_columns(found)}
+    columns = {each.title: each for each in table_columns(found.rows, found.baseline)}
     cell, none = columns["Loss spikes"].cells
     assert (cell.text, cell.small) == ("6", ("1.2 to 18", "128: 10%", "OLMo 2: 10%"))
     assert (none.text, none.small[0]) == ("0", "0 to 7.4")
     assert columns["Loss spikes"].unit == "events per 1,000 steps"
     assert columns["Gradient spikes"].unit == "of steps", "no run counted events of it"
-    line = next(csv.DictReader(io.StringIO(csv_text(found))))
+    line = next(csv.DictReader(io.StringIO(csv_text(found.rows))))
     assert [line[f"loss_events{end}"] for end in ("", "_judged", "_per_1000")] == [
         "3",
         "500",
@@ -140,15 +140,11 @@ def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path
     assert gated.values["loss_events"] == 0
 
 
-def test_figures_mark_events_and_the_published_count_where_a_run_has_none():
+def test_figures_mark_events():
     found = sample.compared(("diff_v2_unshared_kv",), 1, 100)
-    shown = Reader(page(found)).text
-    assert "an event of the loss, on what is left without its trend" in shown
-    assert "by the 128-step definition" not in shown
+    assert "an event of the loss since the previous logged step" in Reader(page(found)).text
     sample.forget_events(found.rows[0])
-    shown = Reader(page(found)).text
-    assert "the loss spiked, by the 128-step definition" in shown
-    assert "an event of the loss" not in shown
+    assert "an event of the loss" not in Reader(page(found)).text
 
 
 def test_the_end_of_a_sweep_names_runs_that_diverged(tmp_path, capsys):

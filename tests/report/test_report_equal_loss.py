@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from runs.written import write_run
 
+from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
-from diffllm.compare.report.table import csv_text
 from diffllm.evaluation.evaluation import keep, results_of
 
 STEPS = (5, 10, 20)
@@ -69,8 +69,8 @@ def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: P
     assert ahead.gap
     assert ahead.gap.mean == pytest.approx(-0.5)
     assert outliers.equal
-    assert outliers.equal.loss == 4.0
-    (line,) = outliers.equal.lines
+    assert outliers.loss == 4.0
+    (line,) = outliers.equal
     for cell in line.cells:
         assert cell
         assert cell.mean.mean == pytest.approx(4.1)
@@ -80,7 +80,7 @@ def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: P
     html = page(comparison)
     assert "outliers at equal loss" in html
     assert "At 4.000 nats a token of the held-out sample" in html
-    _, second = csv.DictReader(io.StringIO(csv_text(comparison)))
+    _, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
     assert float(second["outliers: top_1, gap"]) == pytest.approx(-0.5)
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
 
@@ -88,7 +88,7 @@ def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: P
 def test_checkpoints_that_were_asked_otherwise_are_not_read(tmp_path: Path) -> None:
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
     (outliers,) = write(tmp_path, **other).evaluated
-    assert outliers.equal is None
+    assert outliers.equal == []
 
 
 def test_one_checkpoint_a_run_makes_no_table(tmp_path: Path) -> None:
@@ -97,5 +97,5 @@ def test_one_checkpoint_a_run_makes_no_table(tmp_path: Path) -> None:
         file.unlink()
     comparison = read([tmp_path])[0]
     (outliers,) = comparison.evaluated
-    assert outliers.equal is None
+    assert outliers.equal == []
     assert "at equal loss" not in page(comparison)

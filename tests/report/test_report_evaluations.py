@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from runs.written import write_run
 
+from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import reaching
 from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
-from diffllm.compare.report.table import csv_text
 from diffllm.compare.report.text import whole_text
 from diffllm.evaluation.evaluation import SHARE, all_results, keep, results_of
 from diffllm.statistics.estimates import Estimate, estimate
@@ -86,7 +86,7 @@ def test_page_table_and_text_have_them(runs: Path) -> None:
     assert "by depth" in html
     text = whole_text(comparison)
     assert "mqar  standard  0.400\nmqar  diff_v2   0.525  +0.125 (" in text
-    first, second = csv.DictReader(io.StringIO(csv_text(comparison)))
+    first, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
     assert float(first["mqar: pairs 8"]) == pytest.approx(0.2)
     assert first["mqar: pairs 8, gap"] == ""
     assert float(second["mqar: pairs 8, gap"]) == pytest.approx(2 / 15)

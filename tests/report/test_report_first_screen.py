@@ -12,13 +12,14 @@ from test_report_page import Reader, figures_of, words_of
 from tiers import slow_but
 
 from diffllm.compare.report import comparison_text
-from diffllm.compare.report.bands import over_seeds
+from diffllm.compare.report.columns import fold_constant, table_columns
 from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.curves import over_seeds
+from diffllm.compare.report.notes import finding
 from diffllm.compare.report.page import page
 from diffllm.compare.report.runs import Series
 from diffllm.compare.report.sections import top_of
-from diffllm.compare.report.table import fold_constant, table_columns
-from diffllm.compare.report.text import finding, table_text
+from diffllm.compare.report.text import table_text
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.help import first_paragraph, variant_line
 from diffllm.model.attention.base import AttentionConfig
@@ -35,7 +36,7 @@ def swept(tmp_path_factory):
 
 def test_the_first_sentence_is_the_gap(swept):
     found = compare(loaded(sorted(swept.iterdir())))
-    standard, gated, diff_v2 = (finding(row, found.rows[:1]) for row in found.rows)
+    standard, gated, diff_v2 = (finding(row) for row in found.rows)
     more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
     assert diff_v2 == (
         "diff_v2 −0.200 (−0.200 to −0.200) against standard, 2 seeds, "
@@ -52,10 +53,10 @@ def test_the_first_sentence_is_the_gap(swept):
 def test_one_run_is_measured_by_the_unigram_entropy(tmp_path):
     write_run(tmp_path / "a", "attention=gated", loss=4.5)
     (row,) = compare(loaded([tmp_path / "a"])).rows
-    assert finding(row, []) == "gated held-out loss 4.500, 1.50 under the unigram entropy 6.000"
+    assert finding(row) == "gated held-out loss 4.500, 1.50 under the unigram entropy 6.000, 1 seed"
     row.loss = None
     row.runs[0].summary = None
-    assert finding(row, []) == "gated: not finished"
+    assert finding(row) == "gated: not finished"
 
 
 def test_a_comparison_as_text(swept, tmp_path):
@@ -90,12 +91,12 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
         row.values |= {"spikes/loss_score": 0.0, "spikes_olmo2/loss_score": 0.0, "seconds": 61.0}
         row.values |= {"context_rms_min": 0.0, "context_rms_max": 2.0, "spikes/grad_score": 0.0}
     found.rows[0].values["spikes_olmo2/grad_score"] = 0.005
-    columns, said = fold_constant(table_columns(found))
+    columns, said = fold_constant(table_columns(found.rows, found.baseline))
     titles = [column.title for column in columns]
     assert "Loss spikes" not in titles
     assert {"Gradient spikes", "Context RMS", "Kurtosis", "Time"} <= set(titles)
     assert len(set(titles)) == len(titles)
-    assert "loss spikes" in said[0]
+    assert "Loss spikes" in said[0]
     assert "context" not in said[0].lower()
     assert re.match(r"The same in all rows: .*Tokens .*, Seeds 2\.", said[1])
     (spikes,) = (column for column in columns if column.title == "Gradient spikes")
@@ -108,10 +109,10 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
 def test_gradient_norms_by_group_are_folded_and_maps_name_rows_and_layers():
     text = page(sample.compared(sample.FOUR, 1, 12, probes=True))
     details = re.findall(
-        r"<details>\s*<summary>Gradient norm: (.*?)</summary>(.*?)</details>", text, re.S
+        r"<details>\s*<summary>More figures: (.*?)</summary>(.*?)</details>", text, re.S
     )
     ((groups, inside),) = details
-    assert groups == "attention, embedding, ffn"
+    assert groups.split(", Gradient norm, ")[1:] == ["embedding", "ffn"]
     assert inside.count("<figure>") == 3
     words = words_of(figures_of(text)["Mean context RMS, by layer and time"])
     assert {*map(str, range(sample.LAYERS)), *sample.FOUR} <= set(words)

@@ -10,15 +10,14 @@ import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader
 
+from diffllm.compare.report.columns import csv_text, table_columns
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.gap_statistics import gap_table, holm_sentence, p_text
-from diffllm.compare.report.intervals import draw_gaps
+from diffllm.compare.report.figures import SURFACE, draw_gaps, row_styles
+from diffllm.compare.report.notes import holm_sentence, p_text
 from diffllm.compare.report.page import page
-from diffllm.compare.report.rows import Row
 from diffllm.compare.report.sections import sections
-from diffllm.compare.report.style import SURFACE, row_styles
-from diffllm.compare.report.table import csv_text, table_columns
-from diffllm.compare.report.text import holm_lines, table_text
+from diffllm.compare.report.tables import gap_table
+from diffllm.compare.report.text import table_text
 from diffllm.core.printing import Cell
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share
@@ -54,7 +53,7 @@ def shown(four):
 
 
 def test_every_gap_has_its_tests_in_the_table(four):
-    lines = list(csv.DictReader(io.StringIO(csv_text(four))))
+    lines = list(csv.DictReader(io.StringIO(csv_text(four.rows))))
     base = LOSSES["standard"]
     ps = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines[1:]]
     assert [float(line["gap_p"]) for line in lines[1:]] == pytest.approx(ps)
@@ -79,12 +78,12 @@ def gap_cells(found):
 
 
 def test_the_first_screen_says_which_gaps_survive(four, shown):
-    assert holm_sentence(four.rows) == "1 of 3 gaps survives Holm's correction at 0.05: gated."
+    assert holm_sentence(four.rows) == "1 of 3 gaps survive Holm's correction at 0.05: gated."
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
     assert holm_sentence(four.rows) in table_text(four).splitlines()
     (tags,) = (
         [cell.tag for cell in column.cells]
-        for column in table_columns(four)
+        for column in table_columns(four.rows, four.baseline)
         if column.title == "Gap to standard"
     )
     assert tags == ["baseline", "", "not after Holm", "no difference shown"]
@@ -108,7 +107,6 @@ def test_the_folded_table_says_what_the_tests_are_of(four, shown):
     assert gated["Diverged, 95%, and p"] == Cell("no run")
     assert "Statistics of the gaps" in shown
     assert "over all gaps of this page that have a test: 3." in shown
-    assert "Pairing narrows an interval where the correlation is above 0.41 (4 seeds)." in shown
 
 
 def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
@@ -118,8 +116,8 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     assert (gated.p_holm, gated.values["gap_p"]) == (1, 1)
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
     notes = [line["p, Holm"].tag for line in gap_cells(found)]
-    assert notes == ["seeds do not vary: p counts as 1", "no test from one seed"]
-    assert holm_sentence(found.rows) == "One gap, p 1.00: not shown at 0.05."
+    assert notes == ["seeds do not vary: p counts as 1", "no interval from one seed"]
+    assert holm_sentence(found.rows) == "0 of 1 gap survive Holm's correction at 0.05."
     page(found)
 
 
@@ -144,7 +142,7 @@ def test_a_row_that_diverged_more_is_never_better():
     assert lines[0]["Diverged, 95%, and p"].text == "1 of 4 (1% to 81%) against 0 of 4"
     assert "in favour of the side that diverged more" in lines[0]["p, Holm"].tag
     assert lines[2]["p, Holm"].tag == "no seed ended finite in both"
-    assert holm_sentence(found.rows) == "1 of 2 gaps survives Holm's correction at 0.05: diff_v1."
+    assert holm_sentence(found.rows) == "1 of 2 gaps survive Holm's correction at 0.05: diff_v1."
     text = " ".join(Reader(page(found)).text.split())
     assert "4 of 4 (40% to 100%) against 0 of 4" in text
     assert "more parameters, 1 of 4 seeds diverged (25%, 0.63% to 81%)" in text
@@ -211,14 +209,3 @@ def test_a_p_is_written_with_two_digits():
     assert [p_text(p) for p in (None, 1.0, 0.4321, 0.0312, 0.00123, 1e-9)] == [
         "–", "1.00", "0.43", "0.031", "0.0012", "<0.0001",
     ]  # fmt: skip
-
-
-def test_many_gaps_fit_a_line():
-    rows = [Row(f"diff_v2 lr=0.00{i} beta2=0.9876", {}, [], p_holm=0.001) for i in range(8)]
-    (line,) = holm_lines(rows)
-    assert line.startswith("8 of 8 gaps survive Holm's correction at 0.05: diff_v2 lr=0.000")
-    assert len(line) <= 100
-    assert line.endswith(" more.")
-    rows[0].label = "x" * 100
-    assert holm_lines(rows) == ["8 of 8 gaps survive Holm's correction at 0.05."]
-    assert holm_lines([]) == []

@@ -9,9 +9,9 @@ import pytest
 from runs.written import TINY, config, facts_of, loaded, metric_lines, parameters, sweep, write_run
 from tiers import slow_but
 
+from diffllm.compare.report.columns import COLUMNS, csv_text
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.runs import Metrics, load_run
-from diffllm.compare.report.table import COLUMNS, csv_text
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.statistics.estimates import estimate
@@ -86,7 +86,7 @@ def test_the_order_of_runs_changes_nothing(four):
     reports = [compare(list(order)) for order in list(permutations(runs))[::7]]
     assert len(reports[0].notes) == 4
     assert all(report == reports[0] for report in reports)
-    assert len({csv_text(report) for report in reports}) == 1
+    assert len({csv_text(report.rows) for report in reports}) == 1
 
 
 def test_the_baseline_is_the_one_asked_for(four):
@@ -160,7 +160,7 @@ def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
     assert all(set(row.keys) == {"attention", key} for row in found.rows)
     assert all(f" {key.rpartition('.')[2]}=" in row.label for row in found.rows)
     assert [row.gap and row.gap.seeds for row in found.rows] == [None, None, 2, 2]
-    assert all("no gap" not in note for note in found.notes)
+    assert not said(found, "No gap of")
 
 
 def test_a_sweep_of_one_variant_says_why_there_is_no_gap(tmp_path):
@@ -188,7 +188,7 @@ def test_a_row_without_a_like_baseline_has_no_gap_and_says_so(tmp_path):
     write_run(tmp_path / "b", "attention=diff_v2", "optim.lr=2e-3", loss=3.0)
     found = compare(loaded([tmp_path / "a", tmp_path / "b"]))
     assert [row.gap for row in found.rows] == [None, None]
-    assert said(found, "diff_v2 lr=0.002 has no gap", "standard")
+    assert said(found, "No gap of diff_v2 lr=0.002: no run of standard")
 
 
 def test_what_a_variant_brings_along_is_not_swept_but_an_override_of_it_is(tmp_path):
@@ -235,7 +235,6 @@ def test_matching_may_be_swept(tmp_path):
     assert [row.gap and round(row.gap.mean, 6) for row in found.rows] == [None, None, -0.1, -0.05]
     assert [row.baseline and row.baseline.label for row in found.rows[2:]] == labels(found)[:2]
     assert found.differences == {}
-    assert not said(found, "makes them equal")
 
 
 def test_a_target_is_measured_from_what_is_matched_to_it(tmp_path):
@@ -251,7 +250,7 @@ def test_a_target_is_measured_from_what_is_matched_to_it(tmp_path):
         "diff_v2 match_params_to=null": "standard match_params_to=diff_v2",
     }
     assert found.rows[-1].gap.mean == pytest.approx(-0.02)
-    assert not said(found, "match_params_to=diff_v2 makes them equal")
+    assert not said(found, "match_params_to=diff_v2 makes runs of equal size")
     found = compare(runs, "diff_v2")
     gaps = [row.gap and round(row.gap.mean, 6) for row in found.rows]
     assert gaps == [0.1, 0.02, 0.05, None]
@@ -290,7 +289,7 @@ def test_a_target_of_flops_counts_as_matched(tmp_path):
     found = compare(loaded(sorted(tmp_path.glob("*/*"))))
     assert labels(found) == ["standard", "gated", "diff_v2"]
     assert row_of(found, "diff_v2").gap.mean == pytest.approx(-0.07)
-    assert not said(found, "makes them equal")
+    assert not said(found, "makes runs of equal size")
 
 
 def test_a_model_size_is_called_by_its_choice(tmp_path):
@@ -437,7 +436,7 @@ def test_without_facts_the_config_decides(tmp_path):
     found = compare(runs[:2])
     assert found.differences == {}
     assert found.rows[1].gap is not None
-    (note,) = said(found, "No run.json says the corpus, tokenizer, compute_dtype")
+    (note,) = said(found, "No run.json records corpus, tokenizer, compute_dtype")
     assert note in found.notes
     assert list(compare(runs).differences) == ["data.dataset"]
 
@@ -454,7 +453,7 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
         assert values["unknown"] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
     assert [row.gap is not None for row in found.rows] == [False, True, False]
     assert found.rows[2].values["parameters"] is None
-    assert said(found, "d/run.json does not say the corpus, tokenizer, compute_dtype, heldout_tok")
+    assert said(found, "d/run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
     gaps = [row.gap is not None for row in compare(runs).rows]
     assert gaps == [False, True, False, True]  # both of the last pair are unknown, as if alone
 
@@ -481,12 +480,12 @@ def test_a_loss_of_a_sample_is_not_compared_with_one_of_the_whole_split(tmp_path
         found = compare(pair)
         assert found.differences == {}
         assert found.rows[1].gap is not None
-        assert not said(found, "held-out loss of")
-        assert not said(found, "No run.json says")
+        assert not said(found, "does not record")
+        assert not said(found, "No run.json records")
     found = compare([older, gated])
     assert [row.gap for row in found.rows] == [None, None]
     assert found.differences["heldout_tokens"].keys() == {"unknown", "5000"}
-    (note,) = said(found, "is that of a sample, as an older version measured it")
+    (note,) = said(found, "does not record heldout_tokens, as an older version wrote it")
     assert str(older.path) in note
     assert compare([whole, other]).differences["heldout_tokens"].keys() == {"5000", "12345678901"}
 
@@ -509,7 +508,9 @@ def test_bits_a_byte_are_a_mean_over_finished_runs(tmp_path):
     write_run(tmp_path / "3", "seed=3")  # of an older version
     (row,) = compare(loaded(sorted(tmp_path.iterdir()))).rows
     assert row.values["bits_per_byte"] == 1.75
-    assert COLUMNS["bits_per_byte"].startswith("held-out loss after the last step, bits a byte")
+    assert COLUMNS["bits_per_byte"].meaning.startswith(
+        "held-out loss after the last step, bits a byte"
+    )
 
 
 @pytest.mark.parametrize(
@@ -579,7 +580,7 @@ def test_unfinished_runs_are_shown_but_count_nowhere(tmp_path):
     assert gated.baseline is None
     assert diff_v2.gap.mean == pytest.approx(-0.1)
     assert len(said(found, "has not finished: step 10 of 20")) == 2
-    assert said(found, "gap of diff_v2 to standard is over seed 0 alone", "1.")
+    assert said(found, "gap of diff_v2 to standard is over seed 0 alone", "seed 1.")
 
 
 def test_a_loss_that_is_no_number_is_said_and_left_out(tmp_path):
@@ -601,7 +602,7 @@ def test_seeds_that_one_side_lacks_are_said(tmp_path):
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert row_of(found, "diff_v2").gap.seeds == 2
     assert row_of(found, "gated").gap is None
-    assert said(found, "gap of diff_v2 to standard is over seed 1, 2 alone", "0, 5.")
+    assert said(found, "gap of diff_v2 to standard is over seed 1, 2 alone", "seed 0, 5.")
     assert said(found, "gap of gated to standard is unknown")
 
 
@@ -638,10 +639,9 @@ def test_unequal_parameters_are_said_with_the_mending(tmp_path):
     found = compare(loaded(sweep(tmp_path, {name: [4.0] for name in names})))
     standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
     assert all(row.gap is not None for row in found.rows[1:])
-    largest = "gated" if gated > diff_v2 else "diff_v2"
     for name, count in (("gated", gated), ("diff_v2", diff_v2)):
         percent = f"{100 * (count / standard - 1):.1f}%"
-        mend = f"model.match_params_to={largest} makes them equal"
+        mend = f"model.match_params_to={name} makes runs of equal size"
         assert said(found, f"{name} has {percent} more parameters than standard", mend)
     assert len(found.notes) == 2
     found = compare([run for row in found.rows for run in row.runs], "diff_v2")
@@ -772,7 +772,7 @@ def test_the_table_round_trips_in_full_precision(tmp_path, four):
     import io
 
     found = compare([run for run in four if run.variant in ("standard", "diff_v1")])
-    header, *lines = csv.reader(io.StringIO(csv_text(found)))
+    header, *lines = csv.reader(io.StringIO(csv_text(found.rows)))
     assert header == list(COLUMNS)
     for row, line in zip(found.rows, lines, strict=True):
         for value, cell in zip(row.values.values(), line, strict=True):

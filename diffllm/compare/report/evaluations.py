@@ -1,20 +1,18 @@
 """Evaluations of checkpoints beside each other: means over seeds, and gaps over the same seeds."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from diffllm.compare.report.find import shortlist
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run
+from diffllm.compare.report.runs import Run, shortlist
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
+Seeds = tuple[int, int]
 ALL = "mean of all levels"
 LEVEL = 0.9
 """The share of right answers whose first time is told."""
@@ -48,18 +46,10 @@ class Grid(NamedTuple):
     """A value of the fact, and the mean over seeds at each level."""
 
 
-class AtEqualLoss(NamedTuple):
-    """The scores of an evaluation at a loss that all evaluated runs reached."""
-
-    loss: float
-    """Of the held-out sample, in nats a token."""
-    lines: list[ScoreLine]
-
-
 class Checkpoint(NamedTuple):
     """A checkpoint that was evaluated."""
 
-    loss: float
+    loss: float | None
     """On the held-out sample, as it was logged at the same step; nats a token."""
     scores: Lines
 
@@ -71,7 +61,10 @@ class Evaluated(NamedTuple):
     unit: str
     lines: list[ScoreLine]
     grids: list[Grid]
-    equal: AtEqualLoss | None = None
+    equal: list[ScoreLine]
+    """The scores at `loss`; empty if there are not two rows with any."""
+    loss: float | None
+    """The lowest loss of the held-out sample that all evaluated runs reached."""
 
 
 def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
@@ -93,99 +86,77 @@ def gathered(
 ) -> Evaluated | None:
     """Gather one evaluation, of the runs that were asked the same as the first of them."""
     asked: str | None = None
-    results: list[dict[tuple[int, int], Lines]] = []
-    along: list[dict[tuple[int, int], list[Checkpoint]]] = []
+    found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
     unit, others = "", []
-    for row in rows:
-        own, own_along = {}, {}
+    for row, own in zip(rows, found, strict=True):
         for run in row.runs:
             steps = by_run[run.path]
             step = max(steps, default=0)
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
-            question = json.dumps([tokens_at(run, step), question_of(newest)])
+            question = json.dumps([step * tokens_per_step(run), question_of(newest)])
             asked, unit = asked or question, unit or newest["unit"]
             if question == asked:
-                own[run.seeds] = by_name(newest)
-                own_along[run.seeds] = checkpoints(run, name, steps)
+                own[run.seeds] = checkpoints(run, name, steps)
             else:
                 others.append(str(run.path))
-        results.append(own)
-        along.append(own_along)
     if others:
         notes.append(
             f"{name}: {shortlist(others, 3)} left out, evaluated after other tokens, with another "
             "tokenizer or at other levels than the first."
         )
-    labels = dict.fromkeys(of for own in results for scores in own.values() for of in scores)
-    if not labels:
-        return None
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
-    if not (kept := score_lines(labels, results, bases)):
+    newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
+    if not (lines := score_lines(newest_scores, bases)):
         return None
-    equal = at_equal_loss(labels, along, bases)
-    return Evaluated(name, unit, kept, grids(results), equal)
+    equal, loss = [], loss_of_all([run for own in found for run in own.values()])
+    if loss is not None:
+        read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
+        if sum(any(own.values()) for own in read) > 1:
+            equal = score_lines(read, bases)
+    return Evaluated(name, unit, lines, grids(newest_scores), equal, loss)
 
 
-def tokens_at(run: Run, step: int) -> int:
-    return step * run.cfg.global_batch_size * run.cfg.seq_len
+def tokens_per_step(run: Run) -> int:
+    return run.cfg.global_batch_size * run.cfg.seq_len
 
 
 def question_of(result: Line) -> Line:
     return {k: v for k, v in result["key"].items() if k != "checkpoint"}
 
 
-def by_name(result: Line) -> Lines:
-    """Return the scores of a result by name, the mean over its levels first."""
-    scores = [*overall(result["unit"], result["scores"]), *result["scores"]]
-    return {score["of"]: score for score in scores}
-
-
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
     """List the checkpoints of a run that were asked the same as the newest, with their losses."""
+    tokens, losses = run.series("eval/loss")
+    logged = dict(zip(tokens.tolist(), losses.tolist(), strict=True))
     newest = question_of(steps[max(steps)][name])
     return [
-        Checkpoint(loss, by_name(found[name]))
-        for step, found in steps.items()
-        if name in found and question_of(found[name]) == newest
-        if (loss := loss_at(run, tokens_at(run, step))) is not None
+        Checkpoint(finite(logged.get(step * tokens_per_step(run))), by_name(steps[step][name]))
+        for step in sorted(steps)
+        if name in steps[step] and question_of(steps[step][name]) == newest
     ]
 
 
-def at_equal_loss(
-    labels: Iterable[str],
-    along: list[dict[tuple[int, int], list[Checkpoint]]],
-    bases: list[int | None],
-) -> AtEqualLoss | None:
-    """Set the scores at a loss that all runs reached beside each other; None unless two rows have
-    any."""
-    loss = loss_of_all([run for own in along for run in own.values()])
-    if loss is None:
-        return None
-    read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in along]
-    results = [{seeds: scores for seeds, scores in own.items() if scores} for own in read]
-    if sum(map(bool, results)) < 2:
-        return None
-    return AtEqualLoss(loss, score_lines(labels, results, bases))
-
-
-def loss_at(run: Run, tokens: int) -> float | None:
-    """Return the held-out loss that was logged after so many tokens; None without one."""
-    series = run.series("eval/loss")
-    found = np.flatnonzero(series.tokens == tokens)
-    return finite(float(series.values[found[0]])) if len(found) else None
+def by_name(result: Line) -> Lines:
+    """Return the scores of a result by name; of several shares, the mean over levels first."""
+    scores = result["scores"]
+    if result["unit"] == SHARE and len(scores) > 1:
+        means: Line = {"of": ALL}
+        for key in ("value", "chance"):
+            known = [x for score in scores if (x := finite(score.get(key))) is not None]
+            means[key] = sum(known) / len(known) if len(known) == len(scores) else None
+        scores = [means, *scores]
+    return {score["of"]: score for score in scores}
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
-    """Return the lowest loss that every run has reached at a checkpoint or between two; None where
-    no run's lies between two, so that there is nothing to read beyond the checkpoints."""
-    evaluated = [run for run in runs if run]
-    if len(evaluated) < 2:
-        return None
-    loss = max(min(each.loss for each in run) for run in evaluated)
-    return loss if any(min(each.loss for each in run) < loss for run in evaluated) else None
+    """Return the lowest loss that every run has reached at a checkpoint or between two; None if no
+    run's lies between two, so that there is nothing to read beyond the checkpoints."""
+    lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
+    loss = max(lowest, default=0.0)
+    return loss if min(lowest, default=loss) < loss else None
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
@@ -195,17 +166,14 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
     Args:
         checkpoints: in the order of training.
     """
-    for each in checkpoints:
-        if each.loss == loss:
-            return each.scores
-    for before, after in pairwise(checkpoints):
-        if before.loss > loss > after.loss:
-            share = (before.loss - loss) / (before.loss - after.loss)
-            return {
-                of: between(before.scores[of], own, share)
-                for of, own in after.scores.items()
-                if of in before.scores
-            }
+    known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
+    for at, scores in known:
+        if at == loss:
+            return scores
+    for (first, before), (last, after) in pairwise(known):
+        if first > loss > last:
+            share = (first - loss) / (first - last)
+            return {of: between(before[of], after[of], share) for of in after if of in before}
     return {}
 
 
@@ -216,48 +184,31 @@ def between(before: Line, after: Line, share: float) -> Line:
     return {"of": after["of"], "value": value, "chance": after.get("chance")}
 
 
-def score_lines(
-    labels: Iterable[str], results: list[dict[tuple[int, int], Lines]], bases: list[int | None]
-) -> list[ScoreLine]:
+def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> list[ScoreLine]:
     """Set the scores of all rows beside each other, those that some row has."""
-    lines = [score_line(of, results, bases) for of in labels]
-    return [line for line in lines if any(line.cells)]
+    lines = []
+    for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
+        every = [scores[of] for own in results for scores in own.values() if of in scores]
+        values = [
+            {
+                seeds: value
+                for seeds, scores in own.items()
+                if of in scores and (value := finite(scores[of].get("value"))) is not None
+            }
+            for own in results
+        ]
+        cells: list[ScoreCell | None] = []
+        for own, base in zip(values, bases, strict=True):
+            theirs = {} if base is None else values[base]
+            common = sorted(own.keys() & theirs.keys())
+            gap = estimate([own[seeds] - theirs[seeds] for seeds in common]) if common else None
+            cells.append(ScoreCell(estimate(list(own.values())), gap) if own else None)
+        if any(cells):
+            lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))
+    return lines
 
 
-def overall(unit: str, scores: list[Line]) -> list[Line]:
-    """Return the mean of shares over levels, where there are several, as one more score."""
-    if unit != SHARE or len(scores) < 2:
-        return []
-    means: Line = {"of": ALL}
-    for key in ("value", "chance"):
-        known = [x for score in scores if (x := finite(score.get(key))) is not None]
-        means[key] = sum(known) / len(known) if len(known) == len(scores) else None
-    return [means]
-
-
-def score_line(
-    of: str, results: list[dict[tuple[int, int], Lines]], bases: list[int | None]
-) -> ScoreLine:
-    """Set one score of all rows beside each other."""
-    values = [
-        {
-            seeds: value
-            for seeds, scores in own.items()
-            if of in scores and (value := finite(scores[of].get("value"))) is not None
-        }
-        for own in results
-    ]
-    cells: list[ScoreCell | None] = []
-    for own, base in zip(values, bases, strict=True):
-        theirs = {} if base is None else values[base]
-        common = sorted(own.keys() & theirs.keys())
-        gap = estimate([own[seeds] - theirs[seeds] for seeds in common]) if common else None
-        cells.append(ScoreCell(estimate(list(own.values())), gap) if own else None)
-    every = [scores[of] for own in results for scores in own.values() if of in scores]
-    return ScoreLine(of, finite(every[0].get("chance")), cells)
-
-
-def grids(results: list[dict[tuple[int, int], Lines]]) -> list[Grid]:
+def grids(results: list[dict[Seeds, Lines]]) -> list[Grid]:
     """Gather what scores say by further facts, their keys beginning with "by_"."""
     every = [score for own in results for scores in own.values() for score in scores.values()]
     facts = dict.fromkeys(
@@ -277,7 +228,7 @@ def grids(results: list[dict[tuple[int, int], Lines]]) -> list[Grid]:
     return found
 
 
-def seed_mean(own: dict[tuple[int, int], Lines], of: str, fact: str, value: str) -> float | None:
+def seed_mean(own: dict[Seeds, Lines], of: str, fact: str, value: str) -> float | None:
     """Return the mean over seeds at a level and a value of a fact; None without any."""
     found = [scores[of].get(fact, {}).get(value) for scores in own.values() if of in scores]
     known = [x for each in found if (x := finite(each)) is not None]
@@ -291,10 +242,8 @@ def reaching(rows: Sequence[Row]) -> list[tuple[str, list[Times | None]]]:
     names = [name for name in dict.fromkeys(logged) if name.startswith("tasks/")]
     found = []
     for name in names:
-        times = []
-        for row in rows:
-            known = [when for run in row.runs if (when := run.reached(name, LEVEL))]
-            times.append(Times.of(known) if known else None)
+        reached = [[x for run in row.runs if (x := run.reached(name, LEVEL))] for row in rows]
+        times = [Times.of(known) if known else None for known in reached]
         found.append((name.removeprefix("tasks/"), times))
     return found
 
@@ -304,8 +253,8 @@ def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]
     end and at equal loss."""
     found: dict[str, float | None] = {}
     for each in evaluated:
-        equal = each.equal.lines if each.equal else []
-        for line, where in [*((x, "") for x in each.lines), *((x, ", equal loss") for x in equal)]:
+        at_equal = [(line, ", equal loss") for line in each.equal]
+        for line, where in [*((line, "") for line in each.lines), *at_equal]:
             cell, name = line.cells[row], f"{each.name}: {line.of}" if line.of else each.name
             name += where
             gap = cell.gap if cell else None

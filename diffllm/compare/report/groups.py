@@ -8,7 +8,6 @@ from string import ascii_uppercase
 from diffllm.compare.report.keys import (
     ATTENTION,
     CHANGED,
-    FACTS,
     Keys,
     as_text,
     decides,
@@ -16,7 +15,7 @@ from diffllm.compare.report.keys import (
     value_text,
 )
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run
+from diffllm.compare.report.runs import Run, shortlist
 
 LONGEST = 48
 """Characters of a label; where some are longer, groups get letters that stand for what differs."""
@@ -157,19 +156,19 @@ def telling(key: str) -> tuple[int, str]:
 def in_short(group: Group, width: int) -> str:
     """ "model=tiny steps=120 and 3 more", what tells it from other groups, in about that many
     characters."""
-    inner = {key for key in group.values if key.startswith("model.") and "model" in group.values}
-    inner |= {key for key in (*FACTS, CHANGED) if key in group.values}
-    empty = {key for key, value in group.values.items() if value in ("[]", "null")}
-    keys = sorted(group.values.keys() - inner, key=lambda key: (key in empty, telling(key)))
-    parts = [f"{key.rpartition('.')[2]}={group.values[key]}" for key in keys]
-    if changed := group.rows[0].differing.get(CHANGED):
-        parts.insert(0, f"changed ({value_text(CHANGED, changed)})")
-    if not parts:
-        parts = [f"{key}={value}" for key, value in group.values.items()]
+    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in group.values.items()]
     shown = 1
     while shown < len(parts) and len(" ".join(parts[: shown + 1])) <= width:
         shown += 1
     return " ".join(parts[:shown]) + (f" and {n} more" if (n := len(parts) - shown) else "")
+
+
+def apart_text(groups: list[Group], incomparable: list[str], most: int = 5) -> str:
+    """Which keys keep rows from being compared."""
+    return (
+        f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
+        f"{shortlist(keys_apart(groups, incomparable), most)}"
+    )
 
 
 def keys_apart(groups: list[Group], incomparable: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The sentences of a report: what its reader has to know besides the numbers, and what was run."""
+"""The sentences of a report: about gaps and losses of rows, about runs, and what was run."""
 
 from diffllm.compare.report.keys import (
     FACTS,
@@ -7,16 +7,29 @@ from diffllm.compare.report.keys import (
     SPEED,
     as_text,
     differs,
-    overrides,
     value_text,
 )
-from diffllm.compare.report.numbers import clock, compact
+from diffllm.compare.report.numbers import (
+    MISSING,
+    clock,
+    compact,
+    finite,
+    fixed,
+    plural,
+    share_words,
+    with_interval,
+)
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Run, skipped_text
+from diffllm.compare.report.runs import Run, shortlist, skipped_text
 from diffllm.config.matching import width_of
+from diffllm.statistics.gap_tests import ALPHA
 
+NAMED = 4
+"""Gaps that a sentence names."""
 TOLERANCE = 0.005
-"""Share by which totals of parameters may differ before it is said."""
+"""Share by which totals of parameters may differ before a note says so."""
+EQUAL = 0.0005
+"""Share by which totals of parameters may differ and be called equal."""
 LINES = {
     "Data": (
         "data.source", "data.dataset", "data.name", "data.split", "data.paths",
@@ -38,82 +51,148 @@ LINES = {
 """Headings of the page's settings, and the config keys and facts below each."""
 
 
+def family(rows: list[Row]) -> list[Row]:
+    """The rows whose gap has a test: Holm's correction is over all of these."""
+    return [row for row in rows if row.p_holm is not None]
+
+
+def survives(row: Row) -> bool:
+    return row.p_holm is not None and row.p_holm < ALPHA
+
+
+def p_text(p: float | None) -> str:
+    """ "0.031", "0.0012", "<0.0001"."""
+    if p is None:
+        return MISSING
+    if p < 0.0001:
+        return "<0.0001"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
+
+
+def holm_sentence(rows: list[Row]) -> str:
+    """How many gaps survive Holm's correction, and which; nothing where no gap has a test."""
+    if not (tested := family(rows)):
+        return ""
+    kept = [row.label for row in tested if survives(row)]
+    names = f": {shortlist(kept, NAMED)}" if kept else ""
+    count = f"{len(kept)} of {plural(len(tested), 'gap')}"
+    return f"{count} survive Holm's correction at {ALPHA:g}{names}."
+
+
+def gap_tag(row: Row) -> str:
+    """Why a gap shows no difference, or has no test; nothing for others."""
+    found, gap = row.outcome, row.gap
+    if found is None:
+        return ""
+    if found.paired is None or gap is None:
+        return "no seed ended finite in both"
+    if gap.low is None:
+        return "no interval from one seed"
+    if found.paired.zero_variance:
+        return "seeds do not vary: p counts as 1"
+    if found.favours_diverging:
+        return "in favour of the side that diverged more: p counts as 1"
+    if gap.holds_zero:
+        return "no difference shown"
+    return "" if survives(row) else "not after Holm"
+
+
+def divergence(row: Row, of: str = "", share: bool = True) -> str:
+    """ "1 of 3 seeds diverged (33%, 0.84% to 91%)"; nothing if none did."""
+    if not row.diverged:
+        return ""
+    said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
+    return f"{said} ({share_words(row.diverged_share)})" if share else said
+
+
+def size_against(row: Row, base: Row) -> str:
+    """ "3.7% more parameters"; nothing where one of the sizes is unknown."""
+    size, other = (finite(each.fact("parameters")) for each in (row, base))
+    if not size or not other:
+        return ""
+    share = size / other - 1
+    if abs(share) < EQUAL:
+        return "equal parameters"
+    return f"{abs(share):.1%} {'more' if share > 0 else 'fewer'} parameters"
+
+
+def finding(row: Row) -> str:
+    """The first sentence about a row: its gap, else its loss."""
+    if row.gap is not None and row.baseline is not None:
+        base, seeds = row.baseline, row.gap.seeds
+        parts = [f"{row.label} {with_interval(row.gap, signed=True)} against {base.label}"]
+        parts += [plural(seeds, "seed"), size_against(row, base), divergence(row)]
+        return ", ".join(filter(None, [*parts, divergence(base, f" of {base.label}")]))
+    if row.loss is None or finite(row.loss.mean) is None:
+        return f"{row.label}: {divergence(row) or 'not finished'}"
+    parts = [f"{row.label} held-out loss {with_interval(row.loss)}"]
+    entropy = finite(row.runs[0].facts.get("heldout_unigram_entropy"))
+    if row.is_baseline:
+        parts.append("the baseline")
+    elif entropy is not None:
+        side = "under" if row.loss.mean <= entropy else "over"
+        apart = fixed(abs(entropy - row.loss.mean), 2)
+        parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
+    return ", ".join(filter(None, [*parts, plural(row.loss.seeds, "seed"), divergence(row)]))
+
+
 def run_notes(run: Run) -> list[str]:
     """Sentences about a run that was changed on its way, is incomplete or diverged."""
     notes = []
+    where = f"step {run.last_step} of {run.cfg.steps}"
     if run.changes:
         notes.append(
-            f"{run.path} was changed on its way ({'; '.join(run.changes)}): it is a run of neither "
-            "config, and no gap is measured to or from it."
+            f"{run.path} was changed on its way ({'; '.join(run.changes)}): no gap is measured to "
+            "or from it."
         )
-    if run.gave_up:
-        notes.append(
-            f"{run.path} diverged: it stopped at step {run.last_step} of {run.cfg.steps}, because "
-            "too many updates in a row were skipped; it is in no loss or gap, which look better "
-            "for it."
-        )
+    if run.diverged:
+        why = "its held-out loss is not a finite number"
+        if run.gave_up:
+            why = f"it stopped at {where}, because too many updates in a row were skipped"
+        notes.append(f"{run.path} diverged: {why}; it is in no loss or gap.")
     elif run.summary is None:
-        notes.append(
-            f"{run.path} has not finished: step {run.last_step} of {run.cfg.steps}; it is in no "
-            "number of the table."
-        )
-    elif run.final_loss is None:
-        notes.append(
-            f"{run.path} diverged: it ended with a held-out loss that is not a finite number; it "
-            "is in no loss or gap, which look better for it."
-        )
+        notes.append(f"{run.path} has not finished: {where}; it is in no number of the table.")
     if run.metrics.skipped:
         notes.append(f"{skipped_text(run.path, run.metrics.skipped)}.")
     return notes
 
 
 def fact_notes(runs: list[Run]) -> list[str]:
-    """Runs whose run.json does not say what they were, and what that forbids."""
+    """Name runs whose run.json does not record what they were, and what that forbids."""
     everywhere = [fact for fact in FACTS if all(run.facts.get(fact) is None for run in runs)]
     notes = []
     if unsaid := [fact for fact in everywhere if fact != HELDOUT]:
         notes.append(
-            f"No run.json says the {', '.join(unsaid)} of a run: the config keys behind it are "
-            "compared instead, and these may be equal where the runs are not."
+            f"No run.json records {', '.join(unsaid)}: the config keys behind it are compared "
+            "instead, and these may be equal where the runs are not."
         )
     for run in runs:
-        unknown = [f for f in FACTS if run.facts.get(f) is None and f not in everywhere]
-        if unknown == [HELDOUT]:
+        if unknown := [f for f in FACTS if run.facts.get(f) is None and f not in everywhere]:
             notes.append(
-                f"The held-out loss of {run.path} is that of a sample, as an older version "
-                "measured it: no gap is measured to runs where it is of whole documents."
-            )
-        elif unknown:
-            notes.append(
-                f"{run.path}/run.json does not say the {', '.join(unknown)} of its run: no gap is "
-                "measured to runs where that is known."
+                f"{run.path}/run.json does not record {', '.join(unknown)}, as an older version "
+                "wrote it: no gap is measured to runs that do."
             )
     return notes
 
 
 def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
-    """Rows of another size than the one they are measured from, and how to make them equal.
+    """Name rows of another size than their baseline's, and the key that makes sizes equal.
 
     Args:
         gaps: rows, each with its baseline's row.
     """
     notes = []
-    matched_to = {run.cfg.model.match_params_to for pair in gaps for r in pair for run in r.runs}
     for row, base in gaps:
-        size, other = (r.runs[0].facts.get("parameters") for r in (row, base))
-        if not size or not other or abs(size / other - 1) <= TOLERANCE:
-            continue
-        more = f"{abs(size / other - 1):.1%} {'more' if size > other else 'fewer'}"
-        larger = max(
-            (r for pair in gaps if pair[1] is base for r in pair),
-            key=lambda r: r.runs[0].facts.get("parameters") or 0,
-        )
-        target = larger.runs[0].variant
-        mend = f"; model.match_params_to={target} makes them equal"
-        by_flops = any(run.cfg.model.match_flops_to for side in (row, base) for run in side.runs)
-        if target in matched_to or by_flops or overrides(larger.runs[0]):
-            mend = ""  # it is there already, not wanted, or its YAML does not have these parameters
-        notes.append(f"{row.label} has {more} parameters than {base.label}{mend}.")
+        size, other = (each.fact("parameters") for each in (row, base))
+        if size and other and abs(size / other - 1) > TOLERANCE:
+            larger, models = (
+                row if size > other else base,
+                [r.runs[0].cfg.model for r in (row, base)],
+            )
+            mend = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
+            if any(model.match_params_to or model.match_flops_to for model in models):
+                mend = ""
+            notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{mend}.")
     return notes
 
 
@@ -131,7 +210,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def settings(rows: list[Row]) -> dict[str, str]:
-    """Heading to settings, each with every value that occurs; what no run has set is left out."""
+    """Heading to settings, each with every value that occurs; what no run has set is omitted."""
     runs = [run for row in rows for run in row.runs]
     lines = {}
     for heading, keys in LINES.items():
@@ -143,7 +222,12 @@ def settings(rows: list[Row]) -> dict[str, str]:
                 parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
         if parts:
             lines[heading] = ", ".join(parts)
-    lines["FFN width"] = ffn_width(rows)
+    widths: dict[int, dict[str, None]] = {}
+    for row in rows:
+        for run in row.runs:  # of a mixture of experts, the width of one expert
+            widths.setdefault(width_of(run.cfg.model), {})[row.label] = None
+    texts = [f"{width} in {', '.join(names)}" for width, names in sorted(widths.items())]
+    lines["FFN width"] = "; ".join(texts) if len(widths) > 1 else str(*widths)
     commits = dict.fromkeys(filter(None, map(commit_text, runs)))
     return lines | ({"Code": " or ".join(commits)} if commits else {})
 
@@ -156,42 +240,24 @@ def commit_text(run: Run) -> str:
     return f"commit {commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
 
 
-def ffn_width(rows: list[Row]) -> str:
-    """FFN width as text, with row labels where widths differ; for MoE, one expert's."""
-    labels: dict[int, list[str]] = {}
-    for row in rows:
-        for width in dict.fromkeys(width_of(run.cfg.model) for run in row.runs):
-            labels.setdefault(width, []).append(row.label)
-    if len(labels) == 1:
-        return str(*labels)
-    return "; ".join(f"{width} in {', '.join(names)}" for width, names in sorted(labels.items()))
-
-
 def runs_summary(rows: list[Row]) -> str:
-    """How many runs of what size, without a verdict."""
+    """How many runs of what size and time, without a verdict."""
     runs = [run for row in rows for run in row.runs]
     finished = sum(run.summary is not None for run in runs)
-    if len(runs) == 1:
-        parts = ["One run" if finished else "One run, not finished"]
-    else:
-        count = f"{len(rows)} rows" if len(rows) > 1 else rows[0].label
-        each = span([float(len(row.runs)) for row in rows], "seed", "seeds")
-        parts = [f"{count} × {each}: {finished} of {len(runs)} runs finished"]
-    each = " a run" if len(runs) > 1 else ""
-    for name, what in (("tokens", f"tokens{each}"), ("parameters", "parameters")):
+    seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
+    parts = [
+        f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}: "
+        f"{finished} of {plural(len(runs), 'run')} finished"
+    ]
+    for name, unit, how in (
+        ("tokens", " tokens a run", compact), ("parameters", " parameters", compact),
+        ("seconds", " a run", clock),
+    ):  # fmt: skip
         known = [row.values[name] for row in rows if row.values.get(name) is not None]
         if known:
-            parts.append(span(known, what, what))
-    times = [row.values["seconds"] for row in rows if row.values.get("seconds") is not None]
-    if times:
-        low, high = clock(min(times)), clock(max(times))
-        parts.append(f"{low if low == high else f'{low} to {high}'}{each}")
+            ends = dict.fromkeys(map(how, (min(known), max(known))))
+            parts.append(f"{' to '.join(ends)}{unit}")
     for group in ("model", "data"):
         chosen = sorted({run.cfg.run.choices[group] for run in runs})
         parts.append(f"{group} {', '.join(chosen)}")
     return "; ".join(parts) + "."
-
-
-def span(values: list[float], one: str, many: str) -> str:
-    low, high = compact(min(values)), compact(max(values))
-    return f"{low if low == high else f'{low} to {high}'} {one if high == '1' else many}"

@@ -15,16 +15,10 @@ from diffllm.statistics.estimates import Estimate, Rate, estimate
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
-EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
-"""Ends of the names of columns of spike events, and the attribute of `Rate` that each shows."""
 
 
 def column_metrics() -> list[Metric]:
     return [metric for metric in METRICS if metric.column]
-
-
-COSTS = ("tokens", "flops", "seconds")
-"""The budgets of training, by the names that columns have for them."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,8 @@ class Row:
     """All columns of the CSV, in order."""
     baseline: "Row | None" = None
     """The row that the gap is measured from; None where `gap` is."""
+    is_baseline: bool = False
+    """Whether gaps of other rows are measured from it."""
     against: "Row | None" = None
     """The row that `outcome` is against."""
     outcome: ArmComparison | None = None
@@ -78,6 +74,8 @@ class Row:
     """The letter of the rows that it can be compared with; empty where all rows can be."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
     """Gaps where as much was spent, by what: "tokens", "flops", "seconds"."""
+    incomparable: list[str] = field(default_factory=list)
+    """Keys that differ between rows of the comparison and forbid comparing losses."""
 
     @property
     def finished(self) -> list[Run]:
@@ -91,15 +89,29 @@ class Row:
     def diverged_share(self) -> Share:
         return Share(self.diverged, len(self.ended))
 
+    @property
+    def seeds(self) -> int:
+        """How many runs its loss is the mean of."""
+        return self.loss.seeds if self.loss else 0
+
+    def fact(self, name: str) -> Any:
+        """A fact of run.json, of the first run that has it."""
+        return next((v for run in self.runs if (v := run.facts.get(name)) is not None), None)
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a number in the summaries of its finished runs."""
+        known = [x for run in self.finished if (x := finite((run.summary or {}).get(name)))]
+        return float(np.mean(known)) if known else None
+
     def events(self, series: str) -> Rate | None:
         """Spike events of "loss" or "grad" a thousand judged steps, of all ended runs; None where
         none has counted them."""
-        counts = {}
-        for what in ("total", "judged"):
-            metric = metric_of(f"spikes_detrended/{series}_{what}")
-            known = [x for run in self.ended if (x := run_value(run, metric)) is not None]
-            counts[what] = round(sum(known))
-        return Rate(counts["total"], counts["judged"]) if counts["judged"] else None
+        count, judged = (
+            sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
+                for run in self.ended)
+            for what in ("total", "judged")
+        )  # fmt: skip
+        return Rate(round(count), round(judged)) if round(judged) else None
 
     @property
     def losses(self) -> dict[tuple[int, int], float | None]:
@@ -166,86 +178,6 @@ def last_written(run: Run) -> float:
     """When a run was finished, or last wrote; seconds since the epoch."""
     files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
     return next((file.stat().st_mtime for file in files if file.exists()), 0.0)
-
-
-def row_values(row: Row, incomparable: list[str]) -> dict[str, Any]:
-    """The columns of a row, in order.
-
-    Args:
-        incomparable: keys that no loss of the report can be compared across.
-    """
-    cfg, loss, gap = row.runs[0].cfg, row.loss, row.gap
-    events = {name: row.events(name) for name in ("loss", "grad")}
-    facts = {
-        name: next((v for run in row.runs if (v := run.facts.get(name)) is not None), None)
-        for name in ("parameters", "active_parameters", "flops_per_token")
-    }
-    return {
-        "variant": row.keys["attention"],
-        **{key: value for key, value in row.keys.items() if key != "attention"},
-        **facts,
-        "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len,
-        "seeds": loss.seeds if loss else 0,
-        "seeds_diverged": row.diverged,
-        "seeds_ended": len(row.ended),
-        "loss": loss and loss.mean,
-        "loss_low": loss and loss.low,
-        "loss_high": loss and loss.high,
-        "gap": gap and gap.mean,
-        "gap_low": gap and gap.low,
-        "gap_high": gap and gap.high,
-        "gap_seeds": gap and gap.seeds,
-        **test_values(row),
-        **{name: value for budget in COSTS for name, value in equal_values(row, budget).items()},
-        "baseline": row.baseline and row.baseline.label,
-        "incomparable": incomparable or None,
-        "group": row.group or None,
-        **{
-            f"{name}_events{end}": rate and getattr(rate, field)
-            for name, rate in events.items()
-            for end, field in EVENTS.items()
-        },
-        "seconds": mean(summarised(row, "seconds")),
-        "bits_per_byte": mean(summarised(row, "heldout_bits_per_byte")),
-        **{metric.quantity: row_value(row, metric) for metric in column_metrics()},
-    }
-
-
-def summarised(row: Row, name: str) -> list[float]:
-    """A number of the summaries of its finished runs, of those that have it."""
-    return [x for run in row.finished if (x := finite((run.summary or {}).get(name)))]
-
-
-def mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
-
-
-def test_values(row: Row) -> dict[str, float | None]:
-    """The columns of the tests of a gap, and of the share of runs that diverged."""
-    against, share = row.outcome, row.diverged_share
-    paired, unpaired = (against.paired, against.welch) if against else (None, None)
-    low, high = share.interval if share.runs else (None, None)
-    return {
-        "gap_p": paired.p if paired else None,
-        "gap_p_holm": row.p_holm,
-        "gap_welch_low": unpaired.low if unpaired else None,
-        "gap_welch_high": unpaired.high if unpaired else None,
-        "gap_documents_low": row.documents.low if row.documents else None,
-        "gap_documents_high": row.documents.high if row.documents else None,
-        "seed_correlation": against.correlation if against else None,
-        "diverged_low": low,
-        "diverged_high": high,
-        "diverged_p": against.p_diverged if against else None,
-    }
-
-
-def equal_values(row: Row, budget: str) -> dict[str, float | None]:
-    """The columns of a gap where as much of one budget was spent."""
-    names = [f"gap_at_{budget}{what}" for what in ("", "_low", "_high", "_error", "_of")]
-    if (found := row.equal.get(budget)) is None:
-        return dict.fromkeys(names)
-    values = (found.gap.mean, found.gap.low, found.gap.high, found.error, found.at)
-    return dict(zip(names, values, strict=True))
 
 
 def row_value(row: Row, metric: Metric) -> float | None:

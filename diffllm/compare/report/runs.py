@@ -1,6 +1,8 @@
-"""Runs on disk, as the report reads them."""
+"""Runs on disk: where they are found, and what the report reads of each."""
 
+import glob
 import math
+import os
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,7 +15,8 @@ import numpy as np
 
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
-from diffllm.core.files import read_lines, readable
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.files import read_lines, readable, user_path
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import (
     diverged,
@@ -23,6 +26,11 @@ from diffllm.metrics.records import (
     read_record,
     read_summary,
 )
+
+DEPTH = 4
+"""How far below a named directory runs are searched."""
+NAMES, WAITING = 4, 8
+"""How many names a title has, and how many runs a note about a sweep names."""
 
 
 class Series(NamedTuple):
@@ -122,6 +130,11 @@ class Run:
         return "unfinished" if self.summary is None else "finished"
 
     @property
+    def planned_tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.cfg.steps * self.cfg.global_batch_size * self.cfg.seq_len
+
+    @property
     def last_step(self) -> int:
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
@@ -166,7 +179,12 @@ def load_run(path: Path) -> Run:
     """
     cfg = load_run_config(path)
     facts, summary = read_record(path / "run.json"), read_summary(path)
-    changes = changes_of(path)
+    changes = [
+        f"{key} {before} to {now} after step {line['step']}"
+        for line in read_changes(path)
+        if line["step"]
+        for key, (before, now) in line["changes"].items()
+    ]
     metrics = read_metrics(path)
     if metrics.skipped:
         to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
@@ -177,16 +195,6 @@ def skipped_text(path: Path, lines: int) -> str:
     return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced line{'s' * (lines > 1)}"
 
 
-def changes_of(path: Path) -> list[str]:
-    """The changes of a run that came after a step was made; raises CheckpointError."""
-    return [
-        f"{key} {before} to {now} after step {line['step']}"
-        for line in read_changes(path)
-        if line["step"]
-        for key, (before, now) in line["changes"].items()
-    ]
-
-
 def read_metrics(path: Path) -> Metrics:
     """The metrics of a run; a last line that is still being written is no damage. Raises
     CheckpointError."""
@@ -195,3 +203,105 @@ def read_metrics(path: Path) -> Metrics:
         read = ((text, read_metrics_line(text)) for text in read_lines(file))
         return Metrics(line for text, line in read if line is not None or text.endswith("\n"))
     return Metrics([])
+
+
+class Found(NamedTuple):
+    """Run directories, and where their report belongs."""
+
+    runs: list[Path]
+    """Each once, in order of their paths."""
+    sweeps: list[Path]
+    """Searched directories that hold a sweep.json; each once."""
+    title: str
+    """The names that the user gave, in short."""
+    home: Path | None
+    """The closest directory that holds all named directories; None if it may be anyone's."""
+
+
+def find_runs(named: list[Path]) -> Found:
+    """Find the runs in directories and globs.
+
+    Raises ConfigError if nothing is named, a path does not exist or is a file, or a path or glob
+    leads to no run.
+    """
+    if not named:
+        raise ConfigError("no run is named: give run directories, sweep directories or globs")
+    directories: list[Path] = []
+    searched: list[Path] = []
+    for path in (user_path(path, "DIR") for path in named):
+        below = expand_glob(path)
+        found = [place for directory in below for place in search(directory)]
+        if not any(map(is_run, found)):
+            raise ConfigError(f"{path}: no run in it (a run has config.yaml and metrics.jsonl)")
+        directories += below
+        searched += found
+    shortest_first = sorted(searched, key=lambda path: (len(path.parts), path))
+    names = {path.resolve(): path for path in reversed(shortest_first)}
+    places = [names[directory] for directory in sorted(names)]
+    sweeps = [place for place in places if os.path.isfile(place / "sweep.json")]
+    asked = [os.path.basename(os.path.abspath(p)) if p.is_dir() else str(p) for p in named]
+    title = shortlist(list(dict.fromkeys(asked)), NAMES)
+    return Found(list(filter(is_run, places)), sweeps, title, home_of(directories))
+
+
+def shortlist(names: list[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def home_of(directories: list[Path]) -> Path | None:
+    """Return the directory that holds all, relative to the current one if it is inside.
+
+    None for the root, and for a directory outside the current one that holds none of them
+    directly: it may be anyone's.
+    """
+    absolute = [Path(os.path.abspath(directory)) for directory in directories]
+    home = Path(os.path.commonpath(absolute))
+    if home.is_relative_to(Path.cwd()):
+        return home.relative_to(Path.cwd())
+    theirs = home in absolute or home in [path.parent for path in absolute]
+    return home if theirs and home != home.parent else None
+
+
+def expand_glob(path: Path) -> list[Path]:
+    """Return the directory, or the directories that a glob matches, sorted; raises ConfigError."""
+    if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise ConfigError(f"{path} cannot be read: permission denied")
+        return [path]
+    if path.exists():
+        raise ConfigError(f"{path} is a file; name the run's directory")
+    if not glob.has_magic(str(path)):
+        raise ConfigError(f"{path} does not exist")
+    matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
+    if not matches:
+        raise ConfigError(f"{path} matches no directory")
+    return matches
+
+
+def is_run(path: Path) -> bool:
+    """Whether a training run has begun there, readable or not."""
+    if os.path.isfile(path / "metrics.jsonl"):
+        return True
+    return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
+
+
+def search(path: Path, depth: int = DEPTH) -> list[Path]:
+    """Return the directory and all below it that can be reached, without those inside a run."""
+    if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
+        return [path]
+    children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]
+    return [path, *(found for child in children for found in search(child, depth - 1))]
+
+
+def sweep_notes(sweep: Path) -> list[str]:
+    """Name the runs of sweep.json that have not started."""
+    try:
+        planned = (read_record(sweep / "sweep.json") or {}).get("runs")
+    except CheckpointError as error:
+        return [f"{error}: which runs have not started is unknown."]
+    if not isinstance(planned, dict):
+        return [f"{sweep}/sweep.json names no runs: which have not started is unknown."]
+    waiting = [name for name in planned if not is_run(sweep / name)]
+    count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
+    return [f"{count}: {shortlist(waiting, WAITING)}."] if waiting else []

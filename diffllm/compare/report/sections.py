@@ -6,24 +6,27 @@ A section without data is left out; so is a figure that no run has the metrics f
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
-from diffllm.compare.report import bands
-from diffllm.compare.report.budgets import BUDGETS, same_facts, spent_band
+from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.drawing import FEW, Bands, draw_curves, draw_layers
-from diffllm.compare.report.find import shortlist
-from diffllm.compare.report.gap_statistics import family, survives
+from diffllm.compare.report.curves import BUDGETS, same_facts, spent_band
+from diffllm.compare.report.figures import (
+    FEW,
+    Bands,
+    RowStyle,
+    draw_curves,
+    draw_gaps,
+    draw_heatmaps,
+    to_image,
+)
 from diffllm.compare.report.groups import keys_apart
-from diffllm.compare.report.heatmaps import draw_heatmaps, heatmaps
-from diffllm.compare.report.intervals import draw_gaps
+from diffllm.compare.report.notes import family, survives
 from diffllm.compare.report.numbers import short
-from diffllm.compare.report.runs import Run, Series
-from diffllm.compare.report.style import RowStyle, to_image
-from diffllm.compare.report.text import gap_sentence
+from diffllm.compare.report.runs import Run, Series, shortlist
 from diffllm.metrics.metric import Curve, Heatmap, Layers, Metric, Plot, Section
 from diffllm.metrics.table import (
     ATTENTION,
@@ -41,10 +44,6 @@ from diffllm.metrics.table import (
     TASKS,
     metric_of,
 )
-from diffllm.statistics.gap_tests import ALPHA
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ORDER = (
     TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
@@ -95,12 +94,7 @@ class PageSection(NamedTuple):
 
     @property
     def folded_title(self) -> str:
-        """ "Gradient norm: attention, embedding, ffn"."""
-        heads = [card.title.partition(", ") for card in self.folded]
-        same = len({head for head, _, _ in heads}) == 1
-        return (
-            f"{heads[0][0]}: {', '.join(tail for _, _, tail in heads)}" if same else "More figures"
-        )
+        return f"More figures: {', '.join(card.title for card in self.folded)}"
 
 
 def sections(
@@ -138,7 +132,7 @@ class Figures:
         self.baseline, self.tested = comparison.baseline, len(family(comparison.rows))
         self.runs = [run for row in self.rows for run in row.runs]
         logged = [len(run.series("train/loss").values) for run in self.runs]
-        self.smoothed_over = points = bands.window(max(logged))
+        self.smoothed_over = points = curves.window(max(logged))
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens a sequence, where all runs agree."""
@@ -164,7 +158,7 @@ class Figures:
 
     def cards(self, section: Section, shown: Collection[str]) -> list[Card]:
         """The figures of a section in the order of the table, without the titles in `shown`."""
-        cards = [
+        return [
             card
             for metric in METRICS
             if metric.section is section
@@ -172,25 +166,25 @@ class Figures:
             if plot.title not in shown
             for card in self.plot(metric, plot)
         ]
-        return [*cards, *self.second_half()] if section is LOSS else cards
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
         """The figures of one entry of the table: one, one a group of parameters, or none."""
+        if isinstance(plot, Heatmap):
+            return self.maps(plot, metric)
+        if isinstance(plot, Layers):
+            return self.layers(plot, metric)
+        assert isinstance(plot, Curve)
         cards = []
         for group, pick in self.series_of(metric):
-            fields = {**self.fields, "group": group}
-            caption = plot.caption.format(**fields) or f"{metric.meaning}."
-            if isinstance(plot, Heatmap):
-                cards += self.maps(plot, caption, metric)
-            elif isinstance(plot, Layers):
-                cards += self.layers(plot, caption, metric)
-            elif isinstance(plot, Curve):
-                if metric.name.endswith("*") and not group:
-                    caption += " At each step, of the layer where it is highest."
-                titled = replace(plot, title=plot.title.format(**fields))
-                curves = self.over_tokens(pick, plot.smooth)
-                cards += self.curves(titled, caption, metric.unit, curves)
+            named = replace(plot, title=plot.title.format(group=group))
+            caption = self.caption(plot, metric)
+            if metric.name.endswith("*") and not group:
+                caption += " At each step, of the layer where it is highest."
+            cards += self.curves(named, caption, metric.unit, self.over_tokens(pick, plot.smooth))
         return cards
+
+    def caption(self, plot: Plot, metric: Metric) -> str:
+        return plot.caption.format(**self.fields, group="") or f"{metric.meaning}."
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
         """How to get a metric's series of a run: itself, its highest layer, or one a group."""
@@ -211,186 +205,130 @@ class Figures:
 
     def over_tokens(self, pick: Callable[[Run], Series], smooth: bool = False) -> Bands:
         if not smooth:
-            return [bands.band_of(row, pick) for row in self.rows]
-        return self.over_tokens(lambda run: bands.smoothed(pick(run), self.smoothed_over))
+            return [curves.band_of(row, pick) for row in self.rows]
+        return self.over_tokens(lambda run: curves.smoothed(pick(run), self.smoothed_over))
 
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
-        rows = [row for row in self.rows if row.gap]
-        styles = [style for row, style in zip(self.rows, self.styles, strict=True) if row.gap]
-        hollow = [self.tested > 0 and not survives(row) for row in rows]
+        found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
         title = f"Gap to {self.baseline} at the end"
         caption = (
             "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
             "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
             "no difference."
         )
-        if self.tested > 1:
+        if self.tested:
             caption += (
                 f" Filled: survives Holm's correction over the {self.tested} gaps of this page."
             )
-        elif self.tested:
-            caption += f" Filled: shown at {ALPHA:g}."
-        figure = draw_gaps([row.gap for row in rows if row.gap], styles, hollow=hollow)
-        return [Card(title, caption, to_image(figure, title, "; ".join(map(gap_sentence, rows))))]
+        figure = draw_gaps(
+            [row.gap for row, _ in found if row.gap], [style for _, style in found],
+            hollow=[self.tested > 0 and not survives(row) for row, _ in found],
+        )  # fmt: skip
+        return [Card(title, caption, to_image(figure, title))]
 
     def gap(self) -> list[Card]:
         """Held-out loss against the baseline's."""
-        curves = [bands.gap_band(row) for row in self.rows]
+        bands = [curves.gap_band(row) for row in self.rows]
         caption = (
-            "Held-out loss minus that of the baseline's run with the same seeds, in nats a token: "
-            "below 0 the row is better than its baseline."
+            "Held-out loss minus that of the baseline's run with the same seeds: below 0 the row "
+            "is better than its baseline."
         )
-        floor = bands.seed_noise(bands.rows_of_gaps(self.rows))
+        floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
             caption += (
                 " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
                 "lie, by the deviation between seeds."
             )
         plot = Curve(f"Gap to {self.baseline} over training")
-        return self.curves(plot, caption, "nats a token", curves, zero=True, floor=floor)
+        return self.curves(plot, caption, "nats a token", bands, floor=floor)
 
     def costs(self) -> list[Card]:
         """Held-out loss over FLOPs and over seconds, where some row has a gap."""
-        if not any(row.equal for row in self.rows):
-            return []
         cards = []
         for budget in (BUDGETS["flops"], BUDGETS["seconds"]):
-            if not same_facts(budget, self.rows):
-                continue
-            curves = [spent_band(row, budget) for row in self.rows]
-            plot = Curve(f"Held-out loss against {budget.unit}", clip=True)
-            caption = f"{budget.meaning}.{{incomparable}}".format(**self.fields)
-            cards += self.curves(plot, caption, "nats a token", curves, across=budget.unit)
+            if any(row.equal for row in self.rows) and same_facts(budget, self.rows):
+                bands = [spent_band(row, budget) for row in self.rows]
+                plot = Curve(f"Held-out loss against {budget.unit}", clip=True)
+                caption = f"{budget.meaning}.{self.fields['incomparable']}"
+                cards += self.curves(plot, caption, "nats a token", bands, across=budget.unit)
         return cards
 
-    def second_half(self) -> list[Card]:
-        """Training loss behind the middle, where it falls slowly."""
-        ends = [run.series("train/loss").tokens.max(initial=0) for run in self.runs]
-        half = max(ends) / 2
-
-        def late(run: Run) -> Series:
-            tokens, values = bands.smoothed(run.series("train/loss"), self.smoothed_over)
-            return Series(tokens[tokens > half], values[tokens > half])
-
-        curves = self.over_tokens(late)
-        if sum(len(band.x) for band in curves if band) <= 2 * len(self.rows):
-            return []
-        caption = "{smoothing}, in nats a token, on a scale of its own.{incomparable}"
-        caption = caption.format(**self.fields)
-        plot = Curve("Training loss, second half")
-        return self.curves(plot, caption, "nats a token", curves, start=half)
-
-    def curves(self, plot: Curve, caption: str, unit: str, curves: Bands, **how: Any) -> list[Card]:
+    def curves(self, plot: Curve, caption: str, unit: str, bands: Bands, **how: Any) -> list[Card]:
         """One figure over tokens, if there is a value other than 0."""
-        values = finite_values(curves)
+        values = finite_values(bands)
         if not values.any():
             return []
         if plot.spikes is not None:
-            how["spikes"], marks = self.marks(*plot.spikes)
-            caption += marks
-        highest, top = float(values.max()), top_of(curves)
+            counter, what = plot.spikes
+            how["spikes"] = found = [curves.rises(row, counter) for row in self.rows]
+            if any(map(len, found)):
+                caption += (
+                    " Strokes below, a lane a row in the table's order, its seeds together: an "
+                    f"event of {what} since the previous logged step, on what is left without its "
+                    "trend."
+                )
+        highest, top = float(values.max()), top_of(bands)
         if plot.clip and highest > top:
             how["top"] = top
             caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
-        log, mark = plot.log and highest > 0, mark_line(plot)
-        figure = draw_curves(curves, self.styles, unit, log=log, mark=mark, **how)
-        return [card(plot, caption + scale_note(values, log), figure)]
+        return [self.card(plot, caption, bands, unit, log=plot.log, **how)]
 
-    def marks(self, counter: str, what: str) -> tuple[list[np.ndarray], str]:
-        """The tokens at which each row's count of spikes rose, and the sentence about them.
-
-        By the 128-step definition where some run is older than the count of events.
-        """
-        told = f"an event of {what}, on what is left without its trend"
-        if not all(len(run.series(counter).values) for run in self.runs):
-            counter = counter.replace("spikes_detrended/", "spikes/")
-            told = f"{what} spiked, by the 128-step definition"
-        found = [bands.rises(row, counter) for row in self.rows]
-        if not any(map(len, found)):
-            return found, ""
-        return found, (
-            " Strokes below, a lane a row in the table's order, its seeds together: "
-            f"{told}, since the previous logged step."
-        )
-
-    def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
+    def layers(self, plot: Layers, metric: Metric) -> list[Card]:
         """One figure over layers, if there is a value other than 0."""
-        curves = [bands.at_end(row, metric.quantity) for row in self.rows]
-        values = finite_values(curves)
-        if not values.any():
+        bands = [curves.at_end(row, metric.quantity) for row in self.rows]
+        if not finite_values(bands).any():
             return []
-        mark = mark_line(plot)
+        how: dict[str, Any] = {"across": "layer", "log": plot.log}
+        caption = self.caption(plot, metric)
         if plot.uniform and self.length:
-            mark = (self.length**-0.5, "1/√n")
+            how["mark"] = (self.length**-0.5, "1/√n")
             caption += " Dotted: uniform attention over a whole sequence."
-        log = plot.log and values.max() > 0
-        figure = draw_layers(curves, self.styles, metric.unit, log, mark)
-        return [card(plot, caption + scale_note(values, log), figure)]
+        return [self.card(plot, caption, bands, metric.unit, **how)]
 
-    def maps(self, plot: Heatmap, caption: str, metric: Metric) -> list[Card]:
+    def card(
+        self, plot: Plot, caption: str, bands: Bands, unit: str, log: bool, **how: Any
+    ) -> Card:
+        """A figure of curves."""
+        values = finite_values(bands)
+        if log := log and values.max() > 0:
+            omitted = "; values that are not above 0 leave a gap" if values.min() <= 0 else ""
+            caption += f" Logarithmic scale{omitted}."
+        if plot.mark is not None:
+            how["mark"] = (plot.mark, short(plot.mark))
+        image = to_image(draw_curves(bands, self.styles, unit, log=log, **how), plot.title)
+        return Card(plot.title, caption, image, folded=plot.folded)
+
+    def maps(self, plot: Heatmap, metric: Metric) -> list[Card]:
         """One figure with a panel for every row that logged it."""
-        maps = heatmaps(self.rows, metric.quantity)
-        if maps is None:
+        grids, end = curves.map_grids(self.rows, metric.quantity)
+        drawn = sum(grid is not None for grid in grids)
+        if not drawn:
             return []
-        drawn = [grid is not None for grid in maps.grids]
-        said = [
-            f"{style.label}: {map_in_words(grid)}"
-            for style, grid in zip(self.styles, maps.grids, strict=True)
-            if grid is not None
-        ]
-        caption += f" {maps.scale}{', the same in all panels' if sum(drawn) > 1 else ''}."
+        caption = self.caption(plot, metric)
         if len(self.runs) > len(self.rows):
             caption += " Mean over a row's seeds, as far as all of them got."
-        image = to_image(draw_heatmaps(maps, self.styles), plot.title, " ".join(said))
-        return [Card(plot.title, caption, image, sum(drawn) > 1, plot.folded)]
+        image = to_image(draw_heatmaps(grids, end, self.styles), plot.title)
+        return [Card(plot.title, caption, image, drawn > 1, plot.folded)]
 
 
-def card(plot: Plot, caption: str, figure: "Figure") -> Card:
-    return Card(plot.title, caption, to_image(figure, plot.title), folded=plot.folded)
+def finite_values(bands: Bands) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *(band.drawn for band in bands if band is not None)])
 
 
-def finite_values(curves: Bands) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *(band.drawn for band in curves if band is not None)])
-
-
-def top_of(curves: Bands) -> float:
+def top_of(bands: Bands) -> float:
     """Where the scale of a loss ends, so that its first steps and its spikes do not flatten the
     rest: above all that is left a fifth into a run, nearly all that comes later, and its end."""
-    tops = [np.inf]
-    end = max((band.x[-1] for band in curves if band is not None), default=0)
-    for band in curves:
-        if band is None:
-            continue
-        values = np.fmax(band.high, np.fmax.reduce([band.high, *band.singles]))
+    found = [band for band in bands if band is not None]
+    end = max((band.x[-1] for band in found), default=0)
+    tops = []
+    for band in found:
+        values = np.fmax.reduce([band.high, *band.singles])
         start = FIRST * end if len(band.x) > FEW else 0
         later = values[np.isfinite(values) & (band.x >= start)]
         if len(later):
             tops.append(max(later[0], later[-1], float(np.quantile(later, LATER))))
-    seen = finite_values(curves)
-    if len(tops) == 1 or not len(seen):
+    if not tops:
         return np.inf
-    top, low = max(tops[1:]), float(seen.min())
+    top, low = max(tops), float(finite_values(bands).min())
     return top + 0.08 * (top - low)
-
-
-def mark_line(plot: Plot) -> tuple[float, str] | None:
-    return None if plot.mark is None else (plot.mark, short(plot.mark))
-
-
-def scale_note(drawn: np.ndarray, log: bool) -> str:
-    """A sentence about a logarithmic scale."""
-    if not log:
-        return ""
-    left_out = "; values that are not above 0 leave a gap" if drawn.min() <= 0 else ""
-    return f" Logarithmic scale{left_out}."
-
-
-def map_in_words(grid: np.ndarray) -> str:
-    """A map in words: its range at the first and last logged time."""
-    logged = np.flatnonzero(np.isfinite(grid).any(axis=0))
-    first, last = (grid[:, i][np.isfinite(grid[:, i])] for i in (logged[0], logged[-1]))
-    return (
-        f"From {short(first.min())} to {short(first.max())} over layers at first, "
-        f"from {short(last.min())} to {short(last.max())} at last."
-    )

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.compare.report.bands import gap_band, rows_of_gaps, seed_noise
 from diffllm.compare.report.comparison import Comparison
+from diffllm.compare.report.curves import gap_band, rows_of_gaps, seed_noise
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
 KIND = "comparison"
@@ -37,7 +37,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
         for end, values in (("", band.mean), ("/low", band.low), ("/high", band.high)):
             note(f"gap/{label}{end}", band.x, values)
     if floor := seed_noise(rows_of_gaps(comparison.rows)):
-        note("gap/noise_floor", floor.x, floor.half)
+        note("gap/noise_floor", floor.tokens, floor.values)
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
     choices = {"attention": KIND, "model": KIND}
     run = WandbRun(cfg, directory, choices, directory.name, facts, None, over_tokens=("gap/*",))

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from diffllm.compare.report import bands
-from diffllm.compare.report.drawing import draw_curves, draw_levels
-from diffllm.compare.report.intervals import draw_gaps
+from diffllm.compare.report import curves
+from diffllm.compare.report.figures import (
+    RC,
+    WIDTH,
+    Bands,
+    RowStyle,
+    draw_curves,
+    draw_gaps,
+    row_styles,
+    to_image,
+)
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, percent, plural, short
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
-from diffllm.compare.report.style import RC, WIDTH, RowStyle, row_styles, to_image
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
@@ -149,11 +156,13 @@ def figures(found: Verdict) -> list[Drawn]:
         gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
         if gaps:
             title, figure = "Gaps of the rules", draw_rules(gaps, styles, found.study.quantity)
-            rules = "; ".join(rule_line(each, found.study) for each in found.tested)
-            image = to_image(figure, title, rules)
-            drawn.append((title, image, "Arm minus arm, with 95% intervals."))
-        second = over_rates if found.study.lr_sweep else over_training
-        drawn += second(found, rows, styles)
+            caption = "Arm minus arm, with 95% intervals."
+            drawn.append((title, to_image(figure, title), caption))
+        title, caption, bands, how = (over_rates if found.study.lr_sweep else over_training)(
+            found, rows
+        )
+        if any(band is not None and len(band.drawn) for band in bands):
+            drawn.append((title, to_image(draw_curves(bands, styles, **how), title), caption))
     return drawn
 
 
@@ -166,55 +175,45 @@ def draw_rules(
         gaps: by the arm of the rule and the arm that it is compared with.
         across: the name of the scale.
     """
-    named = [style_of(*pair, styles) for pair in gaps]
+    by_arm = {style.label: style for style in styles}
+    named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
     return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))
 
 
-def over_training(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
-    """The study's metric over tokens where it was logged all along, or else the gaps of held-out
-    loss to the baseline; nothing where none was measured."""
+def over_training(found: Verdict, rows: list[Row]) -> tuple[str, str, Bands, dict[str, Any]]:
+    """The study's metric over tokens if it was logged during training, or else the gaps of held-out
+    loss to the baseline: title, caption, curves, arguments of `draw_curves`."""
     name = found.study.metric
-    logged = [bands.band_of(row, lambda run: run.series(name)) for row in rows]
-    if any(curve is not None and len(curve.x) > 1 for curve in logged):
+    bands = [curves.band_of(row, lambda run: run.series(name)) for row in rows]
+    if any(band is not None and len(band.x) > 1 for band in bands):
         levels = [rule.reaches for rule in found.study.rules if rule.reaches is not None]
         mark = (levels[0], short(levels[0])) if levels else None
-        title = f"{name} over training"
-        figure = draw_curves(logged, styles, metric_of(name).unit, mark=mark)
-        return [(title, to_image(figure, title), "Mean and range over seeds.")]
-    curves = [bands.gap_band(row) for row in rows]
-    if not any(curve is not None and len(curve.drawn) for curve in curves):
-        return []
-    floor = bands.seed_noise(rows)
-    figure = draw_curves(curves, styles, "nats a token", zero=True, floor=floor)
+        how = {"unit": metric_of(name).unit, "mark": mark}
+        return f"{name} over training", "Mean and range over seeds.", bands, how
+    floor = curves.seed_noise(rows)
     caption = (
         "Held-out loss during training, minus that of the run with the same seed: mean and "
         f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
     )
-    title = f"Gap to {found.study.baseline} over training"
-    return [(title, to_image(figure, title), caption)]
+    title, bands = f"Gap to {found.study.baseline} over training", [*map(curves.gap_band, rows)]
+    return title, caption, bands, {"unit": "nats a token", "floor": floor}
 
 
-def over_rates(found: Verdict, rows: list[Row], styles: list[RowStyle]) -> list[Drawn]:
-    """The final held-out loss of every arm over the learning rates of the study."""
-    rates = found.study.lr_sweep
-    assert rates
-    places, curves = np.arange(len(rates)), []
+def over_rates(found: Verdict, rows: list[Row]) -> tuple[str, str, Bands, dict[str, Any]]:
+    """The final held-out loss of every arm over the learning rates of the study: title, caption,
+    curves, arguments of `draw_curves`."""
+    rates, bands = found.study.lr_sweep or [], []
     for row in rows:
         losses = {(run.cfg.seed, run.cfg.optim.lr): run.final_loss for run in row.runs}
         seeds = [[losses.get((seed, lr)) for lr in rates] for seed in found.study.seeds]
-        curves.append(bands.over_seeds(Series(places, np.array(y, np.float64)) for y in seeds))
-    if not any(curves):
-        return []
-    labels = [f"{lr:g}" for lr in rates]
-    figure = draw_levels(curves, styles, "nats a token", "learning rate", labels)
-    title = "Loss over learning rates"
+        bands.append(
+            curves.over_seeds(
+                Series(np.arange(len(rates)), np.array(y, np.float64)) for y in seeds
+            )
+        )  # fmt: skip
     caption = "Final held-out loss: mean and range over seeds; a cross where one diverged next."
-    return [(title, to_image(figure, title), caption)]
-
-
-def style_of(arm: str, against: str, styles: list[RowStyle]) -> RowStyle:
-    own = next(style for style in styles if style.label == arm)
-    return replace(own, label=f"{arm} − {against}")
+    how = {"unit": "nats a token", "across": "learning rate", "labels": [f"{x:g}" for x in rates]}
+    return "Loss over learning rates", caption, bands, how
 
 
 def verdict_html(found: Verdict) -> str:

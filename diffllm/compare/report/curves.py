@@ -1,0 +1,309 @@
+"""Curves of a row over tokens, cost and layers, its seeds together; gaps at equal cost."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from diffllm.compare.report.numbers import finite
+from diffllm.compare.report.rows import EqualGap, Row
+from diffllm.compare.report.runs import Run, Series
+from diffllm.statistics.estimates import CONFIDENCE, estimate
+from diffllm.statistics.seed_variance import pooled_variance
+
+Array = np.ndarray
+LOSS = "eval/loss"
+POINTS = 300
+"""Most places at which the band of a curve is drawn."""
+STRETCHES = 100
+"""Most stretches of tokens that a map tells apart."""
+MACHINE = ("device", "ranks", "torch", "compiled")
+"""Facts of run.json that have to agree where times are compared."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A curve of a row: mean, lowest and highest over its seeds, each (n,).
+
+    NaN where a seed has no value: a mean over those that are left is of other seeds.
+    """
+
+    x: Array
+    """Tokens, or layers."""
+    mean: Array
+    low: Array
+    high: Array
+    singles: list[Array]
+    """The single seeds, (n,) each, where not all have a value; NaN elsewhere."""
+    stops: list[tuple[float, float]]
+    """The last point of a seed that ends before another, or is not finite from there on."""
+
+    @property
+    def drawn(self) -> Array:
+        """All finite values that a figure of it shows."""
+        values = np.concatenate([self.low, self.high, *self.singles])
+        return values[np.isfinite(values)]
+
+
+def over_seeds(curves: Iterable[Series]) -> Band | None:
+    """On every x of some seed, between a seed's own points interpolated; None if all are empty."""
+    curves = [curve for curve in curves if len(curve.tokens)]
+    if not any(np.isfinite(curve.values).any() for curve in curves):
+        return None
+    x = np.unique(np.concatenate([curve.tokens for curve in curves]))
+    seeds = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
+    alone = np.isnan(seeds).any(axis=0)
+    beside = np.convolve(alone, [1, 1, 1])[1:-1] > 0
+    singles = [y for y in np.where(beside, seeds, np.nan) if np.isfinite(y).any()]
+    last = [np.flatnonzero(np.isfinite(y))[-1:] for y in seeds]
+    stops = [(x[i], y[i]) for y, at in zip(seeds, last, strict=True) for i in at if i < len(x) - 1]
+    together = np.where(alone, np.nan, seeds)
+    mean, low, high = together.mean(axis=0), together.min(axis=0), together.max(axis=0)
+    return Band(x, mean, low, high, singles, stops)
+
+
+def band_of(row: Row, pick: Callable[[Run], Series]) -> Band | None:
+    return over_seeds(pick(run) for run in row.runs)
+
+
+def window(points: int) -> int:
+    """Width of a running mean: a fiftieth of a long run, about a tenth of a short one; odd."""
+    return 2 * max(points // 100, min(points // 20, 5)) + 1
+
+
+def smoothed(series: Series, points: int) -> Series:
+    """The centred running mean over that many logged steps, fewer at the ends."""
+    finite = np.isfinite(series.values)
+    n, half = len(finite), points // 2
+    total = np.concatenate(([0.0], np.cumsum(np.where(finite, series.values, 0))))
+    count = np.concatenate(([0], np.cumsum(finite)))
+    first, last = (np.arange(n) - half).clip(0), (np.arange(n) + half + 1).clip(max=n)
+    means = (total[last] - total[first]) / (count[last] - count[first]).clip(1)
+    return Series(series.tokens, np.where(finite, means, np.nan))
+
+
+def shown_at_end(row: Row) -> list[Run]:
+    return [run for run in row.runs if run.summary is not None] or row.runs
+
+
+def at_end(row: Row, quantity: str) -> Band | None:
+    """A quantity over layers, at the last logged step that the shown runs have in common."""
+    logged = [(run.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
+    logged = [(layers, series) for layers, series in logged if series.values.size]
+    if not logged:
+        return None
+    common = reduce(np.intersect1d, [series.tokens for _, series in logged])
+    if not len(common):
+        return None
+    return over_seeds(
+        Series(np.array(layers), series.values[series.tokens == common[-1]][-1])
+        for layers, series in logged
+    )
+
+
+def envelope(band: Band) -> tuple[Array, Array, Array]:
+    """Return x, low and high at `POINTS` places at most: the extremes up to the next place."""
+    n = len(band.x)
+    starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
+    low, high = np.fmin.reduceat(band.low, starts), np.fmax.reduceat(band.high, starts)
+    return band.x[starts], low, high
+
+
+def rises(row: Row, name: str) -> Array:
+    """Tokens at which a count had risen since the logged step before, all seeds together."""
+    tokens = [np.zeros(0, np.int64)]
+    for run in row.runs:
+        count = run.series(name)
+        known = np.isfinite(count.values)
+        tokens.append(count.tokens[known][np.diff(count.values[known], prepend=0) > 0])
+    return np.concatenate(tokens)
+
+
+def gap_band(row: Row) -> Band | None:
+    """Return held-out loss minus that of the baseline's run with the same seeds; None without a
+    baseline."""
+    if row.baseline is None:
+        return None
+    of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
+    gaps = []
+    for own, other in ((run.series(LOSS), of_seeds.get(run.seeds)) for run in row.runs):
+        if other is not None:
+            tokens, i, j = np.intersect1d(own.tokens, other.tokens, return_indices=True)
+            gaps.append(Series(tokens, own.values[i] - other.values[j]))
+    return over_seeds(gaps)
+
+
+def rows_of_gaps(rows: list[Row]) -> list[Row]:
+    """Those that have a gap, and those that these are measured from."""
+    bases = [row.baseline for row in rows if row.gap]
+    return [row for row in rows if row.gap or any(row is base for base in bases)]
+
+
+def seed_noise(rows: list[Row]) -> Series | None:
+    """The gap that two rows of the same expectation would stay within, 95% of the time.
+
+    At every evaluation that all have in common, t s sqrt(2 / n): s is the deviation between seeds,
+    pooled over rows, n the seeds of the row that has fewest, and t Student's, of as many degrees of
+    freedom as s has. The values are half the width of the band around zero. None if no row has two
+    seeds.
+    """
+    curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
+    if not curves:
+        return None
+    from scipy.special import stdtrit
+
+    x = reduce(np.intersect1d, [curve.tokens for row in curves for curve in row])
+    losses = [np.stack([curve.values[np.isin(curve.tokens, x)] for curve in row]) for row in curves]
+    variance, free = pooled_variance(losses)
+    fewest = min(map(len, losses))
+    half = stdtrit(free, (1 + CONFIDENCE) / 2) * np.sqrt(variance * 2 / fewest)
+    known = np.isfinite(half)
+    return Series(x[known], half[known]) if known.any() else None
+
+
+def over_time(row: Row, quantity: str, edges: Array) -> Array | None:
+    """A quantity of every layer in stretches of tokens, as last logged; mean over `shown_at_end`.
+
+    Args:
+        edges: (n + 1,) tokens.
+
+    Returns:
+        (L, n), NaN where a run has no value, or has ended; None if never logged.
+    """
+    maps = []
+    for run in shown_at_end(row):
+        tokens, values = run.by_layer(quantity)
+        if len(tokens):
+            at = np.searchsorted(tokens, edges[1:], side="right") - 1
+            maps.append(np.where((at >= 0) & (edges[:-1] < tokens[-1]), values[at].T, np.nan))
+    return np.stack(maps).mean(axis=0) if maps else None
+
+
+class Budget(NamedTuple):
+    """Something that training uses up."""
+
+    unit: str
+    meaning: str
+    spent: Callable[[Run, Array], Array | None]
+    """Returns how much a run had used after so many tokens, (n,) of (n,); None where unknown."""
+    facts: tuple[str, ...] = ()
+    """Facts of run.json without whose agreement two runs' amounts say nothing."""
+
+
+def flops_spent(run: Run, tokens: Array) -> Array | None:
+    """Training FLOPs, by the model's count a token."""
+    each = finite(run.facts.get("flops_per_token"))
+    return None if each is None else tokens * each
+
+
+def seconds_spent(run: Run, tokens: Array) -> Array | None:
+    """Seconds of training steps, without evaluations and saves; between logged steps in line."""
+    if "perf/step_ms" not in run.metrics.columns:
+        return None
+    places, step_ms = run.metrics.columns["perf/step_ms"]
+    seconds = np.cumsum(np.diff(run.metrics.steps[places], prepend=0) * step_ms / 1e3)
+    at = run.metrics.tokens[places]
+    return np.interp(tokens, np.append(0, at), np.append(0, seconds), right=np.nan)
+
+
+BUDGETS = {
+    "tokens": Budget("tokens", "Tokens trained on", lambda run, tokens: tokens),
+    "flops": Budget(
+        "FLOPs", "Training FLOPs, forward and backward, attention counted causally", flops_spent
+    ),
+    "seconds": Budget(
+        "seconds", "Time of training steps, without evaluations and saves", seconds_spent, MACHINE
+    ),
+}
+"""Budgets by the name that the columns of report.csv have for each."""
+
+
+def spent_curve(run: Run, budget: Budget) -> Series | None:
+    """A run's held-out losses over what it had spent; None where that is unknown."""
+    tokens, losses = run.series(LOSS)
+    known = np.isfinite(losses)
+    spent = budget.spent(run, tokens[known])
+    if spent is None or not len(spent) or not np.isfinite(spent).all():
+        return None
+    if spent[0] <= 0 or (np.diff(spent) < 0).any():
+        return None
+    return Series(spent, losses[known])
+
+
+def equal_gaps(row: Row) -> dict[str, EqualGap]:
+    found = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
+    return {name: gap for name, gap in found.items() if gap is not None}
+
+
+def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
+    """The gap to the row's baseline where both had spent the same.
+
+    Curves are read in a line over the logarithm of the amount. None without a gap, where an amount
+    is unknown, or where it was measured on different machines.
+    """
+    if row.gap is None or row.baseline is None or not same_facts(budget, [row, row.baseline]):
+        return None
+    bases = {run.seeds: run for run in row.baseline.runs if run.final_loss is not None}
+    own = [run for run in row.runs if run.final_loss is not None and run.seeds in bases]
+    pairs = [(run, bases[run.seeds]) for run in own]
+    curves = [(spent_curve(a, budget), spent_curve(b, budget)) for a, b in pairs]
+    known = [(a, b) for a, b in curves if a is not None and b is not None]
+    if not known or len(known) < len(curves):
+        return None
+    at = float(min(curve.tokens[-1] for pair in known for curve in pair))
+    if at < max(curve.tokens[0] for pair in known for curve in pair):
+        return None  # one ends before another's first evaluation
+    readings = [(read_curve(a, at), read_curve(b, at)) for a, b in known]
+    gaps = [own - base for (own, _), (base, _) in readings]
+    errors = [float(np.hypot(own, base)) for (_, own), (_, base) in readings]
+    return EqualGap(estimate(gaps), at, float(np.mean(errors)))
+
+
+def same_facts(budget: Budget, rows: list[Row]) -> bool:
+    """Whether the runs of all rows agree on the facts that a budget depends on."""
+    facts = {str([run.facts.get(f) for f in budget.facts]) for row in rows for run in row.runs}
+    return len(facts) == 1
+
+
+def read_curve(curve: Series, at: float) -> tuple[float, float]:
+    """Return the loss between two evaluations, in a line over the logarithm of what was spent, and
+    how far it may be off.
+
+    The error is how far the same line is off at the evaluations on both sides, drawn without them:
+    over twice the distance, so it is rather too large. Infinite where there are no others.
+    """
+    x, y = np.log(curve.tokens), curve.values
+    place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))
+    if place < len(x) and np.isclose(x[place], np.log(at), rtol=1e-9, atol=0):
+        return float(y[place]), 0.0
+    inner = [i for i in (place - 1, place) if 0 < i < len(x) - 1]
+    off = [abs(y[i] - np.interp(x[i], x[[i - 1, i + 1]], y[[i - 1, i + 1]])) for i in inner]
+    return float(np.interp(np.log(at), x, y)), float(max(off, default=np.inf))
+
+
+def spent_band(row: Row, budget: Budget) -> Band | None:
+    """Return a row's held-out loss over what its seeds had spent on average; None if unknown."""
+    band = band_of(row, lambda run: run.series(LOSS))
+    if band is None:
+        return None
+    amounts = [found for run in row.runs if (found := budget.spent(run, band.x)) is not None]
+    x = np.ma.masked_invalid(amounts).mean(axis=0).filled(np.nan) if amounts else np.zeros(0)
+    if not np.isfinite(x).any():
+        return None
+    stops = [(x[np.searchsorted(band.x, tokens)], loss) for tokens, loss in band.stops]
+    mean, low, high, *singles = (
+        y[np.isfinite(x)] for y in (band.mean, band.low, band.high, *band.singles)
+    )
+    return Band(x[np.isfinite(x)], mean, low, high, singles, stops)
+
+
+def map_grids(rows: list[Row], quantity: str) -> tuple[list[Array | None], float]:
+    """Return the maps of a quantity, (L, n) of every row: layers, stretches of tokens, None without
+    a finite value; and the tokens at which time ends."""
+    logged = [run.by_layer(quantity).tokens for row in rows for run in row.runs]
+    most, end = max(map(len, logged)), max(tokens.max(initial=0) for tokens in logged)
+    edges = np.linspace(0, end, min(most, STRETCHES) + 1)
+    grids = [over_time(row, quantity, edges) if most else None for row in rows]
+    return [grid if grid is not None and np.isfinite(grid).any() else None for grid in grids], end
