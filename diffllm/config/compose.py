@@ -106,7 +106,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
         try:
             check_secrets(overrides)
             overrides = with_recipes(overrides)
-            parsed = OverridesParser.create().parse_overrides(overrides)
+            parsed = [parse_word(word) for word in overrides]
             check_overrides(parsed, yaml_names)
             overrides = [*quickstart(parsed), *for_hydra(parsed)]
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
@@ -125,6 +125,13 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
         cfg.run.choices = {group: chosen[group] for group in GROUPS}
         del cfg["hydra"]
     return cfg, overrides
+
+
+def parse_word(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_overrides([word])[0]
+    except ValueError as error:  # an integer with more digits than Python converts
+        raise ConfigError(f"{word[:40]}...: {error}") from error
 
 
 def quickstart(overrides: list[Override]) -> list[str]:
