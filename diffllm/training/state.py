@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.checkpoint.directory import SAVED, list_checkpoints, newest_good, step_of
+from diffllm.checkpoint.directory import (
+    SAVED,
+    check_checkpoint,
+    list_checkpoints,
+    newest_good,
+    step_of,
+)
 from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import Checkpointer
@@ -17,7 +23,6 @@ from diffllm.config import TrainConfig
 from diffllm.config.schema import OF_WEIGHTS, Changes, described, is_allowed
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.data.text.hub import check_whole
 from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
 from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
@@ -161,7 +166,7 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if inside:
         return newest_good(inside)
-    check_whole(path)
+    check_checkpoint(path)
     return path
 
 
