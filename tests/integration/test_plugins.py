@@ -240,7 +240,7 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
             "plugins=[",
         ),
         ([*known, "data=counting"], "nothing has registered data=counting; plugins=[module]"),
-        (["data.source=counting"], "data.source='counting' is not one of files, hub, stdlib"),
+        (["data.source=counting"], "data.source='counting' is not one of files, hub, packages"),
         (
             ["--config-dir", str(tmp_path / "global"), "experiment=all"],
             "plugins=[scaled_attention] stands in a YAML",
