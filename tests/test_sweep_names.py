@@ -5,7 +5,7 @@ import re
 import pytest
 from tiers import slow_but
 
-from diffllm.compare.sweep.names import (
+from diffllm.compare.sweep.plan import (
     combinations,
     label_value,
     name_run,

@@ -11,8 +11,7 @@ from diffllm.cli.train import train_command
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, why
 from diffllm.compare.sweep.command import print_outcomes, write_comparison
 from diffllm.compare.sweep.job import Ending, Job, last_error
-from diffllm.compare.sweep.names import split_overrides
-from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
+from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 

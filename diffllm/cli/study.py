@@ -6,9 +6,9 @@ from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, short
-from diffllm.compare.study.cost import Cost, costs
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.pilot import SHOWN, Need, Pilot, Wanted, needs, read_pilot
+from diffllm.compare.study.stages import Cost, costs
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path

@@ -15,7 +15,7 @@ from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps, row_styles
 from diffllm.compare.report.notes import holm_sentence, p_text
 from diffllm.compare.report.page import page
-from diffllm.compare.report.sections import sections
+from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import gap_table
 from diffllm.compare.report.text import table_text
 from diffllm.core.printing import Cell
@@ -90,7 +90,7 @@ def test_the_first_screen_says_which_gaps_survive(four, shown):
 
 
 def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
-    (card, *_), *_ = sections(four, row_styles(four.rows))
+    (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
     gaps = [row.gap for row in four.rows[1:]]

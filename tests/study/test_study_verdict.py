@@ -8,12 +8,10 @@ from runs.written import study_file, write_arms, write_ended, write_rates
 
 from diffllm.cli import main
 from diffllm.compare.study import planned_runs, verdict
-from diffllm.compare.study.arms import StudyArm, lr_sensitivity
-from diffllm.compare.study.cost import costs
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import choose
-from diffllm.compare.study.stages import check_study_runs, next_runs, run_study
-from diffllm.compare.study.verdict import apply_rules, judge
+from diffllm.compare.study.stages import check_study_runs, costs, next_runs, run_study
+from diffllm.compare.study.verdict import StudyArm, apply_rules, judge, lr_sensitivity
 from diffllm.compare.study.verdict_page import (
     conditions,
     markdown,

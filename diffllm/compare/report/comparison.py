@@ -81,7 +81,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     bases = [(row, baseline_row(row, rows, chosen)) for row in rows]
     pairs = [(row, base) for row, base in bases if base is not None and base is not row]
     for row, base in pairs:
-        measure(row, base, notes)
+        measure_gap(row, base, notes)
     adjust(rows)
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
     if alone and len(rows) > 1:
@@ -158,7 +158,7 @@ def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
     return []
 
 
-def measure(row: Row, base: Row, notes: list[str]) -> None:
+def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
     """Set a row's outcome, gap and baseline; a seed missing on one side is noted."""
     row.against, row.outcome = base, (found := compare_arms(row.losses, base.losses))
     if found.paired is not None:

@@ -95,7 +95,7 @@ def gathered(
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
-            question = json.dumps([step * tokens_per_step(run), question_of(newest)])
+            question = json.dumps([step * tokens_per_step(run), question_asked(newest)])
             asked, unit = asked or question, unit or newest["unit"]
             if question == asked:
                 own[run.seeds] = checkpoints(run, name, steps)
@@ -123,7 +123,7 @@ def tokens_per_step(run: Run) -> int:
     return run.cfg.global_batch_size * run.cfg.seq_len
 
 
-def question_of(result: Line) -> Line:
+def question_asked(result: Line) -> Line:
     return {k: v for k, v in result["key"].items() if k != "checkpoint"}
 
 
@@ -131,11 +131,11 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
     """List the checkpoints of a run that were asked the same as the newest, with their losses."""
     tokens, losses = run.series("eval/loss")
     logged = dict(zip(tokens.tolist(), losses.tolist(), strict=True))
-    newest = question_of(steps[max(steps)][name])
+    newest = question_asked(steps[max(steps)][name])
     return [
         Checkpoint(finite(logged.get(step * tokens_per_step(run))), by_name(steps[step][name]))
         for step in sorted(steps)
-        if name in steps[step] and question_of(steps[step][name]) == newest
+        if name in steps[step] and question_asked(steps[step][name]) == newest
     ]
 
 

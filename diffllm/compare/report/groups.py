@@ -9,9 +9,9 @@ from diffllm.compare.report.keys import (
     ATTENTION,
     CHANGED,
     Keys,
-    as_text,
     decides,
     overrides,
+    shown_value,
     value_text,
 )
 from diffllm.compare.report.rows import Row
@@ -48,7 +48,7 @@ def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     """
     together: dict[str, list[Row]] = {}
     for row in rows:
-        same = as_text([row.differing[key] for key in keys.incomparable])
+        same = shown_value([row.differing[key] for key in keys.incomparable])
         together.setdefault(same, []).append(row)
     groups = [Group("", members) for members in together.values()]
     groups.sort(key=lambda group: -to_compare(group))
@@ -97,7 +97,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
         alike = rows
         if key.startswith(ATTENTION):
             alike = [r for r in rows if r.keys["attention"] == row.keys["attention"]]
-        same = all(as_text(other.keys[key]) == as_text(value) for other in alike)
+        same = all(shown_value(other.keys[key]) == shown_value(value) for other in alike)
         if same and (inside or (key.startswith(ATTENTION) and key not in own)):
             continue  # the variant's own, or none of its fields
         if key == CHANGED:
@@ -138,7 +138,7 @@ def distinguishing(
     """
 
     def values(key: str) -> list[set[str]]:
-        return [{as_text(each.differing.get(key)) for each in group.rows} for group in groups]
+        return [{shown_value(each.differing.get(key)) for each in group.rows} for group in groups]
 
     names = [*keys.incomparable, *(key for key in keys.swept if key not in keys.incomparable)]
     apart = [key for key in names if all(len(v) == 1 for v in values(key))]

@@ -178,22 +178,22 @@ def is_incomparable(key: str) -> bool:
 
 def differs(key: str, values: list[dict[str, Any]]) -> bool:
     """Whether two runs have different values; a key that one lacks is None there."""
-    return len({as_text(each.get(key)) for each in values}) > 1
+    return len({shown_value(each.get(key)) for each in values}) > 1
 
 
 def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
     """Whether `key` differs, and runs that agree on all of `keys` agree on it."""
     seen: dict[str, set[str]] = {}
     for each in values:
-        cause = as_text([each.get(k) for k in sorted(keys)])
-        seen.setdefault(cause, set()).add(as_text(each.get(key)))
+        cause = shown_value([each.get(k) for k in sorted(keys)])
+        seen.setdefault(cause, set()).add(shown_value(each.get(key)))
     return differs(key, values) and all(len(found) == 1 for found in seen.values())
 
 
-def as_text(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as one would write it on the command line."""
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(as_text, value))}]"
+        return f"[{','.join(map(shown_value, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -204,7 +204,7 @@ def value_text(key: str, value: Any) -> str:
     if key == CHANGED:
         return "; ".join(value) if value else "nothing"
     if key not in FACTS:
-        return as_text(value)
+        return shown_value(value)
     if value is None:
         return "unknown"
-    return str(value)[:HASH] if isinstance(value, str) else as_text(value)
+    return str(value)[:HASH] if isinstance(value, str) else shown_value(value)

@@ -5,8 +5,8 @@ from diffllm.compare.report.keys import (
     HELDOUT,
     MATCHES,
     SPEED,
-    as_text,
     differs,
+    shown_value,
     value_text,
 )
 from diffllm.compare.report.numbers import (
@@ -203,7 +203,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
     for key in SPEED:
         known = [each for each in values if key in each]
         if differs(key, known):
-            found.append(f"{key} ({', '.join(sorted({as_text(each[key]) for each in known}))})")
+            found.append(f"{key} ({', '.join(sorted({shown_value(each[key]) for each in known}))})")
     if not found:
         return []
     return [f"Tokens a second and MFU are not comparable: the runs differ in {', '.join(found)}."]

@@ -6,7 +6,7 @@ from typing import Any
 from diffllm.metrics.display import duration
 from diffllm.metrics.records import finite
 from diffllm.statistics.arm_comparison import Share
-from diffllm.statistics.estimates import Estimate, Rate
+from diffllm.statistics.estimates import Estimate
 
 MISSING = "–"
 SMALL = 0.01
@@ -97,7 +97,3 @@ def ascii_minus(text: str) -> str:
 def share_words(share: Share) -> str:
     low, high = share.interval
     return f"{percent(share.diverged / share.runs)}, {percent(low)} to {percent(high)}"
-
-
-def rate_words(rate: Rate) -> str:
-    return f"{short(rate.low, 2)} to {short(rate.high, 2)}"

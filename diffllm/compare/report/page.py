@@ -13,7 +13,7 @@ from diffllm.compare.report.groups import apart_text, in_short
 from diffllm.compare.report.notes import family, finding, holm_sentence, runs_summary, settings
 from diffllm.compare.report.numbers import fixed, percent
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.sections import sections
+from diffllm.compare.report.sections import page_sections
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
@@ -52,7 +52,7 @@ def page(comparison: Comparison) -> str:
     rows, hidden = comparison.rows, hidden_rows(comparison)
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        first, others = sections(comparison, styles, hidden)
+        first, others = page_sections(comparison, styles, hidden)
     every = table_columns(rows, comparison.baseline)
     columns, constant = fold_constant(every)
     groups = comparison.groups if len(comparison.groups) > 1 else []

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from diffllm.compare.report.keys import Keys, as_text
+from diffllm.compare.report.keys import Keys, shown_value
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.runs import Run
 from diffllm.metrics.metric import Metric
@@ -128,7 +128,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
     """
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
-        groups.setdefault(as_text([values[key] for key in sorted(values)]), []).append(i)
+        groups.setdefault(shown_value([values[key] for key in sorted(values)]), []).append(i)
     rows = []
     for members in groups.values():
         values = keys.values[members[0]]
@@ -155,7 +155,7 @@ def row_order(row: Row) -> list[tuple[int, Any]]:
 def value_order(value: Any) -> tuple[int, Any]:
     if value is None:
         return 0, None
-    return (1, value) if isinstance(value, int | float) else (2, as_text(value))
+    return (1, value) if isinstance(value, int | float) else (2, shown_value(value))
 
 
 def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:

@@ -97,7 +97,7 @@ class PageSection(NamedTuple):
         return f"More figures: {', '.join(card.title for card in self.folded)}"
 
 
-def sections(
+def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
     """Draw the figures of the first screen, and the sections that have other figures.

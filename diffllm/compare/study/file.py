@@ -15,7 +15,12 @@ from diffllm.metrics.table import METRICS, metric_of
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
 """Names of arms, of which directories are made."""
-KINDS = ("difference", "equivalence", "log_rank")
+BOUNDS = {
+    "difference": ({"below"}, {"above"}, {"below", "margin"}, {"above", "margin"}),
+    "equivalence": ({"margin"},),
+    "log_rank": ({"reaches"},),
+}
+"""Kinds of rules, and the fields with numbers that each takes."""
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
 OF_THE_SUMMARY = ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens_per_s", "seconds")
@@ -76,8 +81,8 @@ class Rates:
 class Power:
     """The gap that the study can find, as it was reckoned before it ran."""
 
-    gap: float
-    sd: float
+    gap: float = field(metadata={"above": 0})
+    sd: float = field(metadata={"above": 0})
     """Standard deviation of the metric between seeds, and where it was taken from."""
     source: str = ""
 
@@ -171,16 +176,23 @@ def check_study(study: Study) -> None:
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
     ):
         raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
-    if study.lr_sweep is not None:
-        check_lr_sweep(study)
-    else:
-        check_metric(study.metric)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
-    if study.power and (study.power.sd <= 0 or study.power.gap <= 0):
-        raise ConfigError("power: gap and sd have to be above 0")
+    if study.lr_sweep is None:
+        check_metric(study.metric)
+    else:
+        check_grid("lr_sweep", study.lr_sweep)
+        if study.lr:
+            raise ConfigError("lr_sweep runs at all of its rates, lr chooses one: give one of them")
+        one_of("with lr_sweep, metric", study.metric, (LR_SENSITIVITY,))
     if study.lr:
-        check_rates(study.lr, study.seeds)
+        check_grid("lr.grid", study.lr.grid)
+        check_seeds("lr.seeds", study.lr.seeds, least=1)
+        if both := sorted({*study.lr.seeds} & {*study.seeds}):
+            raise ConfigError(
+                f"lr.seeds: {', '.join(map(str, both))} would choose the learning rate and decide; "
+                "take other seeds"
+            )
 
 
 def check_numbers_of_runs(study: Study) -> None:
@@ -197,59 +209,29 @@ def check_numbers_of_runs(study: Study) -> None:
 
 def check_rule(where: str, rule: Rule) -> None:
     """Raise ConfigError for a rule that decides nothing."""
-    one_of(f"{where}.kind", rule.kind, KINDS)
+    one_of(f"{where}.kind", rule.kind, tuple(BOUNDS))
     if rule.arm == rule.against:
         raise ConfigError(f"{where}: {rule.arm} cannot be compared with itself")
-    bounds = [name for name in ("below", "above") if getattr(rule, name) is not None]
-    if rule.kind == "difference" and len(bounds) != 1:
-        raise ConfigError(f"{where}: a difference is either below or above a bound: below: 0.0")
-    if (rule.kind == "log_rank") != (rule.reaches is not None):
-        raise ConfigError(f"{where}: log_rank, and no other kind, has a level: reaches: 0.9")
-    if rule.kind == "log_rank" and (bounds or rule.margin is not None):
-        raise ConfigError(f"{where}: log_rank has neither a bound nor a margin")
-    if rule.kind == "equivalence" and (bounds or rule.margin is None):
-        raise ConfigError(f"{where}: an equivalence has a margin and no bound: margin: 0.02")
-
-
-def check_rates(rates: Rates, deciding: list[int]) -> None:
-    """Raise ConfigError for rates that cannot be chosen from, or by seeds that decide."""
-    check_grid("lr.grid", rates.grid)
-    check_seeds("lr.seeds", rates.seeds, least=1)
-    if both := sorted({*rates.seeds} & {*deciding}):
+    names = ("below", "above", "margin", "reaches")
+    given = {name for name in names if getattr(rule, name) is not None}
+    if given not in BOUNDS[rule.kind]:
+        allowed = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
         raise ConfigError(
-            f"lr.seeds: {', '.join(map(str, both))} would choose the learning rate and decide; "
-            "take other seeds"
-        )
-
-
-def check_lr_sweep(study: Study) -> None:
-    """Raise ConfigError for a sweep of learning rates that has no single number."""
-    assert study.lr_sweep is not None
-    check_grid("lr_sweep", study.lr_sweep)
-    if study.lr:
-        raise ConfigError("lr_sweep runs at all of its rates, lr chooses one: give one of them")
-    if study.metric != LR_SENSITIVITY:
-        raise ConfigError(
-            f"metric={study.metric}: that of a study with lr_sweep is {LR_SENSITIVITY}"
+            f"{where}: kind={rule.kind} takes {allowed}; it has "
+            f"{', '.join(filter(given.__contains__, names)) or 'none of them'}"
         )
 
 
 def check_grid(where: str, grid: list[float]) -> None:
     """Raise ConfigError unless these are increasing learning rates."""
-    if len(grid) < 2 or any(b <= a for a, b in pairwise(grid)):
-        raise ConfigError(f"{where}={grid} has to be two or more increasing rates")
-    if grid[0] <= 0:
-        raise ConfigError(f"{where}={grid} has to be above 0")
+    if len(grid) < 2 or grid[0] <= 0 or any(b <= a for a, b in pairwise(grid)):
+        raise ConfigError(f"{where}={grid} must be two or more increasing rates above 0")
 
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
     """Raise ConfigError for too few seeds, a repeated seed, or a negative seed."""
-    if len(seeds) < least:
-        raise ConfigError(f"{where}: {len(seeds)} are too few; it takes {least}")
-    if len({*seeds}) < len(seeds):
-        raise ConfigError(f"{where}={seeds} has a seed twice")
-    if min(seeds) < 0:
-        raise ConfigError(f"{where}={seeds} has to be at least 0")
+    if len({*seeds}) < max(least, len(seeds)) or min(seeds) < 0:
+        raise ConfigError(f"{where}={seeds} must be {least} or more different seeds, none below 0")
 
 
 def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:

@@ -1,7 +1,8 @@
 """A pilot, finished runs that show how much seeds vary, and what a gap takes according to it."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from diffllm.compare.report.comparison import read
 from diffllm.compare.report.groups import Group
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
+from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import least_seeds, paired_power, welch_power
@@ -87,8 +89,10 @@ def read_pilot(paths: list[Path]) -> Pilot:
     several = [arm.losses for arm in arms if len(arm.losses) > 1]
     spread = pooled(several)
     if spread is None:
+        finished = sum(len(row.finished) for row in rows)
         raise ConfigError(
-            f"pilot: {comparison.title} needs at least 2 seeds of an arm, {had(arms)}"
+            f"pilot: {comparison.title} needs at least 2 seeds of an arm with a finite loss; "
+            f"finished runs: {finished}, diverged: {sum(arm.diverged for arm in arms)}"
         )
     if not spread.sd:
         raise ConfigError(
@@ -99,7 +103,6 @@ def read_pilot(paths: list[Path]) -> Pilot:
     seconds = [x for summary in ended if (x := finite(summary.get("seconds")))]
     left_out = [row.label for group in groups[1:] for row in group.rows]
     note = f"left out, since they cannot be compared with the others: {', '.join(left_out)}"
-    cfg = rows[0].runs[0].cfg
     return Pilot(
         comparison.title,
         arms,
@@ -107,20 +110,10 @@ def read_pilot(paths: list[Path]) -> Pilot:
         pairs(several),
         found,
         why,
-        cfg.steps * cfg.global_batch_size * cfg.seq_len,
+        rows[0].runs[0].planned_tokens,
         float(np.mean(seconds)) if seconds else None,
         [note] if left_out else [],
     )
-
-
-def had(arms: list[PilotArm]) -> str:
-    """Describe the runs that a pilot has where it lacks several seeds of an arm."""
-    finite = sum(len(arm.losses) for arm in arms)
-    if not arms:
-        return "and none of its runs has finished"
-    diverged = sum(arm.diverged for arm in arms)
-    ended = f"finished with a finite loss; it has 1 each of {finite}" if finite else "none finite"
-    return f"{ended}{f' ({diverged} diverged)' if diverged else ''}"
 
 
 def arm_of(row: Row) -> PilotArm:
@@ -170,25 +163,18 @@ def trend_of(rows: list[Row]) -> tuple[Trend | None, str]:
 class Wanted:
     """The gap to be found, and how surely; raises ConfigError."""
 
-    gap: float
-    """Nats a token."""
-    alpha: float = ALPHA
-    power: float = 0.8
-    sides: int = 2
-    comparisons: int = 1
+    gap: float = field(metadata={"above": 0, "below": math.inf})
+    """Nats a token, without a sign."""
+    alpha: float = bounded(ALPHA, above=0, below=1)
+    power: float = bounded(0.8, above=0, below=1)
+    sides: int = bounded(2, least=1, most=2)
+    comparisons: int = bounded(1, least=1)
     """Gaps of one family: the first step of Holm's correction divides alpha by it."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.gap < float("inf"):
-            raise ConfigError(f"gap={self.gap:g} must be above 0: nats a token, without a sign")
-        if not 0 < self.alpha < 1:
-            raise ConfigError(f"alpha={self.alpha:g} must lie between 0 and 1")
-        if not self.alpha < self.power < 1:
+        check_bounds("", self)
+        if self.power <= self.alpha:
             raise ConfigError(f"power={self.power:g} must lie between alpha={self.alpha:g} and 1")
-        if self.sides not in (1, 2):
-            raise ConfigError(f"sides={self.sides} must be 1 or 2")
-        if self.comparisons < 1:
-            raise ConfigError(f"comparisons={self.comparisons} must be 1 or more")
 
 
 @dataclass(frozen=True)

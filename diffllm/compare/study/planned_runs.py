@@ -41,17 +41,13 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     Args:
         lr: the arm's learning rate, where the study has chosen one.
     """
-    if study.lr_sweep is None:
-        return [deciding_run(study, arm, seed, lr, f"{arm}-seed{seed}")]
-    return [
-        deciding_run(study, arm, seed, each, f"{arm}-lr{each:g}-seed{seed}")
-        for each in study.lr_sweep
-    ]
-
-
-def deciding_run(study: Study, arm: str, seed: int, lr: float | None, name: str) -> Planned:
-    words = [*study.base, *study.arms[arm], f"seed={seed}", *([f"optim.lr={lr!r}"] if lr else [])]
-    return Planned(DECIDING, arm, seed, lr, name, words)
+    runs = []
+    for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
+        name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
+        words = [*study.base, *study.arms[arm], f"seed={seed}"]
+        words += [f"optim.lr={rate!r}"] if rate else []
+        runs.append(Planned(DECIDING, arm, seed, rate, name, words))
+    return runs
 
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
@@ -59,13 +55,10 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     assert study.lr
     words = [*study.base, *study.arms[arm]]
     if study.lr.steps is not None:
-        words = [*without_length(words), f"steps={study.lr.steps}"]
+        words = [word for word in words if word.partition("=")[0] not in LENGTHS]
+        words.append(f"steps={study.lr.steps}")
     words += [f"seed={seed}", f"optim.lr={lr!r}"]
     return Planned(RATES, arm, seed, lr, f"rates/{arm}-lr{lr:g}-seed{seed}", words)
-
-
-def without_length(words: list[str]) -> list[str]:
-    return [word for word in words if word.partition("=")[0] not in LENGTHS]
 
 
 def config_of_planned(planned: Planned) -> TrainConfig:

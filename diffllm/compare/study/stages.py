@@ -1,9 +1,12 @@
 """The stages of a study: runs that choose learning rates, if it does so, then deciding runs."""
 
+import statistics
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.report.runs import find_runs
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (
     Planned,
@@ -11,6 +14,7 @@ from diffllm.compare.study.planned_runs import (
     config_of_planned,
     deciding_runs,
     is_ended,
+    rate_run,
     start_words,
     strayed,
 )
@@ -18,11 +22,13 @@ from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.command import Place, join_ranks, run_here, run_jobs
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config, plugin_changes
 from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo
 from diffllm.data.progress import track
+from diffllm.metrics.records import finite, read_summary
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
@@ -94,17 +100,9 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
         for number, planned in enumerate(runs, start=1):
             words = start_words(study, planned, out)
             directory.record["runs"][planned.name] = words
-            jobs.append(
-                {
-                    "number": number,
-                    "total": len(runs),
-                    "name": planned.name,
-                    "path": str(out / planned.name),
-                    "steps": config_of_planned(planned).steps,
-                    "words": [*added, *words],
-                    "finished": False,
-                }
-            )
+            path, steps = str(out / planned.name), config_of_planned(planned).steps
+            arguments = [*added, *words]
+            jobs.append(vars(Job(number, len(runs), planned.name, path, steps, arguments, False)))
             advance(1)
     directory.record["keys"] = []
     directory.write()
@@ -153,3 +151,81 @@ def first_runs(study: Study) -> list[Planned]:
     """A run of every arm that decides, with a rate of the grid where rates are chosen."""
     lr = study.lr.grid[0] if study.lr else None
     return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The runs of one arm in one stage."""
+
+    stage: str
+    arm: str
+    runs: int
+    ended: int
+    """Those that have ended already."""
+    tokens: int
+    """Tokens that each run trains on."""
+    flops: float
+    """Training FLOPs of each run."""
+    seconds: float | None
+    """Time of each run; None if no speed is known."""
+
+    @property
+    def hours(self) -> float | None:
+        """Time of the remaining runs, one after another."""
+        return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
+
+
+def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
+    """Return the cost of every arm: of choosing its learning rate if the study does so, without
+    extensions of the grid, then of deciding.
+
+    The time of a run follows from its FLOPs and a median speed that includes evaluations and saves:
+    of the arm's ended runs, or else of all arms' ended runs, or else of the pilot's.
+
+    Args:
+        out: directory of the study's runs.
+        pilot: runs, directories of runs or globs of them, on this machine.
+    """
+    stages = {first.arm: stages_of(study, first) for first in first_runs(study)}
+    speeds = {
+        arm: [speed for runs in found for run in runs if (speed := speed_of(out / run.name))]
+        for arm, found in stages.items()
+    }
+    others = [speed for found in speeds.values() for speed in found]
+    if not others and pilot:
+        others = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+    found = []
+    for arm, of_arm in stages.items():
+        known = speeds[arm] or others
+        for runs in of_arm:
+            cfg = config_of_planned(runs[0])
+            tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
+            flops = tokens * totals(cfg.model)["flops"]
+            ended = sum(is_ended(out / run.name) for run in runs)
+            seconds = flops / statistics.median(known) if known else None
+            found.append(Cost(runs[0].stage, arm, len(runs), ended, tokens, flops, seconds))
+    return found
+
+
+def stages_of(study: Study, first: Planned) -> list[list[Planned]]:
+    """Return the planned runs of an arm by stage.
+
+    Args:
+        first: the arm's first deciding run.
+    """
+    stages = []
+    if study.lr:
+        grid, seeds = study.lr.grid, study.lr.seeds
+        stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
+    deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
+    return [*stages, [run for runs in deciding for run in runs]]
+
+
+def speed_of(path: Path) -> float | None:
+    """Return the training FLOPs per second of the run at `path`; None unless it has ended and
+    records tokens and seconds."""
+    summary = read_summary(path) or {}
+    seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
+    if not seconds or not tokens:
+        return None
+    return tokens * totals(load_run_config(path).model)["flops"] / seconds

@@ -24,9 +24,8 @@ from diffllm.compare.report.figures import (
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, percent, plural, short
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
-from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
+from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, StudyArm, Tested, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file

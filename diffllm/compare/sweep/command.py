@@ -8,8 +8,7 @@ from typing import Any
 
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
-from diffllm.compare.sweep.names import experiment_words, split_overrides
-from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep
+from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
 from diffllm.core.errors import CheckpointError, InUseError, UserError
 from diffllm.core.printing import echo
 from diffllm.distributed.world import DistributedConfig, World, join
