@@ -108,7 +108,7 @@ def test_trend_that_is_too_steep_is_not_extrapolated():
 @pytest.mark.parametrize("log", [False, True])
 def test_axes_of_extreme_values_are_finite(values: list[float], log: bool):
     band = over_seeds([Series(np.array([1, 2**53]), np.array(values))])
-    style = RowStyle(0, "a", "standard", "#000000", (), "o")
+    style = RowStyle("a", "standard", "#000000", (), "o")
     figure = draw_curves([band], [style], "nats", log=log)
     figure.canvas.draw()
     assert np.isfinite([*figure.axes[0].get_xlim(), *figure.axes[0].get_ylim()]).all()

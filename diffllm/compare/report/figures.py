@@ -85,7 +85,6 @@ Bands = Sequence[Band | None]
 class RowStyle:
     """How a row is drawn in every figure."""
 
-    index: int
     label: str
     variant: str
     colour: str
@@ -117,7 +116,7 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
         nth, count = names[:i].count(variant), names.count(variant)
         colour = darkened(hue, DARKEST * nth / max(count - 1, 1))
         dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
-        styles.append(RowStyle(i, row.label, variant, colour, dashes, marker))
+        styles.append(RowStyle(row.label, variant, colour, dashes, marker))
     return styles
 
 

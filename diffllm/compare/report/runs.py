@@ -271,11 +271,10 @@ def expand_glob(path: Path) -> list[Path]:
         return [path]
     if path.exists():
         raise ConfigError(f"{path} is a file; name the run's directory")
-    if not glob.has_magic(str(path)):
-        raise ConfigError(f"{path} does not exist")
     matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
     if not matches:
-        raise ConfigError(f"{path} matches no directory")
+        magic = glob.has_magic(str(path))
+        raise ConfigError(f"{path} {'matches no directory' if magic else 'does not exist'}")
     return matches
 
 
