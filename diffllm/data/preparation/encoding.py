@@ -108,7 +108,10 @@ class Encoding:
     def encode(self, number: int, counts: Counts, threads: int) -> None:
         """Write a part's shards (overwriting earlier attempts), then its record."""
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # of tokenizers, which has threads a process
-        os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+        # Left unset otherwise: tokenizers then uses no threads in a process that was forked after
+        # its parent used them, which would wait forever.
+        if threads == 1:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
         vocab_size, masked = self.tokenizer.vocab_size, self.corpus.has_prompts
         writers = {
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
