@@ -147,10 +147,7 @@ def test_the_files_of_a_tokenizer_are_all_that_it_takes(directory: Path, tmp_pat
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
 
 
-def test_corpus_is_prepared_after_this_process_used_threads_of_tokenizers(
-    directory: Path, corpus_file: Path, make_config: Any
-) -> None:
-    tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).encode_batch(["a b"] * 1000)
+def test_a_corpus_is_prepared_with_it(directory: Path, corpus_file: Path, make_config: Any) -> None:
     data = prepare(make_config(corpus_file, tokenizer=str(directory)))
     assert data.manifest.vocab_size == 600
     assert data.manifest.eos_id == 1
