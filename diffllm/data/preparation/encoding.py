@@ -108,8 +108,8 @@ class Encoding:
     def encode(self, number: int, counts: Counts, threads: int) -> None:
         """Write a part's shards (overwriting earlier attempts), then its record."""
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # of tokenizers, which has threads a process
-        # Never "true": a process that is forked later would inherit it, and wait forever for threads
-        # that only its parent has.
+        # Never "true": a process that is forked later would inherit it, and wait forever for
+        # threads that only its parent has.
         if threads == 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         vocab_size, masked = self.tokenizer.vocab_size, self.corpus.has_prompts
