@@ -287,9 +287,10 @@ def test_each_panel_of_the_figure_draws_and_names_every_curve():
     cfg = NoiseFloorArguments(**SMALL, signal=4.0)
     result = noise_floor(cfg)
     panels = ("by_keys", "by_lambda", "by_amplitude")
-    for axes, sweep in zip(draw_figure(result, cfg).axes, panels, strict=True):
+    figure = draw_figure(result, cfg)
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    for axes, sweep in zip(figure.axes, panels, strict=True):
         lines = {line.get_label(): line.get_ydata() for line in axes.lines}
-        named = [text.get_text() for text in axes.get_legend().get_texts()]
         for label, curve in zip(named, result[sweep]["curves"].values(), strict=True):
             assert np.array_equal(lines[label], curve["snr"])
 

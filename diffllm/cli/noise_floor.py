@@ -202,7 +202,7 @@ def draw_figure(result: dict[str, Any], cfg: NoiseFloorArguments) -> "Figure":
         if axis != "lambda":
             axes.set_yscale("log")
             axes.axhline(cfg.threshold, color="grey", linestyle="--", linewidth=0.8)
-        axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(CURVES))
     return figure
 
 

@@ -25,7 +25,7 @@ from diffllm.compare.report.figures import (
 )
 from diffllm.compare.report.groups import keys_apart
 from diffllm.compare.report.notes import family, survives
-from diffllm.compare.report.numbers import short
+from diffllm.compare.report.numbers import plural, short
 from diffllm.compare.report.runs import Run, Series, shortlist
 from diffllm.metrics.metric import Curve, Heatmap, Layers, Metric, Plot, Section
 from diffllm.metrics.table import (
@@ -218,9 +218,8 @@ class Figures:
             "no difference."
         )
         if self.tested:
-            caption += (
-                f" Filled: survives Holm's correction over the {self.tested} gaps of this page."
-            )
+            gaps = plural(self.tested, "gap")
+            caption += f" Filled: survives Holm's correction over the {gaps} of this page."
         figure = draw_gaps(
             [row.gap for row, _ in found if row.gap], [style for _, style in found],
             hollow=[self.tested > 0 and not survives(row) for row, _ in found],
