@@ -303,7 +303,7 @@ class Removed(NamedTuple):
 
 MACHINES = "prepare a corpus on several machines with datatrove (data/README.md)"
 REMOVED = {
-    "data.deduplicate": Removed(False, "leave out duplicates with datatrove (data/README.md)"),
+    "data.deduplicate": Removed(False, "remove duplicates with datatrove (data/README.md)"),
     "prepare.num_nodes": Removed(1, MACHINES),
     "prepare.node_rank": Removed(0, MACHINES),
 }

@@ -189,10 +189,10 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
                 row if size > other else base,
                 [r.runs[0].cfg.model for r in (row, base)],
             )
-            mend = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
+            advice = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
             if any(model.match_params_to or model.match_flops_to for model in models):
-                mend = ""
-            notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{mend}.")
+                advice = ""
+            notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
     return notes
 
 
