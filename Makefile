@@ -18,13 +18,13 @@ TRANSFORMERS ?= 4.57.6
 # One more than cores, for some tests wait; few, for each takes up to 2 GiB.
 WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count() + 1))')
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# The slowest tests, and why tests were skipped.
-SHOWN := -rs --durations=20
-TORCH_TESTS := tests/model tests/distributed tests/plan $(addprefix tests/, \
-  test_versions.py test_optim.py test_protection.py test_checkpoint*.py test_consolidate.py \
-  test_generate.py test_maps.py test_probes.py test_stats.py test_peers.py test_moe_training.py \
-  test_variants_train.py data/test_loader.py) $(addprefix tests/integration/test_, \
-  resume.py missing_ranks.py masked_runs.py moe_runs.py diverged_runs.py)
+# Failed tests by name, reasons of skipped ones, and the slowest.
+SHOWN := -rfEs --durations=20
+TORCH_TESTS := $(addprefix tests/, model distributed plan checkpoint test_optim.py \
+  $(addprefix training/test_, protection.py moe_training.py variants_train.py) \
+  core/test_versions.py data/test_loader.py evaluation/test_maps.py metrics/test_probes.py \
+  $(addprefix integration/test_, \
+    resume.py missing_ranks.py masked_runs.py moe_runs.py diverged_runs.py))
 
 # Run a command and print its duration: $(call stage,NAME,COMMAND)
 stage = @start=$$(date +%s); $(2); code=$$?; \

@@ -1,4 +1,4 @@
-"""Calls of tests/test_gpu_harness.py; few imports, so that processes start fast."""
+"""Calls of tests/benchmarks/test_gpu_harness.py; few imports, so that processes start fast."""
 
 import os
 import signal

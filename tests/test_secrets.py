@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from runs.command import clean_environment, documents, train_command, write_jsonl
 
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parent / "integration"))
-from runs.command import clean_environment, documents, train_command, write_jsonl
 
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7" + "0123456789abcdef" * 2 + "ab",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiers import slow_but
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import peers
 

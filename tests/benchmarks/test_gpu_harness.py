@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import has_ended
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from harness import decoding, steps
 from harness.commands import test_outcomes as outcomes_of
@@ -27,7 +27,7 @@ STAMP = {"code": "c", "torch": "t", "device": "d"}
 
 @pytest.fixture(autouse=True)
 def own_calls(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
 def item(how, **more):

@@ -1,11 +1,11 @@
 """Gaps over tokens as a run of wandb."""
 
 import pytest
+from test_report_budgets import TOKENS, written
+from wandb_file import OfflineRun
 
 from diffllm.cli import main
 from diffllm.compare.report import log_gaps
-from tests.report.test_report_budgets import TOKENS, written
-from tests.wandb_file import OfflineRun
 
 
 @pytest.fixture

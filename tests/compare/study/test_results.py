@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ["README.md", *sorted(f"{p.parent.name}/verdict.md" for p in RESULTS.glob("*/verdict.md"))]
 

@@ -14,7 +14,7 @@ from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml, read_yaml
 from diffllm.core.errors import ConfigError
 
 CONF = config_directory()
-RECIPES = Path(__file__).parents[1] / "data" / "recipes"
+RECIPES = Path(__file__).parents[2] / "data" / "recipes"
 COMMITTED = sorted([*CONF.rglob("*.yaml"), *RECIPES.glob("*.yaml")])
 BY_PYYAML = {RECIPES, CONF / "study"}
 

@@ -181,7 +181,7 @@ except SystemExit as stop:
     assert stop.code == 0
 assert not {"torch", "wandb", "wandb_workspaces"} & set(sys.modules)
 """
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from golden import compare, run_cases
 
-ROOT, CASE = Path(__file__).parents[1], ["replicas"]
+ROOT, CASE = Path(__file__).parents[2], ["replicas"]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tiers import slow_but
 from diffllm.metrics.spikes import EventCounter, as_normal
 from diffllm.training.state import LoopState
 
-PAGE = (Path(__file__).parents[1] / "docs" / "spikes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "spikes.md").read_text()
 NOISE = {"0.4 nats": ("micro_standard", "micro_diff_v2"), "0.2 nats": ("tiny_gated",)}
 """The runs, by the standard deviation of their losses from step to step."""
 LAWS = {"normal": 500, "descent": 100, "log-normal": 100, "t(5)": 25}

@@ -5,6 +5,7 @@ import math
 
 import pytest
 from runs.written import study_file, write_arms, write_ended, write_rates
+from tiers import slow_but
 
 from diffllm.cli import main
 from diffllm.compare.study import planned_runs, verdict
@@ -22,7 +23,6 @@ from diffllm.compare.study.verdict_page import (
 from diffllm.config import load_config
 from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
-from tests.tiers import slow_but
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.02}"
