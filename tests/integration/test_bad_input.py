@@ -161,7 +161,7 @@ KEYS = [
     (["+model.attention.foo=1"], ["model.attention.foo"]),
     (["+foo.bar=1"], ["foo"]),
     (["attenton=standard"], ["attenton", "attention"]),
-    (["optimiser.lr=1"], ["optimiser.lr", "optim.lr"]),
+    (["optimiser.lr=1"], ["optimiser", "optim"]),
     (["run.matched.target=gated"], ["run.matched.target"]),
     (["run.allow_changes=[sed]"], ["run.allow_changes", "sed", "seed"]),
     (["~stepz"], ["stepz"]),

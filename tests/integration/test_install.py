@@ -24,8 +24,8 @@ for variant in ("standard", "gated", "diff_v1", "diff_v2"):
     cfg = diffllm.load_config(["model=tiny", f"attention={variant}", "steps=50"])
     assert cfg.run.choices["attention"] == variant
     assert diffllm.build_model(cfg.model) is not None
-for name in ("page.html.jinja", "page.css"):
-    assert (Path(diffllm.__file__).parent / "report" / name).is_file(), name
+for name in ("report/page.html.jinja", "report/page.css", "study/verdict.html.jinja"):
+    assert (Path(diffllm.__file__).parent / "compare" / name).is_file(), name
 print(cfg.model.dim, cfg.steps)
 """
 
