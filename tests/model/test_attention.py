@@ -136,12 +136,6 @@ def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients(
     assert torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (3, 1), (4, 1)])
-def test_diff_v1_refuses_odd_heads(heads, kv_heads):
-    with pytest.raises(ConfigError, match="must be even for attention=diff_v1"):
-        small_config("diff_v1", heads, kv_heads)
-
-
 @pytest.mark.parametrize("wide", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attend_equals_explicit_maps_with_grouped_heads_and_wide_values(kv_heads, wide):

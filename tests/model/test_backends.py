@@ -187,19 +187,6 @@ def test_flash_meets_the_contract_of_a_stand_in_and_equals_sdpa(ran, shape, wide
 
 
 @torch.no_grad()
-def test_queries_wider_than_values_meet_the_contracts_too(ran):
-    """As with a learned sink, which adds channels to queries and keys."""
-    q, k, _ = heads((4, 2, 16), dtype=torch.bfloat16)
-    _, _, v = heads((4, 2, 8), dtype=torch.bfloat16)
-    documents = Documents.of(tokens_with_documents(), END)
-    packed, expected = Packed(documents.boundaries, 40), attend(q, k, v, documents.mask())
-    assert expected.shape == (2, 40, 4, 8)
-    for backend in (Backend.sdpa, Backend.flash):
-        assert_close_in_bf16(attend(q, k, v, packed, backend), expected)
-    assert_close_in_bf16(attend(q, k, v, None, Backend.flash), attend(q, k, v))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("variant", "extra"),
     [

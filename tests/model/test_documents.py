@@ -75,12 +75,6 @@ def test_documents_are_those_of_a_plain_loop(rows, end):
     assert documents.positions.dtype == torch.int64
 
 
-def test_documents_move_to_another_device_whole():
-    moved = Documents.of(TOKENS, END).to(torch.device("meta"))
-    assert isinstance(moved, Documents)
-    assert all(part.is_meta for part in moved)
-
-
 # What the model makes of them
 
 
@@ -143,22 +137,3 @@ def test_explicit_maps_equal_the_kernel(variant, extra, masked):
         results.append((logits, *grads_of(model, (logits * weights).sum())))
     for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("variant", "extra"), EVERY)
-def test_a_token_changes_its_own_document_and_no_other(variant, extra):
-    model = shared_model(variant, 8, 4, 8, extra)
-    row, documents = TOKENS[:1], Documents.of(TOKENS[:1], END)
-    masked, free = model(row, documents=documents), model(row)
-    changed = row.clone()
-    changed[0, 7] = 33  # in the document of positions 6 to 10
-    assert torch.equal(Documents.of(changed, END).ids, documents.ids)
-    difference = (model(changed, documents=documents) - masked)[0].abs().amax(-1)
-    assert difference[7] > 1e-6
-    assert difference[8:11].max() > 1e-6
-    assert difference[:7].max() == 0
-    assert difference[11:].max() == 0
-    unmasked = (model(changed) - free)[0].abs().amax(-1)
-    assert unmasked[11:].max() > 1e-6, "nothing to mask"
-    assert (free - masked)[0, 4:].abs().max() > 1e-6

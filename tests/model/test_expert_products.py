@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffllm.model.ffn import MoE, MoEConfig, experts
+from diffllm.model.ffn import experts
 from diffllm.model.ffn.experts import (
     GROUPED,
     JOIN_FROM,
@@ -249,37 +249,7 @@ def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
     assert copies == [False, False]
 
 
-def test_an_activation_compiled_by_itself_takes_either(monkeypatch):
-    """As it is where rows are exchanged: their number changes every step."""
-    torch._dynamo.reset()
-    layer = small_experts(torch.float32)
-    for joining in (False, True):
-        if joining:
-            as_on_cuda(monkeypatch)
-        x, weights = inputs(torch.float32)
-        layer.activation = experts.weighted_swiglu
-        expected = run(layer, x, weights)
-        layer.activation = torch.compile(layer.activation, dynamic=True, backend="aot_eager")
-        for mine, other in zip(run(layer, x, weights), expected, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-
-
 # What a run prints
-
-
-def test_a_layer_says_what_its_device_decides():
-    moe = MoE(1024, MoEConfig(n_experts=64, top_k=8, expert_dim=256))
-    on_cpu, on_gpu = moe.choices(CPU, torch.float32), moe.choices(CUDA, HALF)
-    assert on_cpu.keys() == on_gpu.keys() == {"router_product", "expert_products", "gate_and_up"}
-    assert [choice.value for choice in on_cpu.values()] == ["float32", GROUPED, "two products"]
-    assert [choice.value for choice in on_gpu.values()] == [
-        "bf16 products, float32 sums",
-        GROUPED,
-        "one product from 1024 rows an expert",
-    ]
-    side_by_side(moe.experts)
-    assert moe.choices(CUDA, HALF)["gate_and_up"].value == "one product"
-    assert all(choice.reason for choice in (*on_cpu.values(), *on_gpu.values()))
 
 
 @pytest.mark.gpu

@@ -84,17 +84,6 @@ def test_a_prompt_that_cannot_be_read_is_refused(length):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_the_prompts_are_left_as_they_were_and_come_first():
-    prompt = prompts()
-    before = [list(row) for row in prompt]
-    out = generate(tiny(), prompt, 4)
-    assert [text[:5] for text in out] == before
-    out[0][0] = -1
-    assert prompt == before
-    generate(tiny(), prompt, 0)[0].append(-1)
-    assert prompt == before
-
-
 def test_the_seed_decides_and_nothing_else_does():
     model, prompt = tiny(), prompts()
     first = generate(model, prompt, 20, seed=3)
@@ -113,23 +102,6 @@ def test_tokens_from_vocab_size_on_are_never_drawn(temperature):
     assert max(kept) == 9
     assert max(said(prompt, free)) > 9
     assert generate(model, prompt, 20, temperature, vocab_size=64) == free
-
-
-def test_the_top_token_alone_is_left_by_a_small_top_p_and_a_low_temperature():
-    model, prompt = tiny(), prompts()
-    greedy = generate(model, prompt, 20, temperature=0)
-    assert generate(model, prompt, 20, top_p=1e-6, seed=5) == greedy
-    assert generate(model, prompt, 20, temperature=1e-5, seed=5) == greedy
-
-
-@pytest.mark.slow
-def test_generation_draws_the_first_token_from_the_models_distribution():
-    """One prompt again and again is a sample of the model, not one continuation many times."""
-    model, (prompt,) = tiny(), prompts(1)
-    with torch.no_grad():
-        probs = torch.softmax(model(torch.tensor([prompt]))[0, -1], -1)
-    drawn = torch.tensor([text[-1] for text in generate(model, [prompt] * 8000, 1)])
-    assert_drawn_from(probs, drawn)
 
 
 # Batches: each prompt gets what it would get alone

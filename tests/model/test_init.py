@@ -1,11 +1,9 @@
 """Initial values depend on (seed, name) only."""
 
 import hashlib
-import threading
 
 import pytest
 import torch
-from processes import PATIENCE_S
 
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
@@ -100,23 +98,6 @@ def test_every_thread_count_draws_what_one_generator_a_block_gives(shape, trunca
         assert torch.get_num_threads() == threads
 
 
-def test_other_dtypes_hold_the_same_values_rounded():
-    for dtype in (torch.bfloat16, torch.float64):
-        assert torch.equal(drawn((300, 300), dtype), drawn((300, 300)).to(dtype))
-
-
-def test_blocks_are_drawn_at_the_same_time_by_as_many_threads_as_torch_may_use(monkeypatch):
-    together, draw = threading.Barrier(3), init.fill_normal
-
-    def draw_together(*args):
-        together.wait(PATIENCE_S)
-        draw(*args)
-
-    monkeypatch.setattr(init, "fill_normal", draw_together)
-    torch.set_num_threads(3)
-    assert torch.equal(drawn((6 * BLOCK // 256, 256)), by_definition((6 * BLOCK // 256, 256), 3))
-
-
 def test_an_error_in_a_thread_is_raised(monkeypatch):
     draw, calls = init.fill_normal, []
 
@@ -130,13 +111,6 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     torch.set_num_threads(2)
     with pytest.raises(MemoryError, match="no room"):
         drawn((8 * BLOCK // 256, 256))
-
-
-def test_threads_work_in_the_callers_inference_mode():
-    torch.set_num_threads(2)
-    with torch.inference_mode():
-        values = drawn((1000, 300))
-    assert torch.equal(values, drawn((1000, 300)))
 
 
 def test_a_default_device_other_than_the_parameters_leaves_them_the_same():

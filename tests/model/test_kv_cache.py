@@ -39,17 +39,6 @@ def new(batch, tokens):
 # The cache itself
 
 
-def test_what_is_appended_comes_back_in_order():
-    held = KVCache((2, 3, 6, 2), (2, 1, 6, 5), torch.float64)
-    parts = [new(2, tokens) for tokens in (3, 1, 2)]
-    for i, (k, v) in enumerate(parts):
-        all_k, all_v = held.append(k, v)
-        assert torch.equal(all_k, torch.cat([part[0] for part in parts[: i + 1]], 1))
-        assert torch.equal(all_v, torch.cat([part[1] for part in parts[: i + 1]], 1))
-        assert held.length == all_k.shape[1]
-    assert held.lengths is None
-
-
 def test_heads_come_before_positions_and_nothing_is_copied_on_reading():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
@@ -73,51 +62,6 @@ def test_what_is_appended_is_kept_in_the_dtype_of_the_cache():
     all_k, _ = held.append(k.float(), v.float())
     assert torch.equal(all_k[0, 2], k[0, 0].bfloat16())
     assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
-
-
-def test_truncating_all_rows_alike_forgets_what_is_behind():
-    held, k, v = filled()
-    held.truncate([2, 2])
-    assert (held.length, held.lengths) == (2, None)
-    k2, v2 = new(2, 3)
-    all_k, all_v = held.append(k2, v2)
-    assert torch.equal(all_k, torch.cat((k[:, :2], k2), 1))
-    assert torch.equal(all_v, torch.cat((v[:, :2], v2), 1))
-
-
-def test_rows_of_different_lengths_each_grow_at_their_own_end():
-    held, k, v = filled((4, 1, 3))
-    assert held.length == 4
-    assert held.lengths.tolist() == [4, 1, 3]
-    steps = [new(3, 1) for _ in range(2)]
-    for k1, v1 in steps:
-        all_k, all_v = held.append(k1, v1)
-    assert held.lengths.tolist() == [6, 3, 5]
-    assert held.length == all_k.shape[1] == all_v.shape[1] == 6
-    for row, length in enumerate((4, 1, 3)):
-        for mine, first, index in ((all_k, k, 0), (all_v, v, 1)):
-            expected = [first[row, :length], *(step[index][row] for step in steps)]
-            assert torch.equal(mine[row, : length + 2], torch.cat(expected))
-
-
-def test_truncating_ragged_rows_to_one_length_makes_them_alike_again():
-    held, k, _ = filled((4, 2))
-    held.truncate([2, 2])
-    assert held.lengths is None
-    k2, v2 = new(2, 2)
-    assert torch.equal(held.append(k2, v2)[0], torch.cat((k[:, :2], k2), 1))
-
-
-def test_keeping_rows_drops_the_others_and_no_longer_reads_their_length():
-    held, k, v = filled((4, 1, 3, 1))
-    held.keep([1, 2])
-    assert held.length == 3
-    assert held.lengths.tolist() == [1, 3]
-    k1, v1 = new(2, 1)
-    all_k, all_v = held.append(k1, v1)
-    assert all_k.shape == (2, 4, 3, 2)
-    assert torch.equal(all_k[0, :2], torch.cat((k[1, :1], k1[0])))
-    assert torch.equal(all_v[1, :4], torch.cat((v[2, :3], v1[1])))
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 2)])

@@ -108,23 +108,6 @@ def test_diff_v1_is_diffllama_with_its_heads_reordered(heads, kv_heads):
     compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)
 
 
-def test_losses_and_gradients_equal_llamas():
-    model = ours("standard", 4, 2)
-    peer = transformers.LlamaForCausalLM(peer_config(transformers.LlamaConfig, 4, 2))
-    copy_into(peer, model, permute=False)
-    tokens = torch.randint(0, VOCAB, (2, 13))
-    loss = model(tokens[:, :-1], tokens[:, 1:]).objective / 24
-    theirs = peer(tokens, labels=tokens).loss
-    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-5)
-    loss.backward()
-    theirs.backward()
-    grads = {name: param.grad for name, param in peer.named_parameters()}
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(
-            param.grad, grads[name_there(name, PARTS)], rtol=1e-4, atol=1e-5, msg=name
-        )
-
-
 # Qwen3Moe: its experts hold gate_proj and up_proj in one tensor
 
 EXPERTS, TOP_K, EXPERT_DIM = 6, 3, 24

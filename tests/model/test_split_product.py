@@ -116,11 +116,6 @@ def test_the_device_and_the_dtype_decide(device, dtype, value):
     assert router_product(torch.device(device), dtype).value == value
 
 
-def test_rocm_has_no_such_product(monkeypatch):
-    monkeypatch.setattr(router, "IS_ROCM", True)
-    assert router_product(torch.device("cuda"), torch.bfloat16).value == FLOAT32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch):
     monkeypatch.setattr(router, "float32_mm", None)
