@@ -121,14 +121,6 @@ def test_link_in_place_of_scratch_directory_is_removed_and_its_target_kept(tmp_p
     assert names(tmp_path / "mine") == ["data"]
 
 
-def test_scratch_directories_of_two_long_names_differ(tmp_path):
-    with (
-        scratch_directory(tmp_path / f"{'x' * 240}a") as first,
-        scratch_directory(tmp_path / f"{'x' * 240}b") as second,
-    ):
-        assert first != second
-
-
 @pytest.mark.parametrize("files_synced", [False, True])
 def test_publish_syncs_content_before_the_rename_and_the_parent_after(
     tmp_path, monkeypatch, files_synced
@@ -206,14 +198,6 @@ def test_hold_on_a_file_system_without_flock_says_so_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_acquire_without_wait_fails_while_another_lock_is_held(tmp_path):
-    first = acquire(tmp_path / "lock")
-    with pytest.raises(Timeout):
-        acquire(tmp_path / "lock", wait=False)
-    first.release()
-    acquire(tmp_path / "lock", wait=False).release()
-
-
 def test_waiting_acquire_gets_the_lock_after_release_and_removal_of_the_file(tmp_path):
     file, acquired, end = tmp_path / "lock", threading.Event(), threading.Event()
 
@@ -264,11 +248,6 @@ def test_a_directory_whose_holder_is_alive_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
-
-
-def test_hold_with_lock_file_of_older_version_succeeds(tmp_path):
-    (tmp_path / ".lock").write_text("")
-    hold(tmp_path, "run directory", "run.dir=...").release()
 
 
 def test_hold_with_link_or_pipe_as_lock_file_is_refused(tmp_path):

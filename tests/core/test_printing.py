@@ -140,9 +140,3 @@ def test_html_escapes_texts_and_keeps_icons():
     assert read.tags.count("i") == 1
     assert all(text in read.text for text in ("<b>|", "1 of 3 diverged", "finished"))
     assert "held-out loss" not in html
-
-
-def test_a_table_without_rows_has_its_heads():
-    empty = Table.of(["a", ("b", "nats")], [])
-    assert empty.text() == ["a  b, nats"]
-    assert empty.csv() == "a,b\n"

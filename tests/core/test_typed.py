@@ -43,12 +43,9 @@ def test_made_fills_nested_dataclasses_and_defaults() -> None:
     [
         ({"loss": math.nan}, "loss=nan must be a finite number"),
         ({"loss": True}, "loss=True must be a number"),
-        ({"loss": 10**400}, "must be a finite number"),
-        ({"parts": {}}, r"parts=\{\} must be a list"),
         ({"parts": [{"size": 1.0}]}, r"parts\[0\].size=1.0 must be a whole number"),
         ({"parts": [{"size": 2**63}]}, "must be a whole number of 64 bits"),
         ({"parts": [{}]}, r"parts\[0\].size is missing"),
-        ({"parts": [[]]}, r"parts\[0\] must be a mapping of keys to values"),
         ({"by_name": []}, r"by_name=\[\] must be a mapping of names to values"),
         ({"by_name": {"a": {"size": 1, "name": 7}}}, "by_name.a.name=7 must be text"),
         ({"done": 1}, "done=1 must be true or false"),

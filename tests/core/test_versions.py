@@ -93,16 +93,11 @@ def is_import_error(handler: ast.ExceptHandler) -> bool:
     ("source", "found"),
     [
         ("import torch\nif torch.__version__ >= '2.12': pass", ["torch.__version__"]),
-        ("import torch as t\nnew = tuple(t.__version__.split('.'))", ["t.__version__"]),
         ("import torch\nfacts = {'torch': torch.__version__}", []),
-        ("import torch\nsaid = f'torch {torch.__version__} fails'", []),
         ("import torch\ncuda = torch.version.cuda > '13'", ["torch.version"]),
         ("from torch.a import f\nimport inspect\ninspect.signature(f)", ["inspect.signature(f)"]),
-        ("import torch.distributed as d\nhasattr(d, 'x')", ["hasattr(d, 'x')"]),
-        ("import torch\ngetattr(torch.cpu, 'x', None)", ["getattr(torch.cpu, 'x', None)"]),
         ("import torch\nhasattr(layer, 'x')\ngetattr(torch, name)()", ["getattr(torch, name)"]),
         ("try:\n  from torch.a import b\nexcept ImportError:\n  b = None", ["torch.a.b"]),
-        ("try:\n  from torch.a import b\nfinally:\n  pass", []),
         ("try:\n  import flash_attn\nexcept ImportError:\n  pass", []),
     ],
 )
@@ -134,18 +129,14 @@ def resolve(name: str) -> Any:
         return getattr(resolve(outer), inner)
 
 
-@pytest.mark.parametrize("name", ["torch.nn.attention._fa4.gone", "torch.gone", "torch._gone.f"])
-def test_a_name_that_torch_lacks_is_noticed(name):
-    with pytest.raises(AttributeError):
-        resolve(name)
-
-
 def test_every_name_of_torchs_is_there_private_ones_too():
     """Also those that only a GPU or a rare failure would come to."""
     names = {name for path in FILES for name in uses(path.read_text())}
     assert "torch.nn.attention._fa4.register_flash_attention_fa4" in names, "imported in a function"
     for name in names:
         resolve(name)
+    with pytest.raises(AttributeError):
+        resolve("torch._gone.f")
 
 
 def test_initial_values_are_the_same_with_every_torch():

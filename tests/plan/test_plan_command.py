@@ -81,24 +81,10 @@ def test_text_says_what_fits_and_what_is_assumed(capsys):
     assert "assumed balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
 
 
-@pytest.mark.slow
-def test_a_batch_that_is_given_is_not_assumed(capsys):
-    out = as_json(capsys, *SMALL, "gpus=2", "global_batch_size=8", "micro_batch_size=2")
-    assert (out["micro_batch_size"], out["micro_batches"]) == (2, 2)
-    assert "global_batch_size" not in {a["key"] for a in out["assumptions"]}
-    out = as_json(capsys, *SMALL, "gpus=2", "micro_batch_size=2")
-    assert (out["global_batch_size"], out["micro_batches"]) == (4, 1)
-
-
 def limited(gib, overrides, gpus=2):
     """A plan on GPUs of that much memory."""
     cluster = Cluster(gpus=gpus, memory_gib=gib, peak_flops=1e12, reserve_gib=0)
     return plan(cluster, set(), overrides)
-
-
-def peak(overrides, gpus=2, checkpointing=False):
-    made = limited(1, [*overrides, f"activation_checkpointing={checkpointing}"], gpus)
-    return made.step.peak.total / GIB
 
 
 @pytest.mark.parametrize(
@@ -108,12 +94,6 @@ def peak(overrides, gpus=2, checkpointing=False):
             ["micro_batch_size=8"],
             ["micro_batch_size=4", "global_batch_size=16"],
             ("micro_batch_size=4", "global_batch_size=16"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["micro_batch_size=8", "global_batch_size=32"],
-            ["micro_batch_size=2"],
-            ("micro_batch_size=2",),
             marks=pytest.mark.slow,
         ),
         ([], ["activation_checkpointing=true"], ("activation_checkpointing=true",)),
@@ -153,13 +133,9 @@ def test_more_gpus_come_last_and_nothing_at_all_is_said_so(capsys):
     [
         (["gpu=h300"], "choose from GB200"),
         (["gpus=0"], "gpus=0 must be at least 1"),
-        (["gpus=many"], "gpus='many' is not int"),
         (["tokenz=2"], "did you mean tokens?"),
         (["mfu=2"], "mfu=2.0 must be at most 1"),
-        (["tokens=-1"], "tokens=-1.0 must be positive"),
         (["rank=8"], "rank=8 must be less than gpus=8"),
-        (["nonsense"], "nonsense"),
-        (["model=huge"], "model=huge does not exist"),
         (["gpus=3", "parallel.shard=2"], "does not make 3 ranks"),
         (["gpus=3", "global_batch_size=8"], "cannot be shared by 3 ranks"),
     ],
@@ -169,11 +145,6 @@ def test_mistakes_end_in_one_line(words, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-def test_an_unknown_gpu_needs_its_numbers(capsys):
-    words = [*SMALL, "gpus=1", "gpu=mine", "peak_flops=1e14", "memory_gib=10"]
-    assert as_json(capsys, *words)["gpu"] == "mine"
 
 
 @pytest.mark.parametrize("name", ["h200", "H200", "h100_pcie", "H100-PCIe", "h100 pcie"])

@@ -60,12 +60,6 @@ def test_what_is_computed_elementwise_takes_no_memory_on_the_way():
     assert forward == kept == 2 * N * D + 2 * N * D  # what the product reads, and its result
 
 
-def test_a_view_of_an_input_is_no_memory():
-    _, kept, _, (shape, _) = held(lambda x, w: (x @ w).view(N // 2, 2, D)[:, 1], (N, D), (D, D))
-    assert shape == (N // 2, D)
-    assert kept == 2 * N * D
-
-
 def kept_by_a_block(cfg, x, rope):
     """Bytes that a compiled block keeps for its backward pass, its parameters aside."""
     block = Block(cfg, 0)

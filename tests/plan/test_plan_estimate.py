@@ -26,12 +26,7 @@ def limited(gib, overrides, words=(), gpus=2):
 
 FIXED = [
     (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
-    (
-        4,
-        ["parallel.shard=2", "parallel.replicate=2"],
-        ("parallel.replicate=1", "parallel.shard=-1"),
-    ),
-    (  # and the batch is enough for eight
+    (  # the batch is enough for eight
         4,
         ["parallel.shard=2", "parallel.replicate=2", "global_batch_size=8", ONE],
         ("parallel.replicate=1", "parallel.shard=-1", "gpus=8"),
@@ -41,12 +36,6 @@ FIXED = [
         ["parallel.shard=4", "parallel.replicate=-1"],
         ("gpus=8", "parallel.shard=8"),
     ),
-    (
-        4,
-        ["parallel.shard=2", "parallel.replicate=-1"],
-        ("parallel.replicate=1", "parallel.shard=-1"),
-    ),
-    (2, ["global_batch_size=8", ONE], ("gpus=8",)),
     (
         2,
         ["global_batch_size=8", ONE, "parallel.shard=2"],

@@ -193,31 +193,3 @@ def test_replicas_sum_their_shards_once_a_step():
     assert {c.ranks for c in step.calls if c.kind is Collective.all_reduce and c.size > 500} == {
         (0, 2)
     }
-
-
-@pytest.mark.slow
-def test_compiled_blocks_keep_no_more_than_eager_ones_and_checkpoints_far_less():
-    overrides = [*SMALL[3:], "model=tiny", "model.n_layers=4", "seq_len=512", "global_batch_size=2"]
-    eager, compiled = (
-        simulate(load_config([*overrides, f"compile={on}"]), 2) for on in ("false", "true")
-    )
-    saving = simulate(load_config([*overrides, "compile=true", "activation_checkpointing=true"]), 2)
-    assert compiled.activations < eager.activations
-    assert saving.activations < compiled.activations / 3
-    assert compiled.calls == eager.calls
-    for name in ("parameters", "gradients", "optimizer"):
-        assert getattr(compiled, name) == getattr(eager, name)
-
-
-@pytest.mark.slow
-def test_a_change_of_the_model_changes_the_step():
-    base = simulate(load_config(SMALL), 2)
-    deeper = simulate(load_config([*SMALL, "model.n_layers=3"]), 2)
-    variant = simulate(load_config([*SMALL, "attention=standard"]), 2)
-    assert deeper.parameters - base.parameters == (deeper.n_params - base.n_params) * 2
-    assert base.parameters > variant.parameters
-    for other in (deeper, variant):
-        assert other.peak.total != base.peak.total
-        assert other.activations != base.activations
-        assert other.flops_per_token != base.flops_per_token
-    assert base.peak.by_kind[Kind.parameters] >= base.parameters
