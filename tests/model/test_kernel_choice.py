@@ -3,19 +3,18 @@
 The device's type, its capability and what is installed are made up; no kernel of a GPU runs.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from stand_ins import CUDA, END, V2, V4, mask_for, tokens_with_documents
-from variants import VARIANTS, small_config, small_model
+from variants import VARIANTS, small_config
 
 from diffllm import build_model, load_config
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention import diff_v1, kernels, ops
-from diffllm.model.attention.diff_v1 import Values, values_layout
+from diffllm.model.attention import kernels, ops
+from diffllm.model.attention.diff_v1 import Values
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
 from diffllm.model.attention.ops import Backend, Documents, Packed
 from diffllm.plan.simulate import as_on_gpu
@@ -64,7 +63,6 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("sdpa", CPU, FLOAT32, 32, False, Kernel.cpu),
         ("sdpa", CPU, BF16, 64, True, Kernel.masked),
         ("sdpa", CUDA, BF16, 128, False, Kernel.sdpa),
-        ("sdpa", CUDA, FLOAT16, 256, False, Kernel.sdpa),
         ("sdpa", CUDA, FLOAT32, 64, False, Kernel.efficient),
         ("sdpa", CUDA, BF16, 264, False, Kernel.efficient),
         ("sdpa", CUDA, FLOAT32, 64, True, Kernel.masked),
@@ -72,9 +70,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("flash", CUDA, BF16, 128, False, Kernel.flash_2),
         ("flash", CUDA, BF16, 128, True, Kernel.varlen_2),
         ("flex", CUDA, FLOAT32, 512, True, Kernel.flex),
-        ("flex", CUDA, BF16, 128, False, Kernel.flex),
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
-        ("reference", CPU, BF16, 128, False, Kernel.explicit),
     ],
 )
 def test_the_kernel_follows_from_backend_device_dtype_and_width(
@@ -98,10 +94,8 @@ def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "packages", "width", "expected", "reason"),
     [
-        (AMPERE, ("triton",), 128, Kernel.varlen, "documents"),
         (AMPERE, ("triton", *V4), 128, Kernel.varlen, "documents"),
         ((12, 0), ("triton", *V4), 128, Kernel.varlen, "documents"),
-        (HOPPER, ("triton",), 128, Kernel.flex, "flash-attn-4 is not installed"),
         (BLACKWELL, ("triton",), 64, Kernel.flex, "not measured"),
         (HOPPER, ("triton", *V2), 128, Kernel.flex, "flash-attn-4 is not installed"),
         (HOPPER, ("triton",), 256, Kernel.varlen, "heads 256 wide"),
@@ -139,20 +133,6 @@ def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine
     assert done == []
 
 
-def test_choices_are_words_for_a_headline_and_for_json(machine, monkeypatch):
-    machine()
-    monkeypatch.setattr(ops, "SLOW_BF16", False)
-    cfg = small_config("diff_v1", head_dim=128).model
-    found = cfg.attention.choices(cfg, CUDA, BF16, documents=True)
-    assert json.loads(json.dumps({name: choice.value for name, choice in found.items()})) == {
-        "attention": "FlexAttention",
-        "values": "split",
-    }
-    assert all(choice.reason for choice in found.values())
-    on_cpu = cfg.attention.choices(cfg, CPU, BF16, documents=False)
-    assert [f"{choice.value}" for choice in on_cpu.values()] == ["torch's fused CPU kernel", "wide"]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("documents", [False, True])
 def test_every_variant_says_which_kernel_it_gets(machine, variant, documents):
@@ -181,11 +161,9 @@ class Blocks:
     [
         ("sdpa", CPU, BF16, False, torch.Tensor),
         ("sdpa", CUDA, BF16, False, Packed),
-        ("sdpa", CUDA, FLOAT16, False, Packed),
         ("sdpa", CUDA, FLOAT32, False, torch.Tensor),
         ("sdpa", CUDA, BF16, True, torch.Tensor),
         ("flash", CUDA, BF16, False, Packed),
-        ("flash", CUDA, BF16, True, torch.Tensor),
         ("flex", CUDA, BF16, False, Blocks),
         ("reference", CUDA, BF16, False, torch.Tensor),
     ],
@@ -223,7 +201,7 @@ def test_the_width_that_a_kernel_gets_is_the_variants():
     assert width("standard_sink") == 16
     assert width("diff_v1") == width("diff_v1", device=CUDA) == 16
     assert width("diff_v1", head_dim=64, device=CUDA) == 128
-    assert width("diff_v1", head_dim=128, device=CUDA) == 128
+    assert width("diff_v1", head_dim=72, device=CUDA) == 72
     assert width("diff_v1", head_dim=128) == 256
     assert width("diff_v1", "model.attention.values=wide", head_dim=128, device=CUDA) == 256
 
@@ -232,64 +210,12 @@ def test_flash_takes_every_head_that_auto_leaves_narrow(machine, monkeypatch):
     """FlashAttention stops at 256: heads of 160 fit in halves and not together."""
     machine(packages=V2)
     monkeypatch.setattr(kernels, "try_flash", lambda *_: None)
-    cfg = small_config("diff_v1", head_dim=160, extra=("model.attention.backend=flash",)).model
+    cfg = small_config("diff_v1", head_dim=160, extra=on("flash")).model
     cfg.attention.prepare(cfg, CUDA, BF16)
-    wide = small_config(
-        "diff_v1",
-        head_dim=160,
-        extra=("model.attention.backend=flash", "model.attention.values=wide"),
-    ).model
+    words = (*on("flash"), "model.attention.values=wide")
+    wide = small_config("diff_v1", head_dim=160, extra=words).model
     with pytest.raises(ConfigError, match="heads up to 256 wide, this variant needs 320"):
         wide.attention.prepare(wide, CUDA, BF16)
-
-
-@pytest.mark.parametrize(
-    ("values", "head_dim", "device", "expected"),
-    [
-        ("auto", 64, CUDA, "wide"),
-        ("auto", 72, CUDA, "split"),
-        ("auto", 128, CUDA, "split"),
-        ("auto", 128, CPU, "wide"),
-        ("auto", 128, torch.device("mps"), "wide"),
-        ("wide", 128, CUDA, "wide"),
-        ("split", 32, CPU, "split"),
-    ],
-)
-def test_auto_splits_values_where_kernels_are_slow_at_their_width(
-    values, head_dim, device, expected
-):
-    found = values_layout(Values[values], head_dim, device)
-    assert found.value is Values[expected]
-    assert (found.reason == "asked for") == (values != "auto")
-
-
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_auto_computes_what_wide_and_split_do(monkeypatch, device):
-    """With tensors that count as on `device`: logits and every gradient."""
-    real, widths = values_layout, []
-    monkeypatch.setattr(diff_v1, "FAST_WIDTH", 8)
-    monkeypatch.setattr(diff_v1, "values_layout", lambda v, d, _: real(v, d, device))
-    kernel = ops.sdpa
-
-    def watched(q, k, v, *rest):
-        widths.append(v.shape[-1])
-        return kernel(q, k, v, *rest)
-
-    monkeypatch.setattr(ops, "sdpa", watched)
-    tokens = tokens_with_documents(length=32)
-    documents, weights = Documents.of(tokens, END), torch.randn(2, 32, 64, dtype=torch.float64)
-    found = {}
-    for values in Values:
-        model = small_model("diff_v1", 8, 4, 8, (f"model.attention.values={values.name}",))
-        widths.clear()
-        logits = model(tokens) + model(tokens, documents=documents)
-        grads = torch.autograd.grad((logits * weights).sum(), list(model.parameters()))
-        found[values.name] = (logits, *grads)
-        in_halves = values is Values.split or (values is Values.auto and device is CUDA)
-        assert set(widths) == {8 if in_halves else 16}
-    for other in ("wide", "split"):
-        for mine, theirs in zip(found["auto"], found[other], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
 
 
 def test_the_plan_lays_values_out_as_a_gpu_does():
@@ -361,37 +287,27 @@ def on(backend):
 @pytest.mark.parametrize("backend", ["flash", "flex"])
 def test_backends_of_gpus_are_refused_on_the_cpu_when_building(backend):
     cfg = load_config(["model=tiny", "attention=diff_v2", *on(backend)])
-    expected = (
-        rf"^model\.attention\.backend={backend} needs a GPU; on the cpu choose sdpa or reference$"
-    )
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=rf"backend={backend} needs a GPU; on the cpu choose"):
         build_model(cfg.model)
     with torch.device("meta"):  # to be counted, not run
         build_model(cfg.model)
 
 
-def test_an_unknown_backend_is_answered_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"model\.attention\.backend=fast") as caught:
-        load_config(["model=tiny", *on("fast")])
-    assert all(backend.name in str(caught.value) for backend in Backend)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("backend", ["flash", "flex"])
-def test_a_clamped_map_is_refused_where_maps_are_not_explicit(backend):
-    with pytest.raises(ConfigError, match=rf"backend={backend} has no clamped map; choose sdpa"):
-        small_config("diff_v1_clamped", extra=on(backend))
-    small_config("diff_v1", extra=on(backend))
-
-
 @pytest.mark.parametrize(
-    ("variant", "sink"), [("standard_sink", "learned"), ("standard_off_by_one", "one")]
+    ("variant", "refused", "reason"),
+    [
+        ("diff_v1_clamped", ("flash", "flex"), "no clamped map; choose sdpa"),
+        ("standard_sink", ("flex",), "no sink=learned; choose sdpa, flash"),
+        ("standard_off_by_one", ("flex",), "no sink=one; choose sdpa, flash"),
+    ],
 )
-def test_a_sink_is_refused_by_flex_alone(variant, sink):
-    with pytest.raises(ConfigError, match=rf"backend=flex has no sink={sink}; choose sdpa, flash"):
-        small_config(variant, extra=on("flex"))
-    for backend in ("sdpa", "flash", "reference"):
-        small_config(variant, extra=on(backend))
+def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reason):
+    for backend in Backend:
+        if backend.name not in refused:
+            small_config(variant, extra=on(backend.name))
+            continue
+        with pytest.raises(ConfigError, match=rf"backend={backend.name} has {reason}"):
+            small_config(variant, extra=on(backend.name))
 
 
 @pytest.mark.parametrize(
@@ -435,12 +351,6 @@ def test_a_variant_that_masks_documents_by_a_tensor_needs_no_kernel_for_them(
     cfg.attention.prepare(cfg, CUDA, torch.bfloat16, documents=True)
     width = cfg.attention.kernel_width(cfg, CUDA)
     assert calls == [("tried", width, documents)]
-
-
-def test_a_flash_package_that_fails_is_refused_with_its_reason(machine):
-    machine(packages=V2, fails="too many values to unpack")
-    with pytest.raises(ConfigError, match=r"flash-attn fails with torch .*too many values"):
-        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
 
 
 def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monkeypatch, tmp_path):
