@@ -128,18 +128,6 @@ def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
     assert_equal(values(fresh), moved)
 
 
-def test_tensors_overwritten_as_soon_as_save_returns_are_saved_as_they_were(checkpointer):
-    big = {f"t{i}": torch.full((300, 1000), float(i)) for i in range(8)}
-    checkpointer.save(1, big, STATE)
-    for tensor in big.values():
-        tensor.fill_(-1.0)
-    checkpointer.wait()
-    back = {name: torch.empty(300, 1000) for name in big}
-    load_tensors(checkpointer.directory / "step-00000001", back)
-    for i in range(8):
-        assert (back[f"t{i}"] == i).all()
-
-
 def test_values_that_are_not_numbers_and_every_dtype_survive(checkpointer):
     tensors = {
         "special": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
@@ -316,43 +304,17 @@ def test_a_checkpoint_of_another_model_is_refused_by_parameter(
     assert_equal(values(other), before)
 
 
-GARBAGE = {
-    "empty": b"",
-    "cut short": b'{"format": 2, "step": 1, "parameters": {"w',
-    "not text": b"\xff\xfe\x00",
-    "a list": b"[1, 2]",
-    "null": b"null",
-    "another format": b'{"format": 999, "step": 1, "parameters": {}}',
-    "no format": b'{"step": 1, "parameters": {}}',
-    "no step": b'{"format": 2, "ranks": 1, "parameters": {}, "loop": null}',
-    "no ranks": b'{"format": 2, "step": 1, "parameters": {}, "loop": null}',
-    "parameters in a list": b'{"format": 2, "step": 1, "ranks": 1, "parameters": [], "loop": null}',
-}
-
-
-@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
-def test_a_garbage_state_json_is_refused(checkpointer, content):
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read")],
+)
+def test_tensor_that_is_missing_or_of_another_shape_is_refused(checkpointer, name, shape, said):
     path = saved(checkpointer)
-    (path / "state.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="is not a checkpoint") as caught:
-        check_parameters(path, read_state(path), {"w": torch.zeros(2, 3)})
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=said):
+        load_tensors(path, {name: torch.zeros(shape)})
 
 
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             check_parameters(path, read_state(path), {})
-
-
-def test_a_tensor_that_is_not_there_is_refused(checkpointer):
-    path = saved(checkpointer)
-    with pytest.raises(CheckpointError, match=r"model\.other"):
-        load_tensors(path, {"model.other": torch.zeros(2)})
-
-
-def test_a_tensor_of_another_shape_is_refused(checkpointer):
-    path = saved(checkpointer)
-    with pytest.raises(CheckpointError, match="cannot read"):
-        load_tensors(path, {"model.w": torch.zeros(5, 3)})

@@ -1,7 +1,6 @@
 """A checkpoint whose state was changed and signed anew is used if it makes sense, or left out."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -161,37 +160,6 @@ def test_a_state_of_another_step_than_the_manifest_is_a_fault(run):
     assert faults(newest(run)) == ["state.json is of step 2, not of the 3 in its name"]
 
 
-@pytest.mark.parametrize("name", [r"\ud800", r"a\udfffb"])
-def test_half_a_character_in_a_manifest_is_a_fault(run, name, capfd):
-    file = newest(run) / "manifest.json"
-    file.write_text(file.read_text().replace('"files": {', f'"files": {{"{name}": {{}}, '))
-    assert chosen(run) == "step-00000001"
-    assert "holds half of a surrogate pair" in capfd.readouterr().err
-    for words in (["generate", "prompt=a"], ["consolidate", "step=3"], ["checkpoints"]):
-        assert main([words[0], f"run={run}", *words[1:]]) in (1, 2)
-        assert "half of a surrogate pair" in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize(("old", "new"), [("\nseed: 0", "\nseed: ???"), ("", "")])
-def test_config_with_a_missing_value_or_none_at_all_is_refused(run, old, new):
-    file = run / "config.yaml"
-    file.write_text(file.read_text().replace(old, new) if old else "")
-    with pytest.raises(CheckpointError, match=r"value \?\?\?|not a mapping"):
-        load_run_config(run)
-
-
-def test_what_only_has_the_name_of_a_checkpoint_is_passed_over(run, capfd):
-    for name in ("step-00000009", ".step-00000009.incomplete"):
-        (run / "checkpoints" / name).write_text("a file")
-    (run / "checkpoints" / ".step-00000010.incomplete").symlink_to("nowhere")
-    assert main(["checkpoints", f"run={run}", "--json"]) == 0
-    listed = json.loads(capfd.readouterr().out)
-    assert [(one["step"], one["state"]) for one in listed] == [
-        (1, "good"), (3, "good"), (9, "incomplete"),
-    ]  # fmt: skip
-    assert main(["consolidate", f"run={run}"]) == 0
-
-
 # YAML whose aliases never end
 
 
@@ -221,9 +189,3 @@ def test_aliases_that_never_end_are_refused_in_a_file_of_a_user(tmp_path, read):
     file.write_text(f"a: {'[' * 100_000}")
     with pytest.raises(ConfigError, match="is nested too deeply"):
         read(file)
-
-
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "file.yaml")
-    with pytest.raises(ConfigError, match="is not a regular file"):
-        read_yaml(tmp_path / "file.yaml")

@@ -123,12 +123,6 @@ def some_steps(overrides, share, ignores):
     return losses, norms, whole, {}
 
 
-def test_ranks_and_micro_batches_train_alike(tmp_path):
-    (one,) = run_ranks(some_steps, 1, tmp_path, [], None, True)
-    two = run_ranks(some_steps, 2, tmp_path, ["micro_batch_size=1"], None, True)
-    assert_same_training(one, two[0])
-
-
 def test_counting_changes_nothing_where_every_target_counts(tmp_path):
     (counted,) = run_ranks(some_steps, 1, tmp_path, [], 0.0, True)
     (plain,) = run_ranks(some_steps, 1, tmp_path, [], 0.0, False)

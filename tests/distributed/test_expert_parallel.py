@@ -8,20 +8,14 @@ import torch.distributed as dist
 from runs.one_rank import resume
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, heldout_losses, micro_batches
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn import Parameter
+from torch.distributed.tensor import DTensor
 
 from diffllm import build_model
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.distributed.experts import balanced_splits, exchanged_splits, share_out
-from diffllm.distributed.fsdp import placement
 from diffllm.distributed.gradients import local
-from diffllm.model.ffn.experts import Experts
 from diffllm.model.ffn.moe import SwiGLU
 from diffllm.training.build import build
 from diffllm.training.outputs import sample
@@ -93,6 +87,7 @@ def trained(overrides, bias=None):
     result["update_norm"] = out.update_norm.item()
     result["final"] = {name: full(p).numpy() for name, p in t.params.items()}
     result["gradients"] = gradients
+    result["routers"] = {name: value.tolist() for name, value in t.model.router_state().items()}
     result["held"] = {n: (tuple(local(p).shape), storage(t, p)) for n, p in t.params.items()}
     return result
 
@@ -110,11 +105,12 @@ def assert_alike(one, other, atol=1e-6):
         torch.testing.assert_close(
             torch.tensor(other[key]), torch.tensor(one[key]), rtol=1e-5, atol=atol
         )
-    assert one["stats"].keys() == other["stats"].keys()
-    for name, value in one["stats"].items():
-        torch.testing.assert_close(
-            torch.tensor(other["stats"][name]), torch.tensor(value), rtol=1e-3, atol=1e-4
-        )
+    for kind, rtol in (("stats", 1e-3), ("routers", 1e-5)):
+        assert one[kind].keys() == other[kind].keys()
+        for name, value in one[kind].items():
+            torch.testing.assert_close(
+                torch.tensor(other[kind][name]), torch.tensor(value), rtol=rtol, atol=1e-4
+            )
     for step, gradients in enumerate(one["gradients"]):
         assert gradients.keys() == other["gradients"][step].keys()
         for name, value in gradients.items():
@@ -166,6 +162,7 @@ def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, t
     for result in results:
         assert result["losses"] == results[0]["losses"], "the ranks disagree"
         assert result["norms"] == results[0]["norms"], "the ranks disagree"
+        assert result["routers"] == results[0]["routers"], "the ranks disagree"
         assert_own_experts_only(result["held"], config(overrides), ranks)
     assert_alike(one_process, results[0])
     for name, value in one_process["initial"].items():
@@ -184,30 +181,6 @@ def test_other_scores_and_losses_and_a_dense_layer_train_alike(tmp_path):
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]
     assert_alike(one, run_ranks(trained, ranks, tmp_path, more)[0])
-
-
-def step_with_nan_on_one_rank():
-    """(skipped, whether every tensor is as it was) of three steps, NaN in the second."""
-    cfg = config(["parallel.expert=2", *SPARING])
-    t = build(cfg, torch.device("cpu"))
-    steps = []
-
-    def poison(module, args):
-        nan = float("nan") if dist.get_rank() == 1 and len(steps) == 1 else 1.0
-        return (args[0] * nan, *args[1:])
-
-    t.model.layers[0].register_forward_pre_hook(poison)
-    for step in range(3):
-        before = {name: full(value) for name, value in t.tensors().items()}
-        out = train_step(t, micro_batches(cfg, step), step)
-        same = all(torch.equal(full(v), before[name]) for name, v in t.tensors().items())
-        steps.append((bool(out.skipped), same))
-    return steps
-
-
-def test_nan_on_one_rank_is_skipped_by_all(tmp_path):
-    for steps in run_ranks(step_with_nan_on_one_rank, 2, tmp_path):
-        assert steps == [(False, False), (True, True), (False, False)]
 
 
 @pytest.mark.parametrize(
@@ -247,14 +220,6 @@ def test_a_rank_whose_experts_get_nothing_takes_part(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_in_bfloat16_too(tmp_path):
-    (one,) = run_ranks(trained, 1, tmp_path, ["precision=bf16"])
-    two = run_ranks(trained, 2, tmp_path, ["precision=bf16", "parallel.expert=2", *SPARING])[0]
-    for key in ("losses", "norms"):
-        assert two[key] == pytest.approx(one[key], rel=1e-2)
-
-
-@pytest.mark.slow
 def test_compiled_it_trains_alike(one_process, tmp_path):
     for extra in ([], SPARING):
         overrides = ["parallel.expert=2", "compile=true", *extra]
@@ -282,9 +247,7 @@ def moved(overrides, source, target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "experts", [pytest.param([], id="four"), pytest.param(TWO_EXPERTS, id="two", marks=SLOW)]
-)
+@pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
 def test_checkpoints_move_between_layouts(experts, tmp_path):
     split = ["parallel.shard=2", "parallel.expert=2"]
     steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]
@@ -397,26 +360,6 @@ def test_the_shared_expert_runs_while_rows_travel(overrides, tmp_path):
         assert events[:6] == ["wait"] * 4 + ["shared", "wait"]
 
 
-def exchanged_without_data(splits):
-    """Send rows and weights without values; return those that come back, and gradients."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
-    experts = Experts(4, 16, 32).bfloat16()
-    share_out(experts, mesh, splits)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x = torch.empty(7, 16, dtype=torch.bfloat16, requires_grad=True)
-        weights = torch.empty(7, requires_grad=True)
-        out = experts(x, weights, torch.empty(4, dtype=torch.int64))
-        grads = torch.autograd.grad(out.sum(), (x, weights, experts.w2))
-        return tuple(out.shape), [tuple(grad.shape) for grad in grads]
-
-
-def test_balanced_splits_need_no_data(tmp_path):
-    for result in run_ranks(exchanged_without_data, 2, tmp_path, balanced_splits):
-        assert result == ((7, 16), [(7, 16), (7,), (4, 16, 32)])
-    with pytest.raises(AssertionError, match="DataDependentOutput"):
-        run_ranks(exchanged_without_data, 2, tmp_path, exchanged_splits)
-
-
 # Errors
 
 
@@ -432,17 +375,3 @@ def test_a_rank_s_experts_that_cannot_be_sharded_are_refused():
     message = r"2 experts of a rank .*n_experts=4.*expert=2.*shard=5 must divide 2, .*=32 or .*=48"
     with pytest.raises(ConfigError, match=message):
         cfg.check_world(10)
-
-
-def placements():
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("expert",))
-    param = torch.empty(4, 32, 48)
-    mine = Parameter(DTensor.from_local(param, mesh, [Shard(0)]))
-    found = [placement(ranks, mine) for ranks in (1, 2, 8, 16, 3)]
-    assert found == [Shard(0), Shard(0), Shard(1), Shard(1), Shard(2)]
-    assert placement(5, Parameter(param)) is None, "FSDP's own, uneven"
-    assert placement(2, Parameter(torch.empty(4, 32))) is None
-
-
-def test_experts_are_sharded_on_the_first_dimension_that_divides(tmp_path):
-    run_ranks(placements, 1, tmp_path)

@@ -127,16 +127,6 @@ def test_accumulated_gradients_are_float32_sums_of_each_micro_batch_bit_for_bit(
         assert not torch.equal(first, total), name
 
 
-def test_no_gradient_stays_in_the_precision_of_the_computation():
-    with gloo_group():
-        t = training("precision=bf16")
-        train_step(t, batches(t), 0)
-        dtypes = {p.dtype for p in t.model.parameters()}
-        assert dtypes == {torch.bfloat16}
-        assert {p.dtype for p in t.params.values()} == {torch.float32}
-        assert all(p.grad is None for p in t.model.parameters())
-
-
 def test_the_model_computes_with_what_the_optimizer_wrote():
     with gloo_group():
         t = training("precision=bf16", "optim.lr=1e-2")

@@ -191,48 +191,43 @@ def test_heldout_loss_is_that_of_each_document_alone(ranks, tmp_path):
         assert abs(masked - free) > 1e-2
 
 
-# Precision, initialisation, compilation
+# Precision and compilation
 
 
-def lambda_under_bf16():
-    """(lambda of the module in a bf16 forward pass, the float32 formula, parameter dtypes)."""
-    cfg = load_config([*BASE, "attention=diff_v1", "precision=bf16", "optim.lr=1e-2"])
+MIXTURE = ["model.moe.n_experts=6", "model.moe.expert_dim=32", "model.moe.n_shared=1"]
+
+
+def float32_values_under_bf16():
+    """(lambdas and routers' logits of a bf16 forward pass, the same by float32 formulas)."""
+    words = ["attention=diff_v1", "precision=bf16", "optim.lr=1e-2", *MIXTURE]
+    cfg = load_config([*BASE, *words])
     t = build(cfg, torch.device("cpu"))
     for step in range(3):
         train_step(t, micro_batches(cfg, step), step)
-    tokens = next(iter(micro_batches(cfg, 0)))
-    out = t.model(*tokens, diagnose=True)
-    values = []
-    for i in range(cfg.model.n_layers):
-        names = [f"layers.{i}.attention.lambda_{n}" for n in ("q1", "k1", "q2", "k2")]
-        q1, k1, q2, k2 = (local(t.params[name]).detach() for name in names)
-        lambda_init = 0.8 - 0.6 * math.exp(-0.3 * i)
-        first, second = torch.exp((q1 * k1).sum()), torch.exp((q2 * k2).sum())
-        values.append(first - second + torch.tensor(lambda_init))
-    dtypes = {str(t.params[f"layers.0.attention.{n}"].dtype) for n in ("lambda_q1", "wq.weight")}
-    return out.stats["lambda_mean"].tolist(), torch.stack(values).tolist(), dtypes
+    params = {name: local(p).detach() for name, p in t.params.items()}
+    assert {p.dtype for p in params.values()} == {torch.float32}
+    routed = []
+    for layer in t.model.layers:
+        layer.ffn.router.register_forward_hook(lambda _, args, out: routed.append((*args, out)))
+    out = t.model(*next(iter(micro_batches(cfg, 0))), diagnose=True)
+    found, expected = [out.stats["lambda_mean"].tolist()], [[]]
+    for i, (x, routing) in enumerate(routed):
+        q1, k1, q2, k2 = (
+            params[f"layers.{i}.attention.lambda_{n}"] for n in ("q1", "k1", "q2", "k2")
+        )
+        start = torch.tensor(0.8 - 0.6 * math.exp(-0.3 * i))
+        lam = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + start
+        expected[0].append(lam.item())
+        assert x.dtype == torch.bfloat16
+        found.append(routing.logits.tolist())
+        expected.append(F.linear(x.float(), params[f"layers.{i}.ffn.router.weight"]).tolist())
+    return found, expected
 
 
-def test_lambda_is_float32_to_the_bit_under_bf16(tmp_path):
-    for shown, expected, dtypes in run_ranks(lambda_under_bf16, 2, tmp_path):
-        assert dtypes == {"torch.float32"}
-        assert shown == expected
-
-
-def initial_values(overrides):
-    t = build(load_config([*BASE, *overrides]), torch.device("cpu"))
-    return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-        for name, p in t.params.items()
-    }
-
-
-def test_initial_values_do_not_depend_on_ranks(tmp_path):
-    (one,) = run_ranks(initial_values, 1, tmp_path, [])
-    for other in run_ranks(initial_values, 3, tmp_path, ["global_batch_size=9"]):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            assert (value == other[name]).all(), name
+def test_lambda_and_router_are_float32_to_the_bit_under_bf16(tmp_path):
+    for found, expected in run_ranks(float32_values_under_bf16, 2, tmp_path):
+        assert len(found) == 3
+        assert found == expected
 
 
 def graph_breaks(overrides):
