@@ -7,10 +7,9 @@ import math
 
 import pytest
 import sample_comparison as sample
-from runs.written import write_run
+from runs.written import loaded, write_run
 from scipy import stats
 from test_report_page import Reader
-from test_report_rows import loaded
 
 from diffllm.compare.report.columns import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.report.comparison import compare
