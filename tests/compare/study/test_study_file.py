@@ -1,7 +1,6 @@
 """Study files: what they say, and the one line that a bad one ends in."""
 
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
@@ -27,7 +26,7 @@ rule: {kind: difference, arm: v2, against: half, below: 0.0, alpha: 0.05}
 
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "study.yaml"
-    path.write_text(dedent(text))
+    path.write_text(text)
     return path
 
 
@@ -37,8 +36,12 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
     assert study.rule.words(study.metric) == (
         "heldout_loss of v2 minus that of half is below 0 (one-sided, alpha 0.05)"
     )
-    assert len(study.hash) == 64
     assert load_study(written(tmp_path, GOOD + "\n# later\n")).hash != study.hash
+
+
+RULE = "difference, arm: v2, against: half, below: 0.0"
+GRID, SEEDS, METRIC = "grid: [1e-3, 2e-3, 4e-3]", "seeds: [0, 1, 2]", "metric: heldout_loss"
+RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
 
 
 @pytest.mark.parametrize(
@@ -47,11 +50,7 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
         ("claim:", "clam:", "unknown key clam; did you mean claim?"),
         ("claim: V2's advantage is more than damping\n", "", "claim is missing"),
         ("kind: difference", "kind: better", "rule.kind=better is not one of difference, equiv"),
-        (
-            "kind: difference",
-            "kinds: difference",
-            "unknown key rule.kinds; did you mean rule.kind?",
-        ),
+        ("kind: diff", "kinds: diff", "unknown key rule.kinds; did you mean rule.kind?"),
         ("arm: v2", "arm: v3", "rule.arm=v3 is no arm; known: half, standard, v2"),
         ("against: half", "against: v2", "rule: v2 cannot be compared with itself"),
         ("below: 0.0, ", "", "rule: kind=difference takes below, or above"),
@@ -59,100 +58,75 @@ def test_a_study_is_read_with_its_numbers(tmp_path):
         ("below: 0.0", "below: soon", "rule.below='soon' must be a number"),
         ("alpha: 0.05", "alpha: 0.7", "rule.alpha=0.7 must be less than 0.5"),
         ("alpha: 0.05", "margin: -1", "rule.margin=-1.0 must be positive"),
-        (
-            "difference, arm: v2, against: half, below: 0.0",
-            "equivalence, arm: v2, against: half",
-            "kind=equivalence takes margin; it has none of them",
-        ),
-        ("below: 0.0", "reaches: 0.9", "kind=difference takes below, or above"),
+        (RULE, "equivalence, arm: v2, against: half", "kind=equivalence takes margin; it has none"),
         ("kind: difference", "kind: log_rank", "kind=log_rank takes reaches; it has below"),
         (
-            "difference, arm: v2, against: half, below: 0.0",
-            "log_rank, arm: v2, against: half, reaches: 0.9, margin: 1",
-            "kind=log_rank takes reaches; it has margin, reaches",
-        ),
-        (
-            "difference, arm: v2, against: half, below: 0.0",
+            RULE,
             "log_rank, arm: v2, against: half, reaches: 0.9",
             "log_rank: metric=heldout_loss is not logged over training",
         ),
         ("baseline: standard", "baseline: none", "baseline=none is no arm; known: half, standard"),
-        ("seeds: [0, 1, 2]", "seeds: [0]", "seeds=[0] must be 2 or more different seeds"),
-        ("seeds: [0, 1, 2]", "seeds: [0, 0]", "seeds=[0, 0] must be 2 or more different seeds"),
-        ("seeds: [0, 1, 2]", "seeds: [0, -1]", "none below 0"),
-        (
-            "seeds: [0, 1, 2]",
-            f"seeds: {[*range(1001)]}",
-            "seeds: 1,001 are too many; at most 1,000",
-        ),
-        ("seeds: [100, 101]", f"seeds: {[*range(9, 1010)]}", "lr.seeds: 1,001 are too many; at"),
+        (SEEDS, "seeds: [0]", "seeds=[0] must be 2 or more different seeds"),
+        (SEEDS, "seeds: [0, 0]", "seeds=[0, 0] must be 2 or more different seeds"),
+        (SEEDS, "seeds: [0, -1]", "none below 0"),
+        (SEEDS, "seeds: [0, true]", "seeds[1]=True must be a whole number"),
+        (SEEDS, f"seeds: {[*range(1001)]}", "seeds: 1,001 are too many; at most 1,000"),
+        (RATE_SEEDS, f"seeds: {[*range(9, 1010)]}", "lr.seeds: 1,001 are too many; at"),
         ("[attention=diff_v2]", f"{['a=1'] * 101}", "arms.v2: 101 are too many; at most 100"),
         ("  v2:", "".join(f"  a{i}: []\n" for i in range(98)) + "  v2:", "arms: 101 are too many"),
-        ("grid: [1e-3, 2e-3, 4e-3]", f"grid: {[*range(1, 102)]}", "lr.grid: 101 are too many"),
+        (GRID, f"grid: {[*range(1, 102)]}", "lr.grid: 101 are too many"),
         (
-            "grid: [1e-3, 2e-3, 4e-3], seeds: [100, 101]",
+            f"{GRID}, {RATE_SEEDS}",
             f"grid: {[*range(1, 101)]}, seeds: {[*range(9, 59)]}",
             "runs (arms x seeds x learning rates): 15,009 are too many; at most 10,000",
         ),
         ("steps: 10", "extend: 21", "lr.extend=21 must be at most 20"),
-        ("seeds: [0, 1, 2]", "seeds: [0, 1.5]", "seeds[1]=1.5 must be a whole number"),
-        ("seeds: [0, 1, 2]", "seeds: [0, true]", "seeds[1]=True must be a whole number"),
-        ("seeds: [100, 101]", "seeds: [1, 101]", "lr.seeds: 1 would choose the learning rate and"),
-        ("grid: [1e-3, 2e-3, 4e-3]", "grid: [1e-3]", "must be two or more increasing rates"),
-        ("grid: [1e-3, 2e-3, 4e-3]", "grid: [2e-3, 1e-3]", "two or more increasing rates"),
-        ("grid: [1e-3, 2e-3, 4e-3]", "grid: [0, 1e-3]", "increasing rates above 0"),
-        ("steps: 10", "steps: 0", "lr.steps=0 must be at least 1"),
+        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds: 1 would choose the learning rate and"),
+        (GRID, "grid: [1e-3]", "must be two or more increasing rates"),
+        (GRID, "grid: [2e-3, 1e-3]", "two or more increasing rates"),
+        (GRID, "grid: [0, 1e-3]", "increasing rates above 0"),
         (
-            "lr: {grid: [1e-3, 2e-3, 4e-3], seeds: [100, 101], steps: 10}",
+            f"lr: {{{GRID}, {RATE_SEEDS}, steps: 10}}",
             "lr_sweep: [1e-3, 2e-3]",
             "with lr_sweep, metric=heldout_loss is not one of lr_sensitivity",
         ),
-        ("metric: heldout_loss", "lr_sweep: [1e-3, 2e-3]", "lr chooses one: give one of them"),
-        ("metric: heldout_loss", "lr_sweep: [2e-3, 1e-3]", "lr_sweep=[0.002, 0.001] must be two"),
-        ("metric: heldout_loss", "metric: lr_sensitivity", "metric=lr_sensitivity takes lr_sweep"),
-        ("metric: heldout_loss", "metric: loss", "metric=loss is none of heldout_loss"),
-        ("metric: heldout_loss", "test: sign", "test=sign is not one of paired, welch"),
-        ("metric: heldout_loss", "scale: ln", "scale=ln is not one of linear, log"),
-        ("metric: heldout_loss", "power: {gap: 0.02}", "power.sd is missing"),
-        ("metric: heldout_loss", "power: {gap: 0, sd: 1}", "power.gap=0.0 must be positive"),
-        (
-            "v2: [attention=diff_v2]",
-            "v2: attention=diff_v2",
-            "arms.v2=attention=diff_v2 must be a",
-        ),
-        ("v2: [attention=diff_v2]", "v2: [seed=1]", "arms.v2: seed=1: the study sets seed itself"),
-        (
-            "v2: [attention=diff_v2]",
-            "v2: [optim.lr=1]",
-            "optim.lr=1: the study sets optim.lr itself",
-        ),
-        ("v2: [attention=diff_v2]", "v2: [run.name=a]", "the study sets run.name itself"),
-        ("v2: [attention=diff_v2]", "v2: [attention]", "'attention' is not of the form key=value"),
+        (METRIC, "lr_sweep: [1e-3, 2e-3]", "lr chooses one: give one of them"),
+        (METRIC, "metric: lr_sensitivity", "metric=lr_sensitivity takes lr_sweep"),
+        (METRIC, "metric: loss", "metric=loss is none of heldout_loss"),
+        (METRIC, "test: sign", "test=sign is not one of paired, welch"),
+        (METRIC, "power: {gap: 0.02}", "power.sd is missing"),
+        (V2, "v2: attention=diff_v2", "arms.v2=attention=diff_v2 must be a"),
+        (V2, "v2: [seed=1]", "arms.v2: seed=1: the study sets seed itself"),
+        (V2, "v2: [optim.lr=1]", "optim.lr=1: the study sets optim.lr itself"),
+        (V2, "v2: [run.name=a]", "the study sets run.name itself"),
+        (V2, "v2: [attention]", "'attention' is not of the form key=value"),
         ("  v2:", "  ../v2:", "arms: '../v2' must be letters, digits and _ . + -"),
-        ("arms:\n", "arms: 3\nbrms:\n", "unknown key brms"),
         ("claim: V2's", "claim: [V2's", "is not YAML: "),
     ],
 )
-def test_a_bad_study_ends_in_one_line(tmp_path, capsys, old, new, said):
+def test_a_bad_study_is_refused_with_its_key(tmp_path, old, new, said):
     assert old in GOOD
-    path = written(tmp_path, GOOD.replace(old, new, 1))
-    out = tmp_path / "out"
-    for command in (["run", "--dry-run", "probe=false"], ["run"], ["verdict"]):
-        assert main(["study", command[0], str(path), f"out={out}", *command[1:]]) == 2
-        printed = capsys.readouterr()
-        assert said in printed.err
-        assert printed.err.startswith("error: ")
-        assert printed.err.count("\n") == 1
-        assert printed.out == ""
+    with pytest.raises(ConfigError) as caught:
+        load_study(written(tmp_path, GOOD.replace(old, new, 1)))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [["run", "--dry-run", "probe=false"], ["run"], ["verdict"]])
+def test_each_command_ends_a_bad_study_in_one_line(tmp_path, capsys, command):
+    path, out = written(tmp_path, GOOD.replace("arm: v2", "arm: v3")), tmp_path / "out"
+    assert main(["study", command[0], str(path), f"out={out}", *command[1:]]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert "rule.arm=v3 is no arm" in printed.err
+    assert (printed.err.count("\n"), printed.out) == (1, "")
     assert not out.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "claim", "\x00"])
-def test_what_is_no_mapping_is_refused(tmp_path, text):
-    path = tmp_path / "study.yaml"
-    path.write_text(text)
+@pytest.mark.parametrize("text", ["", "[]", "\x00"])
+def test_a_file_without_a_mapping_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"study\.yaml(:| is not YAML)"):
-        load_study(path)
+        load_study(written(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -162,11 +136,8 @@ def test_what_is_no_mapping_is_refused(tmp_path, text):
         (["ran"], "study ran: choose from run, verdict"),
         (["run"], "no study file"),
         (["run", "{path}"], "out=DIR is missing"),
-        (["run", "{path}", "out="], "out=DIR is missing"),
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
-        (["run", "{path}", "out=o", "--dry"], "unknown argument '--dry'"),
         (["verdict", "{path}", "out=o", "probe=false"], "unknown argument 'probe=false'"),
-        (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
         (["run", "{path}", "out=o", "--dry-run", "probe=true"], "name ended runs: pilot=DIR"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
         (["verdict", "{path}", "out=o"], "has no run of"),
@@ -186,8 +157,3 @@ def test_an_arm_that_cannot_run_is_named(tmp_path, capsys):
     path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
     assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
     assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err
-
-
-def test_help_says_how(capsys):
-    assert main(["study", "--help"]) == 0
-    assert "shown, refuted, equivalent, underpowered" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from runs.written import study_file, write_arms, write_ended, write_rates
 from tiers import slow_but
 
 from diffllm.cli import main
-from diffllm.compare.study import planned_runs, verdict
+from diffllm.compare.study import planned_runs
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import choose
 from diffllm.compare.study.stages import check_study_runs, costs, next_runs, run_study
@@ -27,7 +27,8 @@ from diffllm.core.errors import ConfigError
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 WITH_MARGIN = "{kind: difference, arm: v2, against: half, below: 0.0, margin: 0.02}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
-STANDARD, HALF = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39]
+STANDARD, HALF, BETTER = [4.5, 4.51, 4.49, 4.5, 4.5], [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
+RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
 NAN = math.nan
 STUDIES = config_directory() / "study"
 TWO = {
@@ -60,17 +61,17 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
 @pytest.mark.parametrize(
     ("rule", "v2", "verdict"),
     [
-        (LOWER, [4.30, 4.312, 4.289], "shown"),
+        (LOWER, BETTER, "shown"),
         (LOWER, [4.50, 4.512, 4.489], "refuted"),
         (LOWER, [4.30, 4.50, 4.40], "underpowered"),
         (LOWER, [4.401, 4.409, 4.391], "underpowered"),
         (WITH_MARGIN, [4.401, 4.409, 4.391], "equivalent"),
         (ALIKE, [4.401, 4.409, 4.391], "equivalent"),
-        (ALIKE, [4.30, 4.312, 4.289], "refuted"),
+        (ALIKE, BETTER, "refuted"),
         (ALIKE, [4.30, 4.50, 4.40], "underpowered"),
         (LOWER.replace("below", "above"), [4.50, 4.512, 4.489], "shown"),
-        (LOWER.replace("below", "above"), [4.30, 4.312, 4.289], "refuted"),
-        (LOWER.replace("below: 0.0", "below: -0.2"), [4.30, 4.312, 4.289], "refuted"),
+        (LOWER.replace("below", "above"), BETTER, "refuted"),
+        (LOWER.replace("below: 0.0", "below: -0.2"), BETTER, "refuted"),
         # zero variance shows nothing and is no error
         (LOWER, [loss - 0.1 for loss in HALF], "underpowered"),
         (LOWER, [loss + 0.1 for loss in HALF], "underpowered"),
@@ -126,7 +127,7 @@ def test_welch_takes_the_arms_as_two_samples(tmp_path):
 
 
 def test_a_study_edited_afterwards_is_exploratory(tmp_path):
-    judged(tmp_path, LOWER, [4.30, 4.312, 4.289])
+    judged(tmp_path, LOWER, BETTER)
     path = tmp_path / "study.yaml"
     path.write_text(path.read_text().replace("below: 0.0", "below: -0.05"))
     found = judge(load_study(path), tmp_path / "out")
@@ -137,7 +138,7 @@ def test_a_study_edited_afterwards_is_exploratory(tmp_path):
 
 
 def test_a_study_whose_arms_were_edited_cannot_even_be_compared(tmp_path):
-    judged(tmp_path, LOWER, [4.30, 4.312, 4.289])
+    judged(tmp_path, LOWER, BETTER)
     path = tmp_path / "study.yaml"
     path.write_text(path.read_text().replace("context_scale=0.5", "context_scale=0.25"))
     found = judge(load_study(path), tmp_path / "out")
@@ -152,60 +153,42 @@ def test_runs_that_have_not_ended_leave_it_exploratory(tmp_path):
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
 
 
-def test_config_of_composes_once_per_arm_and_equals_load_config(tmp_path, monkeypatch):
-    study = study_file(
-        tmp_path / "study.yaml", LOWER, **TWO, lr="{grid: [0.001, 0.002], seeds: [9]}"
-    )
-    calls = []
-    compose = planned_runs.compose_config
-    monkeypatch.setattr(
-        planned_runs, "compose_config", lambda words: calls.append(words) or compose(words)
-    )
-    planned_runs.config_of_arm.cache_clear()
+def test_config_of_a_planned_run_equals_load_config(tmp_path):
+    study = study_file(tmp_path / "study.yaml", LOWER, **TWO, lr=RATES)
     for arm in study.arms:
-        for seed, lr in ((0, 0.001), (2**40, 0.3)):
-            (planned,) = planned_runs.deciding_runs(study, arm, seed, lr)
-            cfg = planned_runs.config_of_planned(planned)
-            assert cfg == load_config([*planned.words, "run.report=false"])
-            assert (cfg.seed, cfg.model.init_seed, cfg.optim.lr) == (seed, seed, lr)
-    assert len(calls) == 2
+        (planned,) = planned_runs.deciding_runs(study, arm, 2**40, 0.3)
+        cfg = planned_runs.config_of_planned(planned)
+        assert cfg == load_config([*planned.words, "run.report=false"])
+        assert (cfg.seed, cfg.model.init_seed, cfg.optim.lr) == (2**40, 2**40, 0.3)
 
 
-def test_judge_composes_no_config_of_a_missing_run(tmp_path, monkeypatch):
-    study = study_file(tmp_path / "study.yaml", LOWER, **TWO, seeds=str([*range(300)]))
-    write_arms(study, tmp_path / "out", {"half": HALF, "v2": HALF})
-    asked = []
-    monkeypatch.setattr(
-        verdict,
-        "config_of_planned",
-        lambda run: asked.append(run) or planned_runs.config_of_planned(run),
-    )
-    assert judge(study, tmp_path / "out").verdict == "exploratory"
-    assert len(asked) == 6
+NOTE = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
 
 
-def test_no_run_is_an_error(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER)
-    with pytest.raises(ConfigError, match="has no run of"):
-        judge(study, tmp_path / "out")
-
-
-def test_runs_on_other_text_are_not_comparable(tmp_path):
+@pytest.mark.parametrize(
+    ("half", "v2", "reason"),
+    [
+        ({}, {"corpus": "d1" * 32}, "runs differ in corpus"),
+        ({"corpus_note": NOTE}, {"corpus_note": NOTE}, f"corpus: {NOTE}"),
+        (
+            {"plugin_code": {"own": "1a"}},
+            {"plugin_code": {"own": "2b"}},
+            "runs differ in the code of the plugin own: 1a, 2b",
+        ),
+    ],
+)
+def test_runs_on_other_text_packages_or_plugins_are_not_comparable(tmp_path, half, v2, reason):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
-    write_arms(study, tmp_path / "out", {"half": HALF})
-    write_arms(study, tmp_path / "out", {"v2": [4.3, 4.312, 4.289]}, corpus="d1" * 32)
+    write_arms(study, tmp_path / "out", {"half": HALF}, **half)
+    write_arms(study, tmp_path / "out", {"v2": BETTER}, **v2)
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
-    assert "runs differ in corpus" in found.reasons[0]
+    assert found.reasons[0].startswith(reason)
 
 
-def test_runs_of_two_versions_of_a_plugin_are_not_comparable_and_not_extended(tmp_path):
+def test_study_with_runs_of_other_plugin_code_is_not_extended(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
-    write_arms(study, tmp_path / "out", {"v2": [4.3, 4.312, 4.289]}, plugin_code={"own": "2b"})
-    found = judge(study, tmp_path / "out")
-    reason = "runs differ in the code of the plugin own: 1a, 2b"
-    assert (found.verdict, found.reasons) == ("not comparable", [reason])
     (tmp_path / "out" / "sweep.json").write_text('{"runs": {"half-seed0": []}}')
     with pytest.raises(
         ConfigError, match=r"half-seed0 was made with other plugin code \(plugins: "
@@ -213,38 +196,16 @@ def test_runs_of_two_versions_of_a_plugin_are_not_comparable_and_not_extended(tm
         check_study_runs(study, tmp_path / "out", 1)
 
 
-def test_runs_on_other_packages_than_the_reference_are_not_comparable(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
-    note = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
-    arms = {"half": HALF, "v2": [4.3, 4.312, 4.289]}
-    write_arms(study, tmp_path / "out", arms, corpus_note=note)
-    found = judge(study, tmp_path / "out")
-    assert (found.verdict, found.reasons) == ("not comparable", [f"corpus: {note}"])
-
-
 def test_a_run_that_was_changed_is_not_comparable(tmp_path):
-    study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
-    write_arms(study, tmp_path / "out", {"half": HALF, "v2": [4.3, 4.312, 4.289]})
+    study = judged(tmp_path, LOWER, BETTER).study
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
     assert "v2-seed0 is not the run of the study: it was changed on its way" in found.reasons
 
 
-def test_arms_that_compute_the_same_are_told_apart_by_name(tmp_path):
-    arms = "{a: [attention=standard], b: [attention=standard, data.num_workers=0]}"
-    rule = "{kind: equivalence, arm: a, against: b, margin: 0.02}"
-    study = study_file(tmp_path / "study.yaml", rule, arms=arms, baseline="b")
-    write_arms(study, tmp_path / "out", {"a": [4.401, 4.41, 4.39], "b": [4.40, 4.41, 4.391]})
-    found = judge(study, tmp_path / "out")
-    assert found.verdict == "equivalent"
-    assert {arm.name: arm.mean.mean for arm in found.arms} == pytest.approx(
-        {"a": 4.400333, "b": 4.400333}, abs=1e-5
-    )
-
-
 def test_any_metric_can_decide(tmp_path):
-    found = judged(tmp_path, LOWER, [4.30, 4.312, 4.289], metric="hidden_top1")
+    found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
     (tmp_path / "b").mkdir()
@@ -254,17 +215,15 @@ def test_any_metric_can_decide(tmp_path):
 
 def test_on_a_log_scale_a_gap_is_a_ratio(tmp_path):
     rule = LOWER.replace("below: 0.0", "below: -0.01")
-    found = judged(tmp_path, rule, [4.30, 4.312, 4.289], scale="log")
+    found = judged(tmp_path, rule, BETTER, scale="log")
     assert found.verdict == "shown"
-    mean = sum(math.log(a / b) for a, b in zip([4.30, 4.312, 4.289], HALF, strict=True)) / 3
+    mean = sum(math.log(a / b) for a, b in zip(BETTER, HALF, strict=True)) / 3
     assert found.tested[0].gap.mean == pytest.approx(mean)
     assert f"a ratio of {math.exp(mean):.3g} (" in verdict_text(found)
     assert "log heldout_loss of v2 minus" in markdown(found)
 
 
 # Learning rates
-
-RATES = "{grid: [0.001, 0.002, 0.004], seeds: [100], steps: 10, extend: 1}"
 
 
 def test_the_learning_rate_is_chosen_by_seeds_that_do_not_decide(tmp_path):
@@ -324,7 +283,7 @@ def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
 
 
 def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
-    found = judged(tmp_path, LOWER, [4.30, 4.312, 4.289], power="{gap: 0.05, sd: 0.01}")
+    found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     assert markdown(found).startswith("# shown\n")
     text = verdict_html(found)
@@ -423,36 +382,27 @@ def dry_run(study, out, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_a_dry_run_says_what_is_to_go(tmp_path, capsys):
+def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, capsys):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
+    pilot = tmp_path / "pilot"
     said = dry_run(study, out, capsys, "probe=false")
     assert "6 runs. To go: 30.72k tokens" in said
     assert "a time that is not known" in said
     assert not out.exists()
 
-
-def test_dry_run_after_one_arm_ended_takes_its_speed_for_other_arms(tmp_path, capsys):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
-    write_arms(study, out, {"half": HALF})
-    half, v2 = costs(study, out, [])
-    assert (half.seconds, half.hours) == (pytest.approx(9), 0)
+    write_arms(study, pilot, {"half": HALF})
+    half, v2 = costs(study, out, [pilot])
+    assert (half.seconds, half.hours) == pytest.approx((9, 3 * 9 / 3600))
     assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
     assert v2.flops > half.flops
-    said = dry_run(study, out, capsys)
-    assert "6 runs; 3 have ended. To go: 15.36k tokens" in said
-    assert f"about 0:{3 * v2.seconds:02.0f} here" in said
-    assert not (out / "sweep.json").exists()
+    assert f"about 0:{3 * (9 + v2.seconds):02.0f} here" in dry_run(
+        study, out, capsys, f"pilot={pilot}"
+    )
 
-
-def test_dry_run_with_a_pilot_takes_its_speed_until_own_runs_have_ended(tmp_path, capsys):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
-    write_arms(study, tmp_path / "pilot", {"half": HALF})
-    assert "about 0" in dry_run(study, out, capsys, f"pilot={tmp_path / 'pilot'}")
-    half, v2 = costs(study, out, [tmp_path / "pilot"])
-    assert half.seconds == pytest.approx(9)
-    assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
     write_arms(study, out, {"v2": [4.3]})
-    assert costs(study, out, [tmp_path / "pilot"])[1].seconds == pytest.approx(9)
+    assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
+    assert "6 runs; 1 have ended. To go: 25.6k tokens" in dry_run(study, out, capsys)
+    assert not (out / "sweep.json").exists()
 
 
 OURS = slow_but(["damping_short"], sorted(path.stem for path in STUDIES.glob("*.yaml")))
