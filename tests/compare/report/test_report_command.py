@@ -2,22 +2,17 @@
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from runs.written import sweep, write_run
-from tiers import slow_but
 
 import diffllm.compare.report.page
 from diffllm import cli as tools
 from diffllm.compare.report import write_report
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.runs import find_runs
-from diffllm.core.errors import ConfigError
 
 LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
@@ -49,26 +44,22 @@ def files(root):
 # Where runs are found and where files go
 
 
-WHERE = [
-    (["cmp1"], "cmp1", ["standard", "diff_v2"]),
-    (["cmp1/"], "cmp1", ["standard", "diff_v2"]),
-    (["cmp1/diff_v2-seed1"], "cmp1/diff_v2-seed1", ["diff_v2"]),
-    (["cmp1", "cmp2"], ".", ["standard", "gated", "diff_v2"]),
-    (["cmp*"], ".", ["standard", "gated", "diff_v2"]),
-    (["*mp2"], "cmp2", ["gated"]),
-    (["cmp1/*-seed0"], "cmp1", ["standard", "diff_v2"]),
-    (["**/gated*"], "cmp2/gated-seed0", ["gated"]),
-    (["."], ".", ["standard", "gated", "diff_v2"]),
-    (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "cmp1", ["standard", "diff_v2"]),
-    (["cmp1", "cmp1/standard-seed0", "cmp1/*"], "cmp1", ["standard", "diff_v2"]),
-]
-
-
 @pytest.mark.parametrize(
-    ("words", "home", "found"),
-    slow_but([WHERE[0], WHERE[7]], WHERE),
+    ("words", "home", "title", "found"),
+    [
+        (["cmp1/"], "cmp1", "cmp1", ["standard", "diff_v2"]),
+        (["cmp1/diff_v2-seed1"], "cmp1/diff_v2-seed1", "diff_v2-seed1", ["diff_v2"]),
+        (["cmp1", "cmp2"], ".", "cmp1, cmp2", ["standard", "gated", "diff_v2"]),
+        (["cmp*"], ".", "cmp*", ["standard", "gated", "diff_v2"]),
+        (["cmp1/*-seed0"], "cmp1", "cmp1/*-seed0", ["standard", "diff_v2"]),
+        (["**/gated*"], "cmp2/gated-seed0", "**/gated*", ["gated"]),
+        (
+            ["cmp1/standard-seed0", "cmp1/diff_v2-seed0"],
+            *("cmp1", "standard-seed0, diff_v2-seed0", ["standard", "diff_v2"]),
+        ),
+    ],
 )
-def test_files_land_beside_the_runs(swept, capsys, words, home, found):
+def test_files_land_next_to_the_runs_that_the_title_names(swept, capsys, words, home, title, found):
     before = files(swept)
     code, out, err = report(capsys, *words)
     assert (code, err) == (0, "")
@@ -76,6 +67,7 @@ def test_files_land_beside_the_runs(swept, capsys, words, home, found):
     assert files(swept) - before == {html, table}
     assert out.splitlines()[-2:] == [html, table]
     assert variants(table) == found
+    assert read([Path(word) for word in words])[0].title == title
 
 
 def test_a_run_named_twice_counts_once(swept):
@@ -83,35 +75,8 @@ def test_a_run_named_twice_counts_once(swept):
     link.symlink_to(swept / "cmp1")
     paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
     assert len(find_runs(paths).runs) == 4
-    comparison, _ = read(paths)
-    assert comparison.notes == read([Path("cmp1")])[0].notes
+    assert read(paths)[0].notes == read([Path("cmp1")])[0].notes
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
-
-
-@pytest.mark.parametrize(
-    ("words", "title"),
-    [
-        (["cmp1"], "cmp1"),
-        (["cmp1", "cmp2"], "cmp1, cmp2"),
-        (["cmp*", "cmp1/standard-seed0"], "cmp*, standard-seed0"),
-        (["cmp1/*-seed0"], "cmp1/*-seed0"),
-        (["cmp1/standard-seed0"], "standard-seed0"),
-        (["cmp1/*-seed0", "cmp2/gated-seed0"], "cmp1/*-seed0, gated-seed0"),
-        (["cmp1/standard-seed0", "cmp1/diff_v2-seed0"], "standard-seed0, diff_v2-seed0"),
-        (["cmp1/standard-seed0", "cmp2"], "standard-seed0, cmp2"),
-    ],
-)
-def test_a_title_is_what_was_named(swept, words, title):
-    assert read([Path(word) for word in words])[0].title == title
-
-
-def test_a_title_has_few_names(tmp_path, monkeypatch):
-    for at in range(6):
-        write_run(tmp_path / f"s{at}" / "run", "attention=standard", f"seed={at}")
-    named = sorted(tmp_path.iterdir())
-    assert find_runs(named).title == "s0, s1, s2, s3 and 2 more"
-    monkeypatch.chdir(tmp_path)
-    assert find_runs([Path(path.name) for path in named]).title == "s0, s1, s2, s3 and 2 more"
 
 
 def test_a_directory_that_is_not_theirs_is_never_written(swept, tmp_path, monkeypatch, capsys):
@@ -130,24 +95,24 @@ def test_a_directory_that_is_not_theirs_is_never_written(swept, tmp_path, monkey
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
-def test_runs_of_a_sweep_that_have_not_started_are_said(swept):
+def test_runs_of_a_sweep_that_have_not_started_are_noted(swept):
     names = [path.name for path in sorted(Path("cmp1").iterdir())]
     planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
-    (swept / "cmp1/sweep.json").write_text(json.dumps({"runs": {key: [] for key in planned}}))
+    record = swept / "cmp1/sweep.json"
+
+    def notes(*paths):
+        return [n for n in read([Path(path) for path in paths])[0].notes if "not started" in n]
+
+    record.write_text(json.dumps({"runs": {key: [] for key in planned}}))
     (swept / "cmp1/gated-seed0.log").write_text("it failed")
-    for paths in ([Path("cmp1")], [Path("."), Path("cmp1")]):
-        notes = [note for note in read(paths)[0].notes if "not started" in note]
-        assert notes == [
-            "10 of 14 runs of cmp1 have not started: "
-            + ", ".join(f"gated-seed{seed}" for seed in range(8))
-            + " and 2 more."
-        ]
-    assert not [note for note in read([Path("cmp1/*")])[0].notes if "not started" in note]
-    (swept / "cmp1/sweep.json").write_text(json.dumps({"runs": {key: [] for key in names}}))
-    assert not [note for note in read([Path("cmp1")])[0].notes if "not started" in note]
-    for text in ("{", "{}", "[]"):
-        (swept / "cmp1/sweep.json").write_text(text)
-        assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
+    few = ", ".join(f"gated-seed{seed}" for seed in range(8))
+    expected = [f"10 of 14 runs of cmp1 have not started: {few} and 2 more."]
+    assert notes("cmp1") == notes(".", "cmp1") == expected
+    assert notes("cmp1/*") == []
+    record.write_text(json.dumps({"runs": {key: [] for key in names}}))
+    assert notes("cmp1") == []
+    record.write_text("[]")
+    assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
 
 
 def test_a_name_with_glob_characters_is_a_name_first(tmp_path):
@@ -166,51 +131,38 @@ def test_what_lies_in_runs_and_in_hidden_directories_is_not_searched(tmp_path):
     assert find_runs([tmp_path]).runs == [run]
 
 
-def test_nothing_but_the_two_files_is_ever_written(swept, capsys):
-    (swept / "cmp1" / "report.html").write_text("old")
-    (swept / "cmp1" / "report.csv").write_text("old")
-    before = {name: (swept / name).read_bytes() for name in files(swept)}
-    assert report(capsys, "cmp1")[0] == report(capsys, "cmp1")[0] == 0
-    after = {name: (swept / name).read_bytes() for name in files(swept)}
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed == {"cmp1/report.html", "cmp1/report.csv"}
-    assert not any(text == b"old" for text in after.values())
-
-
-def test_options_and_their_mistakes(swept, capsys):
+def test_report_takes_a_baseline_and_a_directory(swept, capsys):
     code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert code == 0
     assert "gap to diff_v2" in out
     assert variants(swept / "a/new/place/report.csv") == ["standard", "diff_v2"]
-    for words, parts in (
+    assert write_report([Path("cmp1")], "diff_v2", Path("x")) == (
+        *(Path("x/report.html"), Path("x/report.csv")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
         (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline=?"]),
-        (["cmp1", "--out", "x"], ["--out"]),
         ([], ["no run is named"]),
-        (["baseline=gated"], ["no run is named"]),
         (["nowhere"], ["nowhere does not exist"]),
         (["cmp1", "nowhere*"], ["nowhere* matches no directory"]),
         (["cmp1/standard-seed0/config.yaml"], ["config.yaml is a file"]),
-        (["cmp1", "cmp1/*/config.yaml"], ["matches no directory"]),
         (["cmp1/standard-seed0/checkpoints"], ["checkpoints: no run in it"]),
         (["cmp1", "cmp2/gated-seed0/check*"], ["check*: no run in it"]),
         (["cmp1", "out=cmp1/standard-seed0/config.yaml"], ["config.yaml", "out=DIR"]),
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
-    ):
-        before = files(swept)
-        code, out, err = report(capsys, *words)
-        assert (code, out) == (2, ""), words
-        assert len(err.splitlines()) == 1
-        assert all(part in err for part in ["error: ", *parts]), err
-        assert files(swept) == before
-
-
-def test_help_says_what_there_is(capsys):
-    with pytest.raises(SystemExit) as stop:
-        tools.main(["report", "--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("diffllm report DIR...", "baseline=", "out="))
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(swept, capsys, words, parts):
+    before = files(swept)
+    code, out, err = report(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert all(part in err for part in ["error: ", *parts]), err
+    assert files(swept) == before
 
 
 def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
@@ -246,59 +198,17 @@ def test_the_terminal_says_what_the_files_do(swept, capsys):
     assert "…" not in out
 
 
-@pytest.mark.slow
-def test_many_unlike_runs_are_said_in_few_narrow_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    sweep(Path("out/both"), LOSSES)
-    for at in range(12):
-        other = (f"steps={20 + at}", f"seq_len={32 + at}", f"optim.warmup_steps={1 + at}")
-        words = ("attention=gated", "model=mini", *other, f"optim.lr={1 + at}e-3")
-        write_run(Path(f"out/other{at}"), *words, loss=None)
-    code, out, _ = report(capsys, *sorted(Path("out").iterdir()))
-    assert code == 0
-    lines = out.splitlines()
-    assert lines[1].startswith("A: standard")
-    assert lines[2].startswith("A: diff_v2")
-    assert len(out) < 6_000
-    assert max(map(len, lines[: lines.index("")])) <= 100
-    groups = [line for line in lines if line.startswith("  ") and "steps=" in line]
-    assert len(groups) == 13
-    assert max(map(len, groups)) <= 100
-    assert "note: the page has " in out
-
-
-def test_python_gets_the_two_paths(swept):
-    assert write_report([Path("cmp1")]) == (Path("cmp1/report.html"), Path("cmp1/report.csv"))
-    assert write_report([Path("cmp1")], "diff_v2", Path("x")) == (
-        Path("x/report.html"),
-        Path("x/report.csv"),
-    )
-    with pytest.raises(ConfigError, match="gated"):
-        write_report([Path("cmp1")], "gated")
-
-
-def test_importing_the_package_loads_nothing_heavy():
-    code = "import sys, diffllm.compare.report; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "scipy", "hydra", "jinja2"} & set(done.stdout.split())
-
-
 # Runs that cannot be read
-
-
-DAMAGE = {
-    "config.yaml": ["", "[1]", "run: {choices: {attention: no_such}}", "run: [", "\x00", "a: 1"],
-    "run.json": ["{", "[]", '"x"'],
-    "summary.json": ["", "null", "{"],
-}
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    slow_but(
-        [(name, texts[0]) for name, texts in DAMAGE.items()],
-        [(name, text) for name, texts in DAMAGE.items() for text in texts],
-    ),
+    [
+        ("config.yaml", "[1]"),
+        ("config.yaml", "run: {choices: {attention: no_such}}"),
+        ("run.json", "{"),
+        ("summary.json", ""),
+    ],
 )
 def test_a_damaged_run_is_a_note(swept, capsys, name, text):
     Path("cmp1/standard-seed1", name).write_text(text)
@@ -310,13 +220,7 @@ def test_a_damaged_run_is_a_note(swept, capsys, name, text):
     assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    slow_but(
-        [b"", b"nonsense"],
-        [b"", b"\xff\xfe\n", b"nonsense", b'{"step": 1}\n\n[]\n', b"\0" * 99],
-    ),
-)
+@pytest.mark.parametrize("text", [b"", b"nonsense", b'{"step": 1}\n\n[]\n'])
 def test_damaged_metrics_keep_the_loss(swept, capsys, text):
     Path("cmp1/standard-seed1/metrics.jsonl").write_bytes(text)
     code, out, _ = report(capsys, "cmp1")
@@ -343,12 +247,3 @@ def test_only_damaged_runs_are_an_error(swept, capsys):
     assert "no run can be read" in err
     assert "(and 3 more)" in err
     assert not Path("cmp1/report.html").exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_may_not_be_written_is_an_error(swept, capsys):
-    Path("cmp1").chmod(0o555)
-    code, _, err = report(capsys, "cmp1")
-    Path("cmp1").chmod(0o755)
-    assert code == 2
-    assert "cmp1 cannot be written" in err
