@@ -82,8 +82,7 @@ class TextConfig:
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
     """Files or globs (data=files): parquet, jsonl, ndjson, json or txt, or one such path. All but
-    parquet also .gz or .zst. Each process that reads a file of `zstd --long=31` needs up to 2 GiB
-    of memory for its window."""
+    parquet also .gz or .zst."""
     text_column: str = "text"
     """Column that holds the text, in any format but txt."""
     prompt_column: str | None = None

@@ -90,12 +90,6 @@ class ImportedData(TokenData):
     """The files, which may have moved since they were counted."""
     indexes: dict[str, FileFacts]
     """The facts of their index files, by path."""
-    former: str
-    """The hash of the corpus without its index files, as older versions computed it."""
-
-    @property
-    def former_corpus(self) -> str:
-        return self.former
 
     def split(self, name: str) -> FilesStream:
         """Open the tokens of "train" or "heldout"; raises DataError if files have changed."""
@@ -139,8 +133,8 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     else:
         indexes = [index for path in paths for index in index_files(path)]
         facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
-        former = ["tokens", prints, cfg.heldout_fraction]
-        corpus = combined_hash([*former, [each.sha256 for each in facts.values()]])
+        hashes = [each.sha256 for each in facts.values()]
+        corpus = combined_hash(["tokens", prints, cfg.heldout_fraction, hashes])
         what = [corpus, tokenizer.pieces_hash]
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
 
@@ -155,7 +149,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     build_once(directory, build)
     if tables:
         return TokenData(directory)
-    return ImportedData(directory, tuple(map(str, paths)), facts, combined_hash(former))
+    return ImportedData(directory, tuple(map(str, paths)), facts)
 
 
 def counted(

@@ -74,11 +74,6 @@ class MixtureData:
             note="; ".join(f"{name}: {each.note}" for name, each in named.items() if each.note),
         )
 
-    @property
-    def former_corpus(self) -> str:
-        """The hash that older versions computed for the same corpora."""
-        return combined_hash([[name, data.former_corpus] for name, data in self.sources.items()])
-
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that all shards were written with."""
         return next(iter(self.sources.values())).tokenizer()

@@ -25,11 +25,6 @@ class TokenData:
         """The sources that it is a mixture of: none."""
         return {}
 
-    @property
-    def former_corpus(self) -> str:
-        """The hash that older versions computed for the same corpus."""
-        return self.manifest.corpus
-
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(tokenizer_in(self.directory))
 

@@ -68,8 +68,6 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     data = prepare(cfg.data, cfg.prepare)
     facts = read_record(run / "run.json") or {}  # without it nothing says what it was
     now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
-    if facts.get("corpus") == data.former_corpus:
-        now["corpus"] = data.former_corpus
     for name, found in now.items():
         if facts.get(name, found) != found:
             raise ConfigError(

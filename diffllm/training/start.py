@@ -159,7 +159,7 @@ def resumed_state(cfg: TrainConfig, claimed: Claimed, data: Prepared) -> tuple[L
     order, path, saved = data_order(cfg, data), claimed.checkpoint, claimed.saved
     if path is None or saved is None:
         return LoopState(order=order), {}
-    state, changes = continued(path, saved, order, cfg.run.allow_changes, data.former_corpus)
+    state, changes = continued(path, saved, order, cfg.run.allow_changes)
     check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
     if claimed.path not in path.parents:
         state.wandb_id = None  # another run's

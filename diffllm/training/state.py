@@ -171,7 +171,7 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
 
 
 def continued(
-    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str], former: str = ""
+    path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
 ) -> tuple[LoopState, Changes]:
     """Return the state of a checkpoint, and the changes of the data order since then.
 
@@ -183,13 +183,10 @@ def continued(
         saved: the content of its state.json.
         order: decides which samples a step reads from here on.
         allowed: keys of `order` that may differ.
-        former: the hash that older versions computed for this corpus; a checkpoint may have it.
     """
     try:
         state = LoopState.of(saved["loop"])
         before = {key: state.order.get(key) for key in order}
-        if before.get("corpus") == former:
-            before["corpus"] = order["corpus"]
         made_anew = any(before.get(key) != order.get(key) for key in MAKE_TOKENS)
         if made_anew or "tokens" not in state.order:  # as in older checkpoints
             before["tokens"] = order.get("tokens")

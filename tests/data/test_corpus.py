@@ -76,30 +76,22 @@ def test_every_format_gives_its_documents(tmp_path: Path, make_config: MakeConfi
     assert texts(cfg) == ["one", "two\nlines \u2581"] * 6 + ["three", "four", "five", "six"]
 
 
-def zstd_frame(text: str, window_log: int) -> bytes:
-    """Compress as a stream, so that the frame keeps its window although the text is short."""
-    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, hash_log=6, chain_log=6)
-    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    packed = stream.compress(text.encode()) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-    packed += stream.flush()
-    assert zstandard.get_frame_parameters(packed).window_size == 2**window_log
-    return packed
-
-
-def test_zst_with_window_of_2_gib_is_read_whole_or_refused(
+def test_zst_of_several_frames_is_read_whole_or_refused(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path, skippable = tmp_path / "a.jsonl.zst", b"\x50\x2a\x4d\x18\x05\0\0\0hello"
-    first, second = zstd_frame(json_lines("one"), 31), zstd_frame(json_lines("two"), 28)
+    first, second = (zstandard.compress(json_lines(text).encode()) for text in ("one", "two"))
     path.write_bytes(skippable + first + skippable + second + skippable)
     assert texts(make_config(path)) == ["one", "two"]
     for cut in (1, len(second) // 2, len(second) - 1):
         path.write_bytes(first + second[:-cut])
-        with pytest.raises(DataError, match="not a whole zstd file: its last frame is cut off"):
+        with pytest.raises(DataError, match="cannot be unpacked as zstd: Truncated"):
             texts(make_config(path))
-    # Byte 5 of a frame describes its window: this one asks for 4 GiB.
-    path.write_bytes(first[:5] + bytes([first[5] + 8]) + first[6:])
-    with pytest.raises(DataError, match=r"zst: .*too much memory.*; the maximum window is 2 GiB"):
+    # pyarrow reads windows of up to 128 MiB.
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, hash_log=6, chain_log=6)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path.write_bytes(stream.compress(json_lines("one").encode()) + stream.flush())
+    with pytest.raises(DataError, match=r"a.jsonl.zst: .*too much memory"):
         texts(make_config(path))
 
 
@@ -117,19 +109,19 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
         ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
         ("a.ndjson", b'{"text": "\xe9"}\n', "a.ndjson: not UTF-8 text"),
         ("a.txt.gz", gzip.compress(b"\xe9t\xe9\n", mtime=0), "a.txt.gz: not UTF-8 text"),
-        ("a.txt.gz", b"plain", "a.txt.gz: not a whole gzip file"),
+        ("a.txt.gz", b"plain", "a.txt.gz: cannot be unpacked as gzip"),
         ("a.csv", b"text\nx\n", "a.csv: unsupported format; use .parquet"),
         ("a.parquet", b"no parquet", "a.parquet: "),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl: line 2: JSON parse error"),
         (
             "a.jsonl",
             json_lines("x", column="body").encode(),
-            "a.jsonl: no column 'text'; it has body, id: use data.text_column=body",
+            "a.jsonl: no column 'text' of text; it has body, id: use data.text_column=body",
         ),
         (
             "a.jsonl",
             b'{"text": 1, "n": 2}\n',
-            "a.jsonl: column 'text' holds int, not text, none of them text",
+            "a.jsonl: no column 'text' of text; it has text, n, none of them text",
         ),
         (
             "a.json",
@@ -157,7 +149,6 @@ def test_unusable_files_are_named_in_one_line(
     ("row", "end"),
     [
         ({"id": 1, "body": "x"}, "it has id, body: use data.text_column=body"),
-        ({"url": "u", "content": "x"}, "it has url, content: use data.text_column=content"),
         (
             {"question": "q", "answer": "a", "id": 1},
             "it has question, answer, id: use data.text_column=question or data.text_column=answer",
@@ -172,7 +163,7 @@ def test_a_missing_column_is_answered_with_the_one_that_holds_text(
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(f"a.parquet: no column 'text'; {end}")
+    assert str(caught.value).endswith(f"a.parquet: no column 'text' of text; {end}")
 
 
 def test_other_columns_may_have_any_types(tmp_path: Path, make_config: MakeConfig) -> None:

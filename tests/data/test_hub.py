@@ -29,11 +29,10 @@ TEXTS = sample_documents(300)
 LINES = b"".join(b'{"text": "line %d"}\n' % i for i in range(40))
 PREPARE = """
 import sys
-from diffllm.data import progress
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation import workers
 from diffllm.data.preparation.prepare import prepare
-progress.PATIENCE = workers.EVERY = 0.5
+workers.EVERY = 0.5
 cache, dataset, revision = sys.argv[1:]
 print(prepare(DataConfig(
     source="hub", dataset=dataset, revision=revision or None, cache_dir=cache, vocab_size=400,
@@ -117,7 +116,7 @@ def test_a_hub_that_hangs_in_the_middle_is_named(
 ) -> None:
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, ""]
-    waits(words, serve("train-00002"), f"waiting for data.dataset={NAME}, file 3 of 3")
+    waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
 
 
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:

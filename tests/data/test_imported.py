@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffllm.core.errors import CheckpointError, ConfigError, DataError
+from diffllm.core.errors import ConfigError, DataError
 from diffllm.data import TokenData, prepare, token_files
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream, ImportedData
 from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_tokens
 from diffllm.evaluation.load import own_data
-from diffllm.training.state import LoopState, continued
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
@@ -194,30 +193,15 @@ def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
     after = prepare(make(path))
     assert after.manifest.corpus != before.manifest.corpus
     assert after.directory != before.directory
-    assert after.former_corpus == before.former_corpus
     write_index(path, lengths)
     assert prepare(make(path)).manifest == before.manifest
 
 
-def test_checkpoint_without_a_hash_of_the_index_is_resumed(make: Make) -> None:
-    data = prepare(make(FILES / NAMES[0]))
-    order = {"corpus": data.manifest.corpus, "tokens": "t"}
-    loop = LoopState(order={**order, "corpus": data.former_corpus}, data={"sample": 3})
-    saved = {"loop": loop.state_dict()}
-    state, changes = continued(Path("c"), saved, order, [], data.former_corpus)
-    assert (state.data, state.order["corpus"], changes) == ({"sample": 3}, order["corpus"], {})
-    with pytest.raises(CheckpointError, match="corpus: "):
-        continued(Path("c"), saved, order, [], "another")
-
-
-def test_run_without_a_hash_of_the_index_is_evaluated_on_its_data(
-    make: Make, tmp_path: Path
-) -> None:
+def test_run_on_other_tokens_is_not_evaluated(make: Make, tmp_path: Path) -> None:
     cfg = SimpleNamespace(data=make(FILES / NAMES[0]), prepare=None)
     data = prepare(cfg.data)
-    for corpus in (data.manifest.corpus, data.former_corpus):
-        (tmp_path / "run.json").write_text(json.dumps({"corpus": corpus}))
-        assert own_data(tmp_path, cfg) == data
+    (tmp_path / "run.json").write_text(json.dumps({"corpus": data.manifest.corpus}))
+    assert own_data(tmp_path, cfg) == data
     (tmp_path / "run.json").write_text(json.dumps({"corpus": "another"}))
     with pytest.raises(ConfigError, match=r"the corpus that .* is not what the run was trained on"):
         own_data(tmp_path, cfg)

@@ -12,7 +12,7 @@ from diffllm.data.config import DataConfig
 from diffllm.data.text import packages
 from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import file_facts
-from diffllm.data.text.packages import REFERENCE, REFERENCE_SHA256, Package
+from diffllm.data.text.packages import REFERENCE, REFERENCE_SHA256
 
 MakeConfig = Callable[..., DataConfig]
 FILES = {
@@ -45,7 +45,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     reference = {}
     for name, version in (("aaa", "1"), ("bbb", "2")):
         facts = file_facts(packages.package_files(name), tmp_path / "cache")
-        reference[name] = Package(version, packages.texts_hash(facts))
+        reference[name] = (version, packages.texts_hash(facts))
     monkeypatch.setattr(packages, "REFERENCE", reference)
     identity = opened(make_config(source="packages")).identity
     monkeypatch.setattr(packages, "REFERENCE_SHA256", identity)
@@ -60,7 +60,7 @@ def test_installed_packages_are_the_reference_corpus(make_config: MakeConfig) ->
 
 def test_reference_versions_are_those_of_constraints() -> None:
     pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
-    assert {f"{name}=={package.version}" for name, package in REFERENCE.items()} <= {*pinned}
+    assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
 
 
 def test_generated_files_duplicates_and_blank_files_are_skipped(

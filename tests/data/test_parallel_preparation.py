@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import acquire
+from diffllm.core.printing import to_stderr
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation import encoding, workers
@@ -120,8 +120,7 @@ def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
     partial = partial_of(corpus)
     done = sorted(path.name for path in partial.glob("part-*.json"))
     assert done == [f"part-{i:05d}.json" for i in range(5)]
-    shards = {path: path.stat().st_mtime_ns for path in partial.glob("tokens/*.bin")}
-    assert {path.name.split("-")[1] for path in shards} == {f"{i:05d}" for i in range(5)}
+    shards = {path: path.stat().st_mtime_ns for path in partial.glob("tokens/*-0000[0-4]-*.bin")}
     monkeypatch.undo()
     monkeypatch.setattr(files, "PART_BYTES", 12_000)
     data = prepare(corpus)
@@ -141,7 +140,8 @@ def test_killed_preparation_resumes_with_its_files_under_other_paths(
     dying(5, signal.SIGKILL)
     with pytest.raises(DataError, match="killed"):
         prepare(corpus, PrepareConfig(processes=1))
-    times = {path.name: path.stat().st_mtime_ns for path in partial_of(corpus).glob("tokens/*.bin")}
+    shards = partial_of(corpus).glob("tokens/*-0000[0-4]-*.bin")
+    times = {path.name: path.stat().st_mtime_ns for path in shards}
     monkeypatch.undo()
     monkeypatch.setattr(files, "PART_BYTES", 12_000)
     (tmp_path / "elsewhere").mkdir()
@@ -261,26 +261,11 @@ def test_memory_does_not_grow_with_the_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_progress_is_a_line_a_minute_in_a_log(
+def test_progress_is_a_line_that_names_the_files_being_read(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(workers, "EVERY", 0.0)
-    monkeypatch.setattr(workers, "TICK", 0.001)
-    data = prepare(corpus)
-    (log,) = data.directory.parent.glob("*.log")
-    lines = log.read_text().splitlines()
-    assert lines
-    assert all(line[:2] == "20" for line in lines)
-    assert any("MB/s" in line and "tokens/s" in line for line in lines)
-    assert lines[-1][21:] in capfd.readouterr().err
-
-
-def test_a_source_that_stalls_is_named(
-    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its worker reads again when somebody has read the line that says what it waits for."""
+    """The part of a source that stalls is read until somebody has read the line that names it."""
     base, told = open_corpus(corpus, Path(corpus.cache_dir)), Path(corpus.cache_dir) / "told"
-    line = workers.Reporter.line
 
     class Stalled(Endless):
         name = "a hub that hangs"
@@ -290,14 +275,14 @@ def test_a_source_that_stalls_is_named(
                 time.sleep(0.001)
             yield from super().read()
 
-    def read_aloud(self: workers.Reporter, text: str, urgent: bool = False) -> None:
-        line(self, text, urgent)
-        if urgent:
+    def read_aloud(text: str) -> None:
+        to_stderr(text)
+        if "MB/s" in text and "tokens/s; reading a hub that hangs" in text:
             told.touch()
 
     monkeypatch.setattr(workers, "EVERY", 0.02)
     monkeypatch.setattr(workers, "TICK", 0.001)
-    monkeypatch.setattr(workers.Reporter, "line", read_aloud)
+    monkeypatch.setattr(workers, "to_stderr", read_aloud)
     job = TokensJob(
         replace(base, list_parts=lambda: [Stalled(1000)]),
         Path(str(corpus.tokenizer)) / "tokenizer.model",
@@ -305,7 +290,7 @@ def test_a_source_that_stalls_is_named(
         Path(corpus.cache_dir) / "tokens",
     )
     job.build(PrepareConfig())
-    assert re.search(r"nothing for \d+ s; waiting for a hub that hangs", capfd.readouterr().err)
+    assert "MB, 0.0M tokens; 0.0 MB/s, 0 tokens/s; reading a hub that" in capfd.readouterr().err
 
 
 def test_part_that_a_worker_of_a_killed_preparation_still_writes_is_waited_for(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from sample_texts import sample_documents
 from tiers import slow_but
 
@@ -17,7 +16,6 @@ from diffllm.data.config import DataConfig
 from diffllm.data.preparation import prepare as preparation
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.text import files
-from diffllm.data.text.file_index import check_unchanged, file_facts
 
 MakeConfig = Callable[..., DataConfig]
 WRITERS: dict[str, Callable[[list[str]], str]] = {
@@ -79,14 +77,6 @@ def test_rewritten_file_of_same_size_and_time_gives_its_new_text(
         source.rewrite(replaced)
 
 
-def test_hard_link_and_other_permissions_do_not_change_a_file(tmp_path: Path) -> None:
-    path = Source(tmp_path, "jsonl").path
-    (facts,) = file_facts([path], tmp_path / "cache")
-    (tmp_path / "a.link").hardlink_to(path)
-    path.chmod(0o600)
-    check_unchanged(path, facts)
-
-
 MOMENTS = {
     "before it is divided": (files, "parts_of"),
     "before the tokenizer is trained": (preparation, "train_tokenizer"),
@@ -121,54 +111,3 @@ def test_file_rewritten_in_a_preparation_is_refused(
     made = [path.parent.name for path in cache.glob("tok*/*") if path.name.isalnum()]
     assert made == ["tokenizers"] * (name in ("encode", "manifest"))
     assert documents(prepare(cfg)) == sorted(source.texts)
-    assert not list(cache.glob("tokens/*.partial-*"))
-
-
-def test_partial_directories_are_removed_unless_another_process_needs_them(
-    tmp_path: Path,
-    prepared_with: Callable[[Source], Prepared],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Remove directories of a former content of the same files, and those that a kill left before
-    they had an origin, unless a process holds their lock."""
-    cache = tmp_path / "cache"
-
-    def begin(source: Source) -> Path:
-        """Start a preparation that dies before its end; return the directory of its work."""
-        before = set(cache.glob("tokens/*.partial-*"))
-        with monkeypatch.context() as patch:
-            patch.setattr(TokensJob, "join", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                prepared_with(source)
-        (made,) = set(cache.glob("tokens/*.partial-*")) - before
-        return made
-
-    other = begin(Source(tmp_path / "other", "jsonl", seed=1))
-    source = Source(tmp_path, "jsonl")
-    first = begin(source)
-    source.rewrite()
-    name = first.name.partition(".")[0]
-    with FileLock(first.with_name(f"{name}.lock")):
-        second = begin(source)
-        assert first.is_dir()
-    killed, held, older = (cache / "tokens" / f"{name * 32}.partial-0" for name in "abc")
-    for directory in (killed, held, older):
-        directory.mkdir()
-    (older / "part-00000.json").touch()
-    source.rewrite()
-    with FileLock(held.with_name(f"{'b' * 32}.lock")):
-        prepared_with(source)
-    assert not any(path.exists() for path in (first, second, killed))
-    assert all(path.is_dir() for path in (other, held, older))
-
-
-def test_prepared_tokens_lose_the_partial_directory_of_a_process_killed_at_its_end(
-    tmp_path: Path, prepared_with: Callable[[Source], Prepared]
-) -> None:
-    source = Source(tmp_path, "jsonl")
-    prepared_with(source)
-    (whole,) = [path for path in (tmp_path / "cache").glob("tokens/*") if path.is_dir()]
-    left = whole.with_name(f"{whole.name}.partial-0")
-    left.mkdir()
-    prepared_with(source)
-    assert not left.exists()

@@ -10,12 +10,12 @@ from typing import Any
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
+from diffllm.core.printing import to_stderr
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported import prepare_tokens
 from diffllm.data.mixture import MixtureData, Prepared, of_source
-from diffllm.data.preparation.tokens import TokensJob, remove_unless_held
+from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import PrepareConfig, available_cores
-from diffllm.data.progress import said_if_long
 from diffllm.data.shards import FORMAT_VERSION
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
@@ -93,11 +93,14 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
         size = -(-cfg.tokenizer_sample_bytes // len(texts))
         names = sorted(texts, key=lambda name: texts[name].identity)
         what = [[texts[name].identity for name in names], size, cfg.vocab_size, TRAINING]
-        sample = (
-            part for name in names for part in under_name(name, training_sample(texts[name], size))
-        )
+
+        def sample() -> Iterator[str]:
+            for name in names:
+                with of_source(name):
+                    yield from training_sample(texts[name], size)
+
         path = trained_tokenizer(cache_dir, [MIXTURE, *what])
-        build_tokenizer(cfg, sample, path, list(texts.values()))
+        build_tokenizer(cfg, sample(), path, list(texts.values()))
         tokenizer = str(path)
     own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
     prepared: dict[str, TokenData] = {}
@@ -122,8 +125,6 @@ def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareC
     what = [FORMAT_VERSION, DIVISION, corpus.identity, tokenizer_key, cfg.heldout_fraction]
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
-        for partial in directory.parent.glob(f"{directory.name}.partial-*"):  # of a killed process
-            remove_unless_held(partial)
         return TokenData(directory)
     halves = cut_in_two(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
@@ -135,8 +136,6 @@ def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareC
         heldout_fraction=cfg.heldout_fraction,
         final=directory,
         cut=halves is not None,
-        origin=corpus.place
-        and combined_hash([corpus.place, cfg.tokenizer, cfg.vocab_size, cfg.heldout_fraction]),
     ).build(how)
     return TokenData(directory)
 
@@ -176,7 +175,6 @@ def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
 
 
 def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:
-    """Return the path of a tokenizer that is trained on `what`."""
     return cache_dir / "tokenizers" / combined_hash(what)[:32] / MODEL
 
 
@@ -190,13 +188,13 @@ def build_tokenizer(
     """
 
     def build(directory: Path) -> None:
+        to_stderr(f"training the tokenizer {path}")
         model = train_tokenizer(sample, cfg.vocab_size, available_cores())
         for corpus in corpora:
             corpus.check()
         (directory / MODEL).write_bytes(model)
 
-    with said_if_long(f"the tokenizer {path}, which is trained"):
-        build_once(path.parent, build)
+    build_once(path.parent, build)
     check_tokenizer(path)
 
 
@@ -269,9 +267,3 @@ def texts_of(documents: TextBatch) -> list[str | None]:
         for pieces, text in zip(before, documents.texts, strict=True)
     ]
     return [*texts, *(pieces[0] for pieces in before if len(pieces) == 1)]
-
-
-def under_name(name: str, texts: Iterator[str]) -> Iterator[str]:
-    """Yield texts of a source; errors name it."""
-    with of_source(name):
-        yield from texts

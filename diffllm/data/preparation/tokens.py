@@ -9,16 +9,14 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from filelock import Timeout
 
 from diffllm.core.errors import DataError
-from diffllm.core.files import locked, publish, read_text, replace_file
+from diffllm.core.files import publish
 from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord
 from diffllm.data.preparation.workers import (
@@ -28,7 +26,6 @@ from diffllm.data.preparation.workers import (
     PrepareConfig,
     Reporter,
     available_cores,
-    some_of,
     work_through,
 )
 from diffllm.data.progress import held
@@ -39,8 +36,6 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark, usable
 
-ORIGIN = "origin"
-"""The file, next to the records of parts, that says where their corpus lies."""
 COUNTED = 1 << 22
 """Tokens that are counted at a time."""
 
@@ -51,7 +46,6 @@ class TokensJob:
 
     Args:
         cut: the corpus is a single document, whose last part is held out.
-        origin: hash of the corpus's place and of the settings, whatever its content.
     """
 
     corpus: Corpus
@@ -59,7 +53,6 @@ class TokensJob:
     heldout_fraction: float
     final: Path
     cut: bool = False
-    origin: str | None = None
 
     @cached_property
     def partial(self) -> Path:
@@ -76,12 +69,10 @@ class TokensJob:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
-                self.remove_partial()
                 return
             to_stderr(f"preparing tokens: {self.corpus.description}, in {self.final}")
             started = time.monotonic()
             encoding = self.encoding()
-            self.remove_outdated()
             self.encode(encoding, how)
             self.join(encoding, how, started)
 
@@ -89,7 +80,6 @@ class TokensJob:
         """Make the directories, and return what encodes a part."""
         tokens = self.partial / "tokens"
         tokens.mkdir(parents=True, exist_ok=True)
-        replace_file(self.partial / ORIGIN, str(self.origin))
         write_tokenizer(self.tokenizer, tokens)
         tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
         below = math.floor(self.heldout_fraction * 2**64)
@@ -110,12 +100,12 @@ class TokensJob:
         sizes = [max(1, part.size) for part in parts]
         before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
 
-        def reading() -> list[str]:
-            return sorted({parts[i].name for i in todo if counts.state[i] == READING})
+        def reading() -> str:
+            return ", ".join({parts[i].name for i in todo if counts.state[i] == READING})
 
-        with Reporter(Path(f"{self.final}.log"), before) as reporter:
+        with Reporter(before) as reporter:
             if before:
-                reporter.line(f"resuming: {len(todo)} of {len(parts)} parts are left")
+                to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
 
             def tick() -> None:
                 done = sum(sizes[number] for number in todo if counts.state[number] == DONE)
@@ -127,17 +117,12 @@ class TokensJob:
 
             try:
                 work_through(todo, work, processes, tick)
-            except BaseException as error:
-                for path in encoding.directory.glob("*-*-*"):
-                    if not encoding.is_done(int(path.name.split("-")[1])):
-                        path.unlink()
-                if isinstance(error, BrokenProcessPool):
-                    raise DataError(
-                        "a process of the preparation was killed, perhaps because memory ran out, "
-                        f"while these were read: {some_of(reading()) or 'nothing'}; run the same "
-                        "command again to resume"
-                    ) from error
-                raise
+            except BrokenProcessPool as error:
+                raise DataError(
+                    "a process of the preparation was killed, perhaps because memory ran out, "
+                    f"while these were read: {reading() or 'nothing'}; run the same command "
+                    "again to resume"
+                ) from error
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         """Write the manifest of all parts, and rename the directory to its final name."""
@@ -195,32 +180,9 @@ class TokensJob:
             counts += np.bincount(targets[targets >= 0], minlength=len(counts))
         return replace(manifest, heldout_unigram_entropy=unigram_entropy(counts))
 
-    def remove_outdated(self) -> None:
-        """Remove partial directories of other tokens that no preparation can use, unless a process
-        holds their lock: of an earlier content of the same files, of complete tokens, and those
-        whose process was killed before it wrote the origin."""
-        for partial in self.final.parent.glob("*.partial-*"):
-            begun = partial.name.partition(".partial-")[0]
-            origin = ""
-            with suppress(OSError, ValueError):
-                origin = read_text(partial / ORIGIN, 1000)
-            begun_in_vain = not origin and not any(partial.glob("part-*.json"))
-            complete = partial.with_name(begun).is_dir()
-            outdated = begun_in_vain or complete or origin == self.origin
-            if begun != self.final.name and outdated:
-                remove_unless_held(partial)
-
     def remove_partial(self) -> None:
         for partial in self.final.parent.glob(f"{self.final.name}.partial-*"):
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def remove_unless_held(partial: Path) -> None:
-    """Remove a partial directory unless a process holds the lock of its preparation."""
-    begun = partial.name.partition(".partial-")[0]
-    lock = partial.with_name(f"{begun}.lock")
-    with suppress(Timeout, OSError), locked(lock, wait=False):
-        shutil.rmtree(partial)
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:

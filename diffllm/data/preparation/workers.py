@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import datetime
 from multiprocessing.sharedctypes import RawArray
-from pathlib import Path
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.console import Console
-from diffllm.core.files import open_to_append
+from diffllm.core.errors import printable
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -25,7 +24,7 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 TICK = 0.25
 """Seconds between two looks at the workers."""
 EVERY = 60.0
-"""Seconds between two lines of the report, and without progress until the source is named."""
+"""Seconds between two lines of the report."""
 READING, DONE = 1, 2
 
 _do: Callable[[int], None]
@@ -104,24 +103,24 @@ def available_cores() -> int:
 
 
 class Reporter:
-    """Shows progress: a bar on a terminal, a line per minute in a log and elsewhere.
+    """Shows progress: a bar on a terminal, else a line per minute.
 
     Args:
         before: the share of the corpus that was done at the start.
     """
 
-    def __init__(self, log: Path, before: float) -> None:
+    def __init__(self, before: float) -> None:
         console = Console(stderr=True)
         self.on_terminal = console.is_terminal
-        self._log, self._before = log, before
+        self._before = before
         self._bar = Progress(
             TextColumn("tokenising"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.description}"),
             console=console, transient=True, disable=not self.on_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=1.0)
-        self._started = self._progressed = time.monotonic()
-        self._next_line, self._encoded = self._started + EVERY, 0
+        self._started = time.monotonic()
+        self._next_line = self._started + EVERY
 
     def __enter__(self) -> "Reporter":
         self._bar.start()
@@ -130,13 +129,13 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, share: float, text_bytes: int, tokens: int, reading: Sequence[str]) -> None:
+    def show(self, share: float, text_bytes: int, tokens: int, reading: str) -> None:
         """Report the progress.
 
         Args:
             share: of the corpus that is done.
             text_bytes, tokens: encoded since the start.
-            reading: the sources that are read, which are named if they give nothing for long.
+            reading: the sources that are read.
         """
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
@@ -145,25 +144,8 @@ class Reporter:
         if share - self._before >= 1e-3:
             left = round(seconds * (1 - share) / (share - self._before))
             said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-        self._bar.update(self._task, completed=share, description=said)
-        if text_bytes != self._encoded:
-            self._encoded, self._progressed = text_bytes, now
-        if now >= self._next_line:
+        said += f"; reading {reading[:100]}"
+        self._bar.update(self._task, completed=share, description=escape(printable(said)))
+        if not self.on_terminal and now >= self._next_line:
             self._next_line += EVERY
-            idle = now - self._progressed
-            if idle < EVERY or not reading:
-                self.line(f"{share:4.0%}  {said}")
-            else:
-                self.line(f"nothing for {idle:.0f} s; waiting for {some_of(reading)}", urgent=True)
-
-    def line(self, text: str, urgent: bool = False) -> None:
-        """Append a line to the log, and print it if it is urgent or there is no bar."""
-        with os.fdopen(open_to_append(self._log), "a") as file:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}\n")
-        if urgent or not self.on_terminal:
-            to_stderr(text)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Join the first three names."""
-    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            to_stderr(f"{share:4.0%}  {said}")

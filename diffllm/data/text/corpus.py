@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 ROWS = 256
 """Documents that are read at a time."""
 TEXT_TYPES = ("string", "large_string", "string_view")
-USUAL_COLUMNS = ("text", "content", "contents", "body", "document", "raw_content")
-"""Names that columns of text have in most datasets, in lower case."""
 
 
 class TextBatch(NamedTuple):
@@ -67,8 +65,6 @@ class Corpus:
     """Lists the parts, in order; raises DataError."""
     check: Callable[[], None] = lambda: None
     """Raises DataError if the content no longer has the identity."""
-    place: str | None = None
-    """Hash of where it lies and how it is read, whatever its content; None if unknown."""
     note: str = ""
     """How the content differs from a known reference; empty if it does not."""
     skipped_empty: int = 0
@@ -177,17 +173,11 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
     """
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
-        if column in texts:
-            continue
-        others = [name for name in texts if key == "text_column" or name != columns[0]]
-        usual = [name for name in others if name.lower() in USUAL_COLUMNS]
-        hint = " or ".join(f"data.{key}={name}" for name in (usual if len(usual) == 1 else others))
-        if key == "text_column" and {"prompt", "completion"} <= set(texts):
-            hint = "data.prompt_column=prompt data.text_column=completion"
-        problem = f"no column {column!r}; it has {', '.join(kinds)}"
-        if column in kinds:
-            problem = f"column {column!r} holds {kinds[column]}, not text"
-        raise DataError(f"{where}: {problem}{f': use {hint}' if hint else ', none of them text'}")
+        if column not in texts:
+            hint = " or ".join(f"data.{key}={name}" for name in texts)
+            problem = f"no column {column!r} of text; it has {', '.join(kinds)}"
+            end = f": use {hint}" if hint else ", none of them text"
+            raise DataError(f"{where}: {problem}{end}")
 
 
 def reason(error: BaseException) -> str:

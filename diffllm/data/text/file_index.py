@@ -8,10 +8,8 @@ import codecs
 import hashlib
 import json
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,8 +26,6 @@ INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20
 LARGEST_INDEX = 2**32
 """Limit in bytes."""
-SAVE_SECONDS = 30.0
-"""Seconds of hashing that a kill may cost."""
 
 
 class FileFacts(NamedTuple):
@@ -73,7 +69,6 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
         with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
             index = _read_index(index_path)
             unknown = _unknown(paths, index)
-            saved = time.monotonic()
             with (
                 track("hashing the corpus", len(unknown)) as advance,
                 ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing lets other threads run
@@ -81,10 +76,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
                 for path, facts in zip(unknown, pool.map(_read_facts, unknown), strict=True):
                     index[str(path)] = facts
                     advance(1)
-                    if time.monotonic() - saved > SAVE_SECONDS:
-                        _write_index(index_path, index)
-                        saved = time.monotonic()
-            _write_index(index_path, index)
+            replace_file(index_path, json.dumps({"version": INDEX_VERSION, "files": index}))
     return [index[str(path)] for path in paths]
 
 
@@ -127,27 +119,9 @@ def _read_facts(path: Path) -> FileFacts:
 
 
 def check_unchanged(path: Path, facts: FileFacts) -> None:
-    """Raise DataError if a file has been written to since it was hashed.
-
-    After a new hard link or other permissions, the file is hashed again.
-    """
-    identity = identity_of(path)
-    if identity == facts.identity:
-        return
-    written, then = identity.split()[:2], facts.identity.split()[:2]
-    if written != then or sha256_at(path, identity) != facts.sha256:
+    """Raise DataError if a file has changed since it was hashed."""
+    if identity_of(path) != facts.identity:
         raise DataError(f"{path}: changed since it was hashed; start again")
-
-
-@cache
-def sha256_at(path: Path, identity: str) -> str:
-    """Return the checksum of the file that has this identity."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_index(path: Path, index: dict[str, FileFacts]) -> None:
-    replace_file(path, json.dumps({"version": INDEX_VERSION, "files": index}))
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:

@@ -3,15 +3,15 @@
 import codecs
 import glob
 import os
-import stat
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.core.errors import DataError, printable
+from diffllm.core.files import open_regular
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
@@ -25,6 +25,7 @@ from diffllm.data.text.file_index import (
     format_of,
     names_of,
 )
+from diffllm.data.verified import usable
 
 if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
@@ -57,7 +58,6 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
         identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
         list_parts=lambda: parts_of(paths, facts, formats, cfg),
         check=partial(check_all, paths, facts),
-        place=combined_hash([*map(str, paths), cfg.text_column, cfg.sample_by.value]),
     )
 
 
@@ -80,14 +80,10 @@ class FilesPart:
         """Yield the documents; raises DataError for a file that cannot be read, or has changed
         since it was hashed."""
         for part in self.slices:
-            try:
+            with reading(part.path):
                 check_unchanged(part.path, part.facts)
-                yield from part.read()
+                yield from part.read(part)
                 check_unchanged(part.path, part.facts)
-            except DataError:
-                raise
-            except Exception as error:
-                raise unreadable(part.path, error) from error
 
 
 def parts_of(
@@ -102,12 +98,8 @@ def parts_of(
     size = 0
     columns = tuple(columns_of(cfg))
     for path, of_file, form in zip(paths, facts, formats, strict=True):
-        try:
+        with reading(path):
             slices = list(slices_of(path, of_file, form, cfg.sample_by, columns, least))
-        except DataError:
-            raise
-        except Exception as error:
-            raise unreadable(path, error) from error
         for part in slices:
             collected.append(part)
             size += part.size
@@ -120,18 +112,22 @@ def parts_of(
 def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
     """Raise DataError if a file has changed since it was hashed."""
     for path, of_file in zip(paths, facts, strict=True):
-        try:
+        with reading(path):
             check_unchanged(path, of_file)
-        except OSError as error:
-            raise unreadable(path, error) from error
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
-    """Return a DataError that names the file which cannot be read."""
-    packed = COMPRESSIONS.get(path.suffix.lower())
-    broken = packed and isinstance(error, OSError) and not error.errno
-    what = f"not a whole {packed} file: " if broken else ""
-    return DataError(f"{path}: {what}{reason(error)}")
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn every error of the block into a DataError that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        packed = COMPRESSIONS.get(path.suffix.lower())
+        broken = packed and isinstance(error, OSError) and not error.errno
+        what = f"cannot be unpacked as {packed}: " if broken else ""
+        raise DataError(f"{path}: {what}{reason(error)}") from error
 
 
 def paths_of(cfg: DataConfig) -> list[Path]:
@@ -160,24 +156,14 @@ def paths_of(cfg: DataConfig) -> list[Path]:
 
 def begins_with_mark(path: Path) -> bool:
     """Whether a text begins with a byte order mark; False if it cannot be read."""
-    with suppress(OSError, ValueError):
-        if path.suffix.lower() in COMPRESSIONS:
-            from diffllm.data.text.readers import opened
+    from diffllm.data.text.readers import opened
 
-            file = opened(path)
-        else:
-            file = path.open("rb")
-        with file:
-            return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+    with suppress(OSError, ValueError), opened(path) as file:
+        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
     return False
 
 
 def check_file(path: Path) -> None:
     """Raise DataError for something else than a file: reading a pipe or a socket could block."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        broken = ", a link that leads nowhere" * path.is_symlink()
-        raise DataError(f"{path}: {error.strerror}{broken}") from error
-    if not stat.S_ISREG(mode):
-        raise DataError(f"{path}: a pipe, socket or device, not a file")
+    with usable(path), open_regular(path, 2**63, follow=True):
+        pass

@@ -16,7 +16,6 @@ from diffllm.core.files import locked, read_json, replace_file
 from diffllm.core.printing import to_stderr
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
-from diffllm.data.progress import said_if_long
 from diffllm.data.text.corpus import (
     Corpus,
     Part,
@@ -29,12 +28,12 @@ from diffllm.data.text.corpus import (
 )
 from diffllm.data.text.file_index import (
     COMPRESSIONS,
+    FORMATS,
     combined_hash,
     file_facts,
-    format_of,
     names_of,
 )
-from diffllm.data.text.files import check_all, check_file, unreadable
+from diffllm.data.text.files import check_all, check_file, reading
 from diffllm.data.verified import usable
 
 MOST_PARTS = 16_384
@@ -107,14 +106,15 @@ def files_of(
     columns = columns_of(cfg)
     for path in paths:
         check_whole(path)
+    if not paths:
+        to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
+    # A slice of a split cannot be streamed: it is copied into the cache.
+    streaming = "[" not in cfg.split
     try:
-        with said_if_long(f"the hub's list of files of {cfg.dataset}"):
-            # A slice of a split cannot be streamed: it is copied into the cache.
-            streaming = "[" not in cfg.split
-            rows = library().load_dataset(
-                dataset, streaming=streaming, cache_dir=str(copies), split=cfg.split, **options
-            )
-            kinds = kinds_of(rows)
+        rows = library().load_dataset(
+            dataset, streaming=streaming, cache_dir=str(copies), split=cfg.split, **options
+        )
+        kinds = kinds_of(rows)
     except Exception as error:
         raise DataError(f"{where}: {reason(error)}") from error
     by_split: dict[str, list[str]] = {}
@@ -122,7 +122,7 @@ def files_of(
         found = library().load_dataset_builder(dataset, **options).config.data_files or {}
         by_split = {split: list(map(str, files)) for split, files in found.items()}
         read = set(chain.from_iterable(by_split.values()))
-        left = [path for path in paths if str(path) not in read and is_text(path)]
+        left = [p for p in paths if str(p) not in read and FORMATS.keys() & {*p.suffixes}]
         if left and not cfg.name and not cfg.data_dir:  # the library reads one format
             to_stderr(f"{where}: these files are not read: {names_of(left)}; data.paths reads them")
     check_columns(kinds, columns, where)
@@ -146,20 +146,9 @@ def check_whole(path: Path) -> None:
     if path.suffix.lower() in COMPRESSIONS:
         from diffllm.data.text.readers import BLOCK_BYTES, opened
 
-        try:
-            with opened(path) as file:
-                while file.read(BLOCK_BYTES):
-                    pass
-        except OSError as error:
-            raise unreadable(path, error) from error
-
-
-def is_text(path: Path) -> bool:
-    """Whether a file's name is that of texts."""
-    try:
-        return bool(format_of(path))
-    except DataError:
-        return False
+        with reading(path), opened(path) as file:
+            while file.read(BLOCK_BYTES):
+                pass
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
@@ -173,9 +162,9 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
     if not stored.exists():
         from huggingface_hub import HfApi
 
+        to_stderr(f"waiting for the hub's commit of {dataset}")
         try:
-            with said_if_long(f"the hub's commit of {dataset}"):
-                info = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN)
+            info = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN)
         except Exception as error:
             silent = "Connect" in type(error).__name__ or "Timeout" in type(error).__name__
             what = "the hub does not answer: " if silent else ""

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from diffllm.core.errors import DataError
 from diffllm.core.registry import source
@@ -22,28 +21,15 @@ from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import FileFacts, combined_hash, file_facts
 from diffllm.data.text.files import check_all, parts_of
 
-
-class Package(NamedTuple):
-    """A package of the reference corpus."""
-
-    version: str
-    sha256: str
-    """Hash over its texts."""
-
-
 REFERENCE = {
-    "matplotlib": Package(
-        "3.11.2", "cad39bc71dfe10a5c3e9550ba1df5fc9cd251d4198e395c5246702678e8e099c"
-    ),
-    "networkx": Package(
-        "3.6.1", "d90ac404778b6b3cf9e89b5b6d40dee6be2bf5a46048bb46655644079d33071a"
-    ),
-    "numpy": Package("2.4.6", "411d9a04e7518665ea992af9ea52b935947ff22f0b349c475b4d7c866ed8df32"),
-    "pandas": Package("3.1.1", "e2362b554ef760ad949d6e68bdcabeee3a05be1a82aef8ef8943fbacda8319fc"),
-    "scipy": Package("1.17.1", "f00b62b844b5ca5f5aa4be2a1c20f999c8e0b7f5d3ab6452a2a03811f016d527"),
-    "sympy": Package("1.14.0", "9f54be8db41058e181a3eef835da3e1c2db4ef184f8f2c0e77c79491b92b55de"),
+    "matplotlib": ("3.11.2", "cad39bc71dfe10a5c3e9550ba1df5fc9cd251d4198e395c5246702678e8e099c"),
+    "networkx": ("3.6.1", "d90ac404778b6b3cf9e89b5b6d40dee6be2bf5a46048bb46655644079d33071a"),
+    "numpy": ("2.4.6", "411d9a04e7518665ea992af9ea52b935947ff22f0b349c475b4d7c866ed8df32"),
+    "pandas": ("3.1.1", "e2362b554ef760ad949d6e68bdcabeee3a05be1a82aef8ef8943fbacda8319fc"),
+    "scipy": ("1.17.1", "f00b62b844b5ca5f5aa4be2a1c20f999c8e0b7f5d3ab6452a2a03811f016d527"),
+    "sympy": ("1.14.0", "9f54be8db41058e181a3eef835da3e1c2db4ef184f8f2c0e77c79491b92b55de"),
 }
-"""The packages in corpus order, at the versions of constraints.txt.
+"""Version and hash over all texts of each package, in corpus order, as in constraints.txt.
 
 torch is not among them: its versions vary most between machines (CUDA builds, `torch>=2.11`).
 """
@@ -160,7 +146,6 @@ def package_files(name: str) -> list[Path]:
 
 
 def texts_hash(facts: Sequence[FileFacts]) -> str:
-    """Compute the SHA-256 over the hashes of files, in order."""
     return combined_hash([each.sha256 for each in facts])
 
 

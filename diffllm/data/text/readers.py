@@ -20,7 +20,6 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.json
 import pyarrow.parquet
-import zstandard
 
 from diffllm.core.errors import DataError
 from diffllm.data.config import SampleBy
@@ -30,8 +29,6 @@ from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
-PACKED_BYTES = 1 << 12
-"""Bytes of a .zst file that are unpacked at a time; the unpacked text is at most 128 MiB."""
 NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
 """Errors of lines that are no JSON, or have no text in a column of text."""
 LEADING_NULL = re.compile(rb"\s*null")
@@ -49,14 +46,10 @@ class Slice:
     columns: tuple[str, ...]
     size: int
     """About how many bytes of text it has."""
-    read_with: Callable[["Slice"], Iterator[TextBatch]]
+    read: Callable[["Slice"], Iterator[TextBatch]]
     start: int = 0
     stop: int | None = None
     """Bytes, or row groups; None: to the end."""
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield the documents in order, some at a time; raises errors of many types."""
-        return self.read_with(self)
 
 
 def slices_of(
@@ -79,16 +72,16 @@ def slices_of(
         return
     compressed = path.suffix.lower() in COMPRESSIONS
     size = facts.size * (COMPRESSED_TEXT if compressed else 1)
-    read_with = read_lines if form == "text" else read_json_lines
+    read = read_lines if form == "text" else read_json_lines
     if form == "text" and sample_by is not SampleBy.line:
-        read_with = read_text if sample_by is SampleBy.document else read_paragraphs
+        read = read_text if sample_by is SampleBy.document else read_paragraphs
     elif form == "json" and begins_with(path) == b"[":
-        read_with = read_json_array
+        read = read_json_array
     elif not compressed:
         for first, last in pairwise(line_starts(path, size, least)):
-            yield Slice(*start, last - first, read_with, first, last)
+            yield Slice(*start, last - first, read, first, last)
         return
-    yield Slice(*start, size, read_with)
+    yield Slice(*start, size, read)
 
 
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
@@ -218,47 +211,8 @@ def opened(path: Path) -> IO[bytes]:
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
-    if compression == "zstd":
-        return io.BufferedReader(ZstdFile(path))
     stream: Any = pyarrow.CompressedInputStream(raw(path), compression)
     return stream
-
-
-class ZstdFile(io.RawIOBase):
-    """The decompressed content of a .zst file, all of its frames.
-
-    pyarrow refuses windows above 128 MiB, and zstandard's own file object ignores a cut-off frame.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, path.open("rb")
-        self.packed, self.text = b"", memoryview(b"")
-        self.frame: zstandard.ZstdDecompressionObj | None = None
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, and return its filled bytes; raises OSError for a damaged file."""
-        while not self.text and (packed := self.packed or self.file.read(PACKED_BYTES)):
-            frame = self.frame or self.decompressor.decompressobj()
-            try:
-                self.text = memoryview(frame.decompress(packed))
-            except zstandard.ZstdError as error:
-                if "memory" in str(error):  # the window is too large, or memory ran out
-                    raise DataError(f"{self.path}: {error}; the maximum window is 2 GiB") from error
-                raise OSError(str(error)) from error
-            self.packed, self.frame = frame.unused_data, None if frame.eof else frame
-        if not self.text and self.frame:
-            raise OSError("its last frame is cut off")
-        count = min(len(buffer), len(self.text))
-        buffer[:count], self.text = self.text[:count], self.text[count:]
-        return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
 
 
 def raw(path: Path) -> Any:
@@ -276,7 +230,7 @@ def begins_with(path: Path) -> bytes:
 
 
 def decoded(block: bytes) -> io.TextIOWrapper:
-    """Return UTF-8 as a text with line feeds as line ends, whatever they are in `block`."""
+    """Decode UTF-8; all line ends become line feeds."""
     return io.TextIOWrapper(io.BytesIO(block), "utf-8")
 
 
