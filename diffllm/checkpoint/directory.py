@@ -5,19 +5,19 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 from diffllm.checkpoint.manifest import faults, read_manifest
 from diffllm.core.bounds import bounded, check_bounds
-from diffllm.core.errors import CheckpointError, ConfigError, UserError
+from diffllm.core.errors import CheckpointError, ConfigError, UserError, listed
 from diffllm.core.printing import to_stderr
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
 SAVED = "saved.json"
-"""The file of a run that says which step was saved last; beside `checkpoints/`, which may lie on a
-disk of its own."""
+"""The file of a run that names the step that was saved last. It is next to `checkpoints/`, whose
+disk may not be mounted."""
 DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 
@@ -86,24 +86,22 @@ def list_incomplete(directory: Path) -> list[Path]:
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the last of `paths` that is as it was written; None if there are none.
+    """Return the last of `paths` that is whole; None if there are none.
 
-    Those behind it are damaged: each is named on stderr and left alone. If all are, the
-    CheckpointError names them. One that its run has deleted meanwhile is passed over.
+    Later ones are damaged: each is named on stderr. Raises CheckpointError if all are damaged.
+    Checkpoints that their run has deleted meanwhile are skipped.
     """
     damaged: list[str] = []
     for path in reversed(paths):
-        problems = faults(path)
-        if problems and not path.exists():
+        if problems := faults(path):
+            damaged += [f"{path} ({listed(problems)})"] if path.exists() else []
             continue
-        if not problems:
-            for name in damaged:
-                to_stderr(
-                    f"warning: damaged checkpoint {name} is ignored; continuing from {path.name} "
-                    "instead"
-                )
-            return path
-        damaged.append(f"{path} ({summary(problems)})")
+        for name in damaged:
+            to_stderr(
+                f"warning: damaged checkpoint {name} is ignored; continuing from {path.name} "
+                "instead"
+            )
+        return path
     if damaged:
         raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")
     return None
@@ -113,7 +111,7 @@ def check_checkpoint(path: Path) -> None:
     """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
     read_manifest(path)
     if problems := faults(path):
-        raise CheckpointError(f"checkpoint {path} is damaged: {summary(problems)}")
+        raise CheckpointError(f"checkpoint {path} is damaged: {listed(problems)}")
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
@@ -135,11 +133,8 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
-    """Call `use` with the checkpoint that `find_checkpoint` finds, and return what it does.
-
-    A run that is under way deletes old checkpoints: where it has deleted this one meanwhile, `use`
-    is called with the newest again. Raises CheckpointError if it was that of a given step.
-    """
+    """Return `use(find_checkpoint(run, step))`; try again if the run deletes the checkpoint
+    meanwhile. Raises CheckpointError if the checkpoint of a given step is deleted."""
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
         try:
@@ -152,12 +147,6 @@ def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
     )
 
 
-def summary(problems: Sequence[str]) -> str:
-    """Join the first few of the faults that `verify` found."""
-    more = len(problems) - 3
-    return "; ".join([*problems[:3], *([f"and {more} more"] if more > 0 else [])])
-
-
 def remove(path: Path) -> None:
     """Delete a directory, or whatever else has its name, but not what a link points to."""
     if path.is_symlink() or not path.is_dir():
@@ -168,9 +157,9 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that stands where the one of the same step belongs, and say so."""
-    names = chain([""], (f"-{number}" for number in count(2)))
-    places = (path.with_name(f"damaged-{path.name}{name}") for name in names)
-    aside = next(place for place in places if not os.path.lexists(place))
+    aside, number = path.with_name(f"damaged-{path.name}"), count(2)
+    while os.path.lexists(aside):
+        aside = path.with_name(f"damaged-{path.name}-{next(number)}")
     path.rename(aside)
     to_stderr(f"warning: {path} was in the way of a new checkpoint; it is now {aside.name}")
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,32 +51,27 @@ def file_records(files: Iterable[Path]) -> Manifest:
 
 
 def sha256_of(file: Path) -> str:
-    """Compute a file's SHA-256, in hexadecimal digits; other threads run meanwhile."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     """Write a checkpoint's state.json, and its manifest of that, .metadata and `files`."""
-    write_synced(path / "state.json", state)
+    (path / "state.json").write_text(state)
+    sync(path / "state.json")
     write_manifest(path, step, files | file_records(path / name for name in REQUIRED))
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
     files = {name: vars(record) for name, record in sorted(manifest.items())}
-    text = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
-    write_synced(path / NAME, text)
-
-
-def write_synced(file: Path, text: str) -> None:
-    file.write_text(text)
-    sync(file)
+    (path / NAME).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
+    sync(path / NAME)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint directory `path`; raises CheckpointError."""
     if not os.path.lexists(path / NAME):
-        raise CheckpointError(f"{path} is not a checkpoint: {why_missing(path)}")
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}")
     with reading(path, NAME) as content:
         return manifest_from(content)
 
@@ -93,7 +88,7 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
         if content.get("format") != FORMAT:
             raise ValueError(f"is not of format {FORMAT}, the one this version reads")
         step, named = content.get("step"), NAMED.fullmatch(path.name)
-        if type(step) is not int or not 0 <= step < 2**63:
+        if type(step) is not int or step < 0:
             raise ValueError("has no step")
         if named and step != int(named[1]):
             raise ValueError(f"is of step {step}, not of the {int(named[1])} in its name")
@@ -116,26 +111,12 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"names {shown(name)}, which cannot be a file of a checkpoint")
         record = entry if isinstance(entry, dict) else {}
         size, digest = record.get("size"), record.get("sha256")
-        if type(size) is not int or not 0 <= size < 2**63:
-            raise ValueError(f"has no size of {shown(name)}")
-        if not isinstance(digest, str) or not SHA256.fullmatch(digest):
-            raise ValueError(f"has no checksum of {shown(name)}")
-        files[name] = FileRecord(size, digest)
-    for name in REQUIRED:
-        if name not in files:
-            raise ValueError(f"does not name {name}")
+        if type(size) is not int or size < 0 or not SHA256.fullmatch(str(digest)):
+            raise ValueError(f"has no size and checksum of {shown(name)}")
+        files[name] = FileRecord(size, str(digest))
+    if not files.keys() >= set(REQUIRED):
+        raise ValueError(f"does not name {' and '.join(REQUIRED)}")
     return files
-
-
-def why_missing(path: Path) -> str:
-    """Return the reason why a checkpoint has no manifest: perhaps it is of an earlier format."""
-    try:
-        old = read_json(path / "state.json").get("format")
-    except (OSError, ValueError):
-        old = None
-    if type(old) is int and old < FORMAT:
-        return f"it is of format {old}, and this version reads format {FORMAT}"
-    return f"it has no {NAME}"
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
@@ -172,9 +153,8 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Escape text from a file, so that it is safe to print on one line."""
-    plain = "".join(c if c.isprintable() else "?" for c in str(text))
-    return plain if len(plain) <= 100 else f"{plain[:100]}..."
+    """Escape at most 100 characters of text from a file."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:100])
 
 
 STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(None))}
@@ -182,12 +162,7 @@ STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(Non
 
 
 def faults(path: Path, checksums: bool = True) -> list[str]:
-    """Return what keeps a run from going on from a checkpoint: the faults of its files, a phrase a
-    file, or of its state; empty for one that is whole.
-
-    Args:
-        checksums: read every file; without, only its size is looked at.
-    """
+    """Return the faults of a checkpoint's files as `verify` does, or of its state."""
     if problems := verify(path, checksums):
         return problems
     try:
@@ -216,46 +191,41 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         return
     run_id, seconds = loop.get("wandb_id"), loop.get("seconds", 0.0)
     mode = loop.get("mkl_mode", "")
-    wrong = {
-        "step": type(loop.get("step")) is not int or loop["step"] != state["step"],
-        "data": not is_place(loop.get("data")),
-        "order": not isinstance(loop.get("order"), dict),
-        "spikes": not are_spikes(loop.get("spikes")),
-        "wandb_id": "wandb_id" not in loop
-        or (run_id is not None and not re.fullmatch(r"[\w-]{1,64}", str(run_id))),
-        "compiled": type(loop.get("compiled")) not in (bool, type(None)),
-        "mkl_mode": type(mode) is not str or not mode.isprintable() or len(mode) > 1000,
-        "seconds": type(seconds) not in (int, float) or not 0 <= seconds < 2**63,
+    usable = {
+        "step": type(loop.get("step")) is int and loop["step"] == state["step"],
+        "data": passes(check_place, loop.get("data")),
+        "order": isinstance(loop.get("order"), dict),
+        "spikes": passes(check_spikes, loop.get("spikes")),
+        "wandb_id": "wandb_id" in loop
+        and (run_id is None or re.fullmatch(r"[\w-]{1,64}", str(run_id))),
+        "compiled": type(loop.get("compiled")) in (bool, type(None)),
+        "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
+        "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,
     }
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+    for name in (name for name, is_usable in usable.items() if not is_usable):
         raise CheckpointError(f"{path} is not a checkpoint: state.json has no usable loop.{name}")
 
 
-def is_place(data: Any) -> bool:
-    """Whether a loader can resume from this place."""
+def passes(check: Callable[[Any], None], value: Any) -> bool:
     try:
-        check_place(data)
-    except ValueError:
-        return False
-    return True
-
-
-def are_spikes(values: Any) -> bool:
-    """Whether a monitor of spikes can go on from these values."""
-    if not isinstance(values, dict) or not numbers_only(values):
-        return False
-    monitor = SpikeMonitor()
-    try:
-        monitor.load_state_dict(values)
-        monitor.update(1.0, 1.0)
-        monitor.metrics()
+        check(value)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         return False
     return True
 
 
+def check_spikes(values: Any) -> None:
+    """Raise an exception unless a monitor of spikes can resume from these values."""
+    if not isinstance(values, dict) or not numbers_only(values):
+        raise ValueError("is no state of a monitor")
+    monitor = SpikeMonitor()
+    monitor.load_state_dict(values)
+    monitor.update(1.0, 1.0)
+    monitor.metrics()
+
+
 def numbers_only(value: Any) -> bool:
-    """Whether a JSON value holds numbers and nulls at its ends, none of them text."""
+    """Whether a JSON value contains no leaf except numbers and nulls."""
     if isinstance(value, dict | list):
         return all(map(numbers_only, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (int, float)

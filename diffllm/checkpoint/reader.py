@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from diffllm.checkpoint.manifest import Manifest, read_manifest, shown, verify
+from diffllm.checkpoint.manifest import read_manifest, shown, verify
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_bytes
 
@@ -73,7 +73,6 @@ class TensorReader(FileSystemReader):
     """The error from reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index; raises as `read_index` does."""
         try:
             metadata = read_index(Path(self.path))
         except Exception as error:
@@ -94,22 +93,16 @@ def read_index(path: Path) -> Metadata:
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
         raise CheckpointError(".metadata has another checksum")
     metadata = RecordUnpickler(io.BytesIO(data)).load()
-    check_index(metadata, manifest)
-    return metadata
-
-
-def check_index(metadata: Any, manifest: Manifest) -> None:
-    """Raise UnpicklingError unless an index names tensors in files of the manifest only."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError("the index is not one of DCP's")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise pickle.UnpicklingError(f"entry {shown(name)} is not a tensor")
     for place in metadata.storage_data.values():
-        if not isinstance(place, _StorageInfo) or place.relative_path not in manifest:
-            raise pickle.UnpicklingError("the index points to what is no file of the checkpoint")
-        if place.transform_descriptors:
-            raise pickle.UnpicklingError("the index asks for tensors to be transformed")
+        named = isinstance(place, _StorageInfo) and place.relative_path in manifest
+        if not named or place.transform_descriptors:
+            raise pickle.UnpicklingError("an entry of the index is not stored in the checkpoint")
+    return metadata
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:

@@ -36,7 +36,7 @@ from diffllm.checkpoint.reader import failure_reason
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import publish, replace_file
 from diffllm.core.printing import to_stderr
-from diffllm.distributed.world import in_background
+from diffllm.distributed.world import BACKGROUND
 
 Part = Manifest | str
 """The files that a rank wrote, or the reason why it could not write them."""
@@ -81,8 +81,8 @@ class Checkpointer:
     Every rank makes one and calls the same methods at the same steps.
 
     Args:
-        step: where the run starts; checkpoints beyond it are damaged ones that were skipped, and
-            are neither counted nor deleted.
+        step: the step where the run starts; later checkpoints are damaged ones that were skipped.
+            They are neither counted nor deleted.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -92,7 +92,7 @@ class Checkpointer:
         self.seconds, self.since = cfg.seconds, monotonic()
         # Collectives in the background must not meet the training's on one group.
         self.group = dist.new_group(backend="gloo")
-        in_background(self.group)
+        BACKGROUND.add(self.group.group_name)
         self.rank = dist.get_rank()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         gpu = torch.cuda.is_available()
@@ -110,14 +110,14 @@ class Checkpointer:
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], final: bool = False
     ) -> None:
-        """Start writing; returns once the tensors are copied. Waits for an earlier save.
+        """Wait for an earlier save, copy the tensors, and start to write.
 
-        A save that fails costs a warning on rank 0, and the hidden directory goes. Raises
-        AgreedByAll for a final save without enough space, and where the run is no longer there.
+        If a save fails, rank 0 prints a warning and deletes the hidden directory. Raises
+        AgreedByAll for a final save without enough space, and if the run's directory is gone.
 
         Args:
-            state: everything that is no tensor; goes to state.json.
-            final: nothing is trained behind this save, so that its failure ends the run.
+            state: the content of state.json.
+            final: whether this is the last save of the run, whose failure ends the run.
         """
         self.wait()
         self.since = monotonic()
@@ -131,10 +131,8 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Whether the interval in time has passed; never on other ranks than 0.
-
-        It is said once; with that, and with every save, the next interval begins.
-        """
+        """Whether the interval in time has passed, on rank 0. The next interval begins when this
+        returns true, and with every save."""
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
         self.since = monotonic()
@@ -146,10 +144,9 @@ class Checkpointer:
         Raises AgreedByAll if a final save failed, CheckpointError if the ranks could not agree.
         """
         pending, self.pending = self.pending, None
-        if pending is None:
-            return
         try:
-            pending.result()
+            if pending:
+                pending.result()
         except AgreedError:
             raise
         except Exception as error:
@@ -159,7 +156,7 @@ class Checkpointer:
             ) from error
 
     def settle(self, seconds: float) -> None:
-        """Give a save under way some time, in an end that has another reason."""
+        """Wait at most so long for a save under way, because the run ends for another reason."""
         if self.pending:
             with contextlib.suppress(Exception):
                 self.pending.result(seconds)
@@ -200,24 +197,18 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
             return failure_reason(error)
-        self._note(step)
+        saved = self.directory.parent / SAVED
+        try:
+            replace_file(saved, json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            to_stderr(f"warning: {saved} cannot be written: {error.strerror or error}")
         self.skipped.discard(final)
         mine = [p for p in list_checkpoints(self.directory) if p not in self.skipped]
         for old in outdated(mine, self.cfg):
             delete(old)
         return None
 
-    def _note(self, step: int) -> None:
-        """Leave word of the checkpoint beside `checkpoints/`: without it, one whose disk is not
-        mounted would be taken for a run that has not saved anything yet."""
-        file = self.directory.parent / SAVED
-        try:
-            replace_file(file, json.dumps({"step": step}) + "\n")
-        except OSError as error:
-            to_stderr(f"warning: {file} cannot be written: {error.strerror or error}")
-
     def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
-        """Return on every rank what `choose` returns on rank 0."""
         decision = [choose() if self.rank == 0 else None]
         dist.broadcast_object_list(decision, src=0, group=self.group)
         return decision[0]
@@ -249,15 +240,14 @@ class Checkpointer:
         left = [path.name for path in list_checkpoints(self.directory) if path not in self.skipped]
         newest = f"the newest checkpoint is {left[-1]}" if left else "there is no checkpoint yet"
         said = f"step {step} could not be saved under {self.directory}: {why}; {newest}"
-        if not final:
-            to_stderr(f"warning: {said}; training goes on")
-        else:
+        if final:
             again = "the same command continues from it" if left else "start again"
             raise AgreedByAll(said if why == GONE else f"{said}; make room, then {again}")
+        to_stderr(f"warning: {said}; training goes on")
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from another one of its name; None if there is none."""
+    """Return (device, inode) of a directory; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -274,11 +264,12 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_parameters(
     directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
 ) -> Path:
-    """Write the checkpoint of step 0 below `directory`, and return it. Not atomic: a caller writes
-    into a directory that is not yet to be seen. Raises OSError, or what DCP does.
+    """Write the checkpoint of step 0 below `directory`, not atomically, and return its path.
+
+    Raises OSError, or an error of DCP.
 
     Args:
-        tensors: parameters and what routers have learnt, by their names in the decoder; float32.
+        tensors: parameters and router state by name, float32.
         parameters: the names of the parameters.
     """
     path = checkpoint_path(directory, 0)

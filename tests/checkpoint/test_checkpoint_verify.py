@@ -92,9 +92,9 @@ def test_a_checkpoint_without_a_manifest_is_damaged(whole):
     ("record", "said"),
     [
         ({"size": 10**400, "sha256": "0" * 64}, "holds a number beyond 64 bits"),
-        ({"size": True, "sha256": "0" * 64}, "has no size of state.json"),
-        ({"size": 1, "sha256": "0"}, "has no checksum of state.json"),
-        (None, "does not name state.json"),
+        ({"size": True, "sha256": "0" * 64}, "has no size and checksum of state.json"),
+        ({"size": 1, "sha256": "0"}, "has no size and checksum of state.json"),
+        (None, "does not name .metadata and state.json"),
     ],
 )
 def test_manifest_with_a_forged_record_is_refused(whole, record, said):

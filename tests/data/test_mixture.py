@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from diffllm.checkpoint.manifest import is_place
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data import TokenData, TokenStream, TrainLoader, prepare
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
 from diffllm.data.mixture import MixtureData, of_source
+from diffllm.data.mixture_order import check_place
 from diffllm.data.samples import MixedSequences
 from diffllm.data.streams import JoinedStream
 
@@ -177,8 +177,9 @@ def test_forged_place_in_a_mixture_is_refused(make: Make, key: str, value: Any) 
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
     with pytest.raises(CheckpointError, match=r"no usable loop\.data"):
         make().sample_of(forged)
-    assert is_place(state)
-    assert not is_place(forged)
+    check_place(state)
+    with pytest.raises(ValueError):  # noqa: PT011
+        check_place(forged)
 
 
 def test_what_was_consumed_is_counted(make: Make) -> None:

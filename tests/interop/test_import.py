@@ -234,7 +234,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickle": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        "pytorch_model.bin, a pickle",
+        "pickles are not read",
     ),
     "nothing": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "tokenizer": (

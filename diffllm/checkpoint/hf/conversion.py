@@ -30,14 +30,14 @@ def converted(
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
     """Return the shape of the converted decoder, and its parameters made of the given one's.
 
-    Raises ConfigError for attention that cannot be converted; making `wo` does for a lambda that
-    differs by token.
+    Raises ConfigError for attention that cannot be converted. Making `wo` raises it for a lambda
+    that differs by token.
 
     Args:
         target: "diff_v2" or "standard".
-        perturb: standard deviation of what is added to the second query of each pair, over the root
-            mean square of the layer's query weights.
-        seed: of what is added, with the parameter's name.
+        perturb: standard deviation of noise on the second query of each pair, over the root mean
+            square of the layer's query weights.
+        seed: seed of the noise, with the parameter's name.
     """
     if target not in TARGETS:
         raise ConfigError(f"attention={target} must be one of {', '.join(TARGETS)}")
@@ -56,7 +56,7 @@ def to_diff_v2(
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
         raise ConfigError(
             "attention=diff_v2 is made of softmax attention without a sink; the source has "
-            f"{attention_name(model)}"
+            f"{attention}"
         )
     scale = attention.context_scale
     heads = query_heads(model)
@@ -64,7 +64,9 @@ def to_diff_v2(
     made = []
     for name, parameter in without_storage(new).named_parameters():
         if name.endswith(".attention.wq.weight"):
-            twice = partial(twice_each, heads=heads, noise=perturb, seed=seed_of(seed, name))
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            drawn = int.from_bytes(digest[:8]) >> 1
+            twice = partial(twice_each, heads=heads, noise=perturb, seed=drawn)
             made.append(Mapped(name, (name,), twice))
         elif name.endswith(".attention.wo.weight"):
             made.append(Mapped(name, (name,), lambda wo: 2 * wo))
@@ -80,8 +82,7 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not DiffV2Config or attention.head_norm:
         raise ConfigError(
-            "attention=standard is made of DIFF V2 without a head norm; the source has "
-            f"{attention_name(model)}"
+            f"attention=standard is made of DIFF V2 without a head norm; the source has {attention}"
         )
     new = replace(
         model,
@@ -110,10 +111,6 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
     return pairs.flatten(0, 2)
 
 
-def seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
-
-
 def split_output(
     wo: Tensor, of_lambda: Tensor | None = None, *, heads: int, attention: DiffV2Config
 ) -> Tensor:
@@ -135,7 +132,3 @@ def split_output(
     if attention.pairing is Pairing.halves:
         return torch.cat((first, second), dim=1).flatten(1)
     return torch.stack((first, second), dim=2).flatten(1)
-
-
-def attention_name(model: ModelConfig) -> str:
-    return type(model.attention).__name__.removesuffix("Config")

@@ -283,8 +283,8 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     for name in parameter_names(model):
         there = name_there(name, parts)
         if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
-            reorder = partial(even_heads_first, head_dim=model.head_dim)
-            back = partial(pairs_of_heads, head_dim=model.head_dim)
+            reorder = partial(reordered, heads=(-1, 2, model.head_dim))
+            back = partial(reordered, heads=(2, -1, model.head_dim))
             exported.append(Mapped(there, (name,), reorder))
             imported.append(Mapped(name, (there,), back))
         elif ".attention.wo." in name:
@@ -342,14 +342,10 @@ def nth(stack: Tensor, number: int) -> Tensor:
     return stack[number].contiguous()
 
 
-def even_heads_first(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows (heads * d, D) of adjacent pairs of heads: all first members come first."""
-    return weight.unflatten(0, (-1, 2, head_dim)).transpose(0, 1).flatten(0, 2).contiguous()
-
-
-def pairs_of_heads(weight: Tensor, head_dim: int) -> Tensor:
-    """Undo `even_heads_first`."""
-    return weight.unflatten(0, (2, -1, head_dim)).transpose(0, 1).flatten(0, 2).contiguous()
+def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
+    """Reorder rows (heads * d, D): heads (-1, 2, d) puts the first members of pairs first, and
+    heads (2, -1, d) puts them back."""
+    return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def folded(wo: Tensor, norm: Tensor) -> Tensor:
@@ -357,17 +353,13 @@ def folded(wo: Tensor, norm: Tensor) -> Tensor:
     return wo * norm.repeat(wo.shape[1] // len(norm))
 
 
-KNOWN: Sequence[Callable[[ModelConfig], Layout | None]] = (
-    llama_layout, qwen3_moe_layout, diffllama_layout,
-)  # fmt: skip
-"""Layouts that transformers has classes for."""
-
-
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Choose the layout that most tools know, or that of our own modelling file; raises ConfigError
-    for a variant of a plugin's, which no modelling file has."""
-    choices = [own_layout] if own else [*KNOWN, own_layout]
-    for layout in choices:
+    """Choose the layout of a class in transformers if one fits, else that of our modelling file.
+
+    Raises ConfigError for a plugin's variant, which no modelling file has.
+    """
+    known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
+    for layout in [*known, own_layout]:
         if found := layout(model):
             return found
     raise ConfigError(

@@ -113,7 +113,7 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
 
 
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int) -> ModelConfig:
-    """Return what all architectures have in common."""
+    """Read the settings that all architectures share."""
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
         dim=dim,
@@ -138,12 +138,10 @@ def llama(config: Config) -> ModelConfig:
 
 
 def qwen3(config: Config) -> ModelConfig:
-    """Read Qwen3's, which normalises queries and keys."""
     return replace(llama(Config({"head_dim": 128, **config})), qk_norm=True)
 
 
 def qwen3_moe(config: Config) -> ModelConfig:
-    """Read Qwen3Moe's; its first layers may be dense, and no others."""
     dense = config.get("mlp_only_layers", [])
     if dense != list(range(len(dense))):
         raise ValueError(f"says mlp_only_layers={dense}; only the first layers may be dense")
@@ -162,14 +160,13 @@ def qwen3_moe(config: Config) -> ModelConfig:
 
 
 def diffllama(config: Config) -> ModelConfig:
-    """Read DiffLlama's, whose eps is that of the head norm too."""
-    config = Config({"rms_norm_eps": 1e-5, **config})
+    config = Config({"rms_norm_eps": 1e-5, **config})  # also the eps of the head norm
     attention = DiffV1Config(head_norm_eps=config["rms_norm_eps"])
     return shape_of(config, attention, config["num_attention_heads"])
 
 
 def own(config: Config) -> ModelConfig:
-    """Read that of our own modelling file."""
+    """Read the config of our own modelling file."""
     settings = dict(config["attention"])
     variant = Config(settings)["variant"]
     if variant not in CLASSES:
@@ -234,41 +231,30 @@ def rope_of(config: Config) -> RopeConfig:
         return rope
     rope.beta_slow = said.get("beta_slow", 1.0)
     rope.beta_fast = said.get("beta_fast", 32.0)
-    usual = attention_factor(rope)
-    factor = said.get("attention_factor", usual)
-    rope.attention_factor = None if factor == usual else factor
+    if (factor := said.get("attention_factor")) != attention_factor(rope):
+        rope.attention_factor = factor
     return rope
 
 
 def config_from_values(cls: type[T], values: Any, where: str) -> T:
-    """Make a diffllm config from the plain values of its fields.
-
-    OmegaConf would resolve an interpolation: `${oc.env:...}` reads this process's environment.
-    """
-    if "${" in str(values):
+    """Make a diffllm config from the plain values of its fields."""
+    if "${" in str(values):  # OmegaConf would resolve ${oc.env:...}, which reads the environment
         raise ValueError(f"has an interpolation in its settings of {where}")
     try:
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except (OmegaConfBaseException, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"has settings of {where} that cannot be: {reason}") from error
+        raise ValueError(f"has settings of {where} that cannot be: {error}") from error
     assert isinstance(made, cls)
     return made
 
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FLOATS = ("F32", "BF16", "F16")
 
 
 class ModelDirectory:
-    """A decoder that transformers has saved; raises CheckpointError for one that is not known here,
-    or whose tensors are not those of its config."""
-
-    model: ModelConfig
-    """Its shape; seq_len is the longest that it is said to take."""
-    architecture: str
-    """Its class, by the name in transformers."""
+    """A decoder that transformers has saved; raises CheckpointError for an unknown architecture,
+    or tensors that do not fit the config."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -306,30 +292,34 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """The file of its tokenizer: the sentencepiece model where it has one that we can read,
-        else a fast tokenizer; raises CheckpointError."""
-        refused: DataError | None = None
-        for name in (MODEL, FAST):
-            if (self.path / name).is_file():
-                try:
-                    pieces = Tokenizer.from_file(self.path / name).vocab_size
-                except DataError as error:
-                    refused = error
-                    continue
-                if pieces > self.model.vocab_size:
-                    raise CheckpointError(
-                        f"{self.path / name} has {pieces:,} pieces, more than the "
-                        f"{self.model.vocab_size:,} rows of the embedding"
-                    )
-                return self.path / name
-        raise CheckpointError(str(refused or f"{self.path} has neither {MODEL} nor {FAST}"))
+        """The file of the tokenizer: a readable sentencepiece model, else a fast tokenizer; raises
+        CheckpointError."""
+        refused = f"{self.path} has neither {MODEL} nor {FAST}"
+        for file in (self.path / MODEL, self.path / FAST):
+            if not file.is_file():
+                continue
+            try:
+                pieces = Tokenizer.from_file(file).vocab_size
+            except DataError as error:
+                refused = str(error)
+                continue
+            if pieces <= self.model.vocab_size:
+                return file
+            refused = (
+                f"{file} has {pieces:,} pieces, more than the {self.model.vocab_size:,} rows of "
+                "the embedding"
+            )
+        raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
         """Open the files; return the one of each tensor by its name there."""
         names = [WEIGHTS]
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
-                raise CheckpointError(why_no_weights(self.path))
+                raise CheckpointError(
+                    f"{self.path} has neither {WEIGHTS} nor {INDEX}; pickles are not read, because "
+                    "they may run code: save the model as safetensors"
+                )
             with readable(self.path / INDEX):
                 names = weight_files(read_json(self.path / INDEX, follow=True))
         places: dict[str, Any] = {}
@@ -360,14 +350,10 @@ class ModelDirectory:
                 raise CheckpointError(f"{self.path} {what} {listed(names)}")
         for name, shape in expected.items():
             found = self._places[name].get_slice(name)
-            if found.get_shape() != shape:
+            if found.get_shape() != shape or found.get_dtype() not in FLOATS:
                 raise CheckpointError(
-                    f"{self.path}: {name} is {found.get_shape()}, and {CONFIG} asks for {shape}"
-                )
-            if found.get_dtype() not in FLOATS:
-                raise CheckpointError(
-                    f"{self.path}: {name} is of dtype {found.get_dtype()}, which is none of "
-                    f"{', '.join(FLOATS)}"
+                    f"{self.path}: {name} is {found.get_dtype()} {found.get_shape()}, and {CONFIG} "
+                    f"asks for {shape} of dtype {', '.join(FLOATS)}"
                 )
 
 
@@ -380,17 +366,6 @@ def weight_files(index: dict[str, Any]) -> list[str]:
         if not isinstance(name, str) or name != os.path.basename(name):
             raise ValueError(f"has {name!r} in its weight_map, which must be file names")
     return sorted(set(places.values()))
-
-
-def why_no_weights(path: Path) -> str:
-    """Say why there is nothing to read."""
-    pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
-    if pickles:
-        return (
-            f"{path} has {pickles[0]}, a pickle, which may run code as it is read: save the model "
-            "as safetensors"
-        )
-    return f"{path} has neither {WEIGHTS} nor {INDEX}"
 
 
 def is_model_directory(path: Path) -> bool:
