@@ -20,22 +20,12 @@ from filelock import FileLock, Timeout
 
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, printable
 
-LONGEST_NAME, LONGEST_PATH = 255, 4096
-"""Bytes that names and paths have at most where the file system does not say."""
-BELOW = 128
-"""Bytes of the names that a run writes below its directory."""
-UNREACHABLE = {
-    errno.ENOTDIR: "a part of it is a file, not a directory",
-    errno.ELOOP: "symbolic links in it lead in a circle",
-    errno.EACCES: "permission denied",
-}
-
+LONGEST_NAME, LONGEST_PATH = 255, 4096 - 128
+"""Limits in bytes; a run writes names of up to 128 bytes below its directory."""
 LARGEST_JSON = 64 * 2**20
 """Limit in bytes; the manifest of 100,000 parameters and 10,000 ranks has a tenth of it."""
 LARGEST_LINES = 4 * 2**30
 """Limit in bytes of a file that is read line by line."""
-NOT_REGULAR = (errno.EINVAL, errno.ELOOP, errno.ENXIO)
-"""Errors of `opened` for a directory, a link, a pipe or a device."""
 LONGEST_LINE = 16 * 2**20
 DEEPEST = 64
 """Levels of lists and objects inside each other."""
@@ -46,76 +36,46 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 def user_path(text: str | Path, key: str) -> Path:
     """Return a path that a user has written, with ~ expanded; it need not exist.
 
-    Raises ConfigError, which begins with `key`, for one that can lead nowhere: without such a user,
-    longer than the file system takes, through a file, a loop of links or a forbidden directory.
+    Raises ConfigError, which begins with `key`, for a path that cannot exist: with an unknown user,
+    too long, not UTF-8, or through a file, a loop of links or a forbidden directory.
     """
-    written = str(text)
-    shown = f"{key}={written if len(written) <= 300 else f'{written[:300]}...'}"
+    shown = f"{key}={str(text)[:300]}"
     try:
-        written.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{shown} is not valid UTF-8") from None
-    if "\0" in written:
-        raise ConfigError(f"{shown} must not hold a NUL character")
-    try:
-        path = Path(written).expanduser()
-    except RuntimeError:
-        first = Path(written).parts[0]
-        who = f"there is no user {first[1:]}" if first != "~" else "HOME is not set"
-        raise ConfigError(f"{shown}: {first} has no meaning here: {who}") from None
-    check_length(path, shown)
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        why = UNREACHABLE.get(error.errno or 0, error.strerror)
-        raise ConfigError(f"{shown} cannot be reached: {why}") from error
+        str(text).encode()
+        path = Path(text).expanduser()
+        check_length(path, shown)
+        with suppress(FileNotFoundError):
+            path.stat()
+    except (OSError, RuntimeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{shown} cannot be used: {why}") from error
     return path
 
 
 def check_absent(path: Path, key: str) -> None:
-    """Raise ConfigError if something has the name that a new directory is to have."""
     if os.path.lexists(path):
         raise ConfigError(f"{key}={path} is there already; choose a new directory")
 
 
 def check_length(path: Path, shown: str) -> None:
-    """Raise ConfigError, which begins with `shown`, for a path that is longer than the file system
-    takes."""
+    """Raise ConfigError, which begins with `shown`, for a path or a name in it that is too long."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
-    if longest > (limit := longest_name(path)):
-        raise ConfigError(f"{shown}: a name of {longest} bytes; there may be {limit}")
-    if (size := len(os.fsencode(path))) > LONGEST_PATH - BELOW:
-        raise ConfigError(f"{shown}: a path of {size} bytes; there may be {LONGEST_PATH - BELOW}")
-
-
-def longest_name(path: Path) -> int:
-    """Return the bytes that a name may have below the closest directory that exists."""
-    for place in (path, *path.parents):
-        try:
-            return os.pathconf(place, "PC_NAME_MAX")
-        except (OSError, ValueError):
-            continue
-    return LONGEST_NAME
+    if longest > LONGEST_NAME:
+        raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
+    if (size := len(os.fsencode(path))) > LONGEST_PATH:
+        raise ConfigError(f"{shown}: path too long: {size} bytes, maximum {LONGEST_PATH}")
 
 
 def why_no_file(path: Path) -> str:
-    """Say what is there in place of a file; nothing where a file is, or nothing."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return ""
-    if stat.S_ISLNK(mode):
+    """Describe what is in place of a file; return "" for a file or nothing."""
+    if path.is_symlink():
         return "is a symbolic link, not a file"
-    if stat.S_ISDIR(mode):
-        return "is a directory, not a file"
-    return "" if stat.S_ISREG(mode) else "is not a regular file"
+    return "is not a regular file" if path.exists() and not path.is_file() else ""
 
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turn a reader's complaint about a run's file into a CheckpointError that names the file."""
+    """Turn ValueError and OSError into a CheckpointError that names the file."""
     try:
         yield
     except ValueError as error:
@@ -130,8 +90,8 @@ def opened(path: Path, flags: int, follow: bool = False) -> int:
     try:
         descriptor = os.open(path, flags | safe, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP and path.is_symlink() and not follow:
-            raise OSError(errno.ELOOP, "Is a symbolic link, not a file", str(path)) from error
+        if error.errno in (errno.ELOOP, errno.ENXIO) and not follow:
+            raise OSError(errno.EINVAL, "Link or not a regular file", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -151,10 +111,9 @@ def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
     try:
         descriptor = opened(file, os.O_RDONLY, follow)
     except OSError as error:
-        if error.errno not in NOT_REGULAR or (follow and error.errno == errno.ELOOP):
+        if error.errno not in (errno.EINVAL, errno.ENXIO):
             raise
-        link = " but a symbolic link" * (error.errno == errno.ELOOP)
-        raise ValueError(f"is not a regular file{link}") from error
+        raise ValueError(f"is not a regular file{'' if follow else ', or a link'}") from error
     if (size := os.fstat(descriptor).st_size) > most:
         os.close(descriptor)
         raise ValueError(f"has {size:,} bytes, more than {most:,}")
@@ -162,7 +121,6 @@ def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
 
 
 def read_bytes(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> bytes:
-    """Read a regular file; raises as `open_regular`."""
     with open_regular(file, most, follow) as stream:
         return stream.read(most)
 
@@ -176,9 +134,9 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """Iterate over a file's lines, with their ends, as text; of a line beyond all reason, parts.
+    """Iterate over a file's lines, with their ends, as text; very long lines come in parts.
 
-    What is no UTF-8 becomes a replacement character. Raises as `open_regular`.
+    Bytes that are not UTF-8 become replacement characters. Raises as `open_regular`.
     """
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
@@ -207,7 +165,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_plain(value: Any, depth: int = DEEPEST) -> None:
-    """Raise ValueError for what the code behind a reader could not handle."""
+    """Raise ValueError for a value that `parse_json` does not allow."""
     if isinstance(value, dict):
         for key in value:
             check_plain(key)
@@ -226,11 +184,10 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
 
 
 def acquire(path: Path, wait: bool = True) -> FileLock:
-    """Lock a file, which is created, until `release` or the end of this process.
+    """Create and lock a file, which names this process, until `release` or the end of this process.
 
-    The content of the file names the process that holds the lock. Raises Timeout if another process
-    holds the lock and `wait` is false, and OSError if the file cannot be opened or its file system
-    has no flock.
+    Raises Timeout if another process holds the lock and `wait` is false, and OSError if the file
+    cannot be opened or its file system has no flock.
     """
     if wrong := why_no_file(path):
         raise OSError(errno.EINVAL, f"its lock {wrong}", str(path))
@@ -255,7 +212,6 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
 
 def sign(descriptor: int) -> None:
-    """Write the name of this process into the lock file that it holds."""
     with suppress(OSError):  # a full disk; the lock does not depend on it
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -269,10 +225,13 @@ def holder(path: Path) -> str:
 
 
 def hold(path: Path, kind: str, instead: str) -> FileLock:
-    """Make a directory and keep other processes out of it until this one ends.
+    """Make a directory and lock it until this process ends.
 
-    Raises ConfigError, which calls it a `kind` such as "run directory", if another process is
-    there, or if it cannot be written: then `instead` is the key to change.
+    Raises ConfigError if another process holds the directory or if it cannot be written.
+
+    Args:
+        kind: name of the directory in messages, such as "run directory".
+        instead: the key to change.
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -295,8 +254,8 @@ def missing(path: Path) -> list[Path]:
 
 
 def take_back(path: Path, made: list[Path]) -> None:
-    """Undo the making of a directory that was `missing` so, with all that lies in it; parents that
-    others use by now stay."""
+    """Remove a directory with its content, its lock and its empty parents, if they are in `made`,
+    the result of `missing`."""
     for part in made:
         with suppress(OSError):
             if part == path:
@@ -308,11 +267,10 @@ def take_back(path: Path, made: list[Path]) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file in one step: a reader sees its former content or all of the new one, and so does
-    one after a power cut.
+    """Write a file atomically, also with respect to a power cut.
 
-    A symbolic link of that name is replaced, not followed. If the file cannot be written, OSError
-    is raised and nothing partial stays behind.
+    A symbolic link of that name is replaced, not followed. Raises OSError, and then leaves no
+    partial file.
     """
     if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -331,22 +289,19 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file, made where it is missing, to write behind its end; return its descriptor.
-
-    Raises OSError, also for a symbolic link and whatever else is no file.
-    """
+    """Open or create a file to append; return its descriptor. Raises OSError, also for a link."""
     return opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def open_to_write(path: Path) -> int:
-    """Open a file, made where it is missing and emptied where it is not, as `open_to_append`."""
+    """Open an empty file to write, else as `open_to_append`."""
     descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
     os.ftruncate(descriptor, 0)
     return descriptor
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file of a run; raises CheckpointError where that cannot be done."""
+    """Replace a file of a run as `replace_file`; raises CheckpointError if it fails."""
     try:
         replace_file(path, content)
     except OSError as error:
@@ -383,9 +338,8 @@ def new_directory(final: Path) -> Iterator[Path]:
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     """Create an empty hidden directory next to `final`, which the block may rename.
 
-    At the end, remove the directory if it still exists. A lock file next to it keeps other
-    processes out. Under the lock, a directory of this name was left by a killed process and is
-    removed. Raises OSError.
+    A lock file keeps other processes out; a directory that a killed process left is removed. At
+    the end, the directory is removed if it still exists. Raises OSError.
 
     Args:
         wait: wait for the lock; otherwise raise InUseError if another process has it.
@@ -428,8 +382,7 @@ def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the names in a directory, to disk, so that they outlive a power
-    cut."""
+    """Sync a file's content, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -29,7 +29,6 @@ def echo(
 
 
 def echo_json(content: Any, allow_nan: bool = True) -> None:
-    """Print JSON to stdout; JSON has its own escapes."""
     print(json.dumps(content, indent=2, allow_nan=allow_nan))
 
 
@@ -123,13 +122,12 @@ class Table:
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
     def lines(self) -> list[list[str]]:
-        """The heads and every row, each cell as one line."""
+        """Return the heads and every row, each cell as one line."""
         heads = [column.head for column in self.columns]
         return [heads, *([cell.line for cell in row] for row in self.rows)]
 
     def text(self, width: int | None = None) -> list[str]:
-        """Return lines of aligned cells; where they exceed `width`, a row's first cell has its own
-        line."""
+        """Return lines of aligned cells. If they exceed `width`, each first cell has a line."""
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         apart = width is not None and sum(widths) + len(APART) * (len(widths) - 1) > width
@@ -160,7 +158,9 @@ class Table:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)
         for row in self.rows:
-            writer.writerow(csv_value(cell) for cell in row)
+            values = [cell.text if cell.value is None else cell.value for cell in row]
+            as_json = (bool, list, dict)
+            writer.writerow(json.dumps(v) if isinstance(v, as_json) else v for v in values)
         return file.getvalue()
 
     def html(self, label: str, style: str = "cards", key: str = "") -> str:
@@ -199,11 +199,6 @@ class Table:
 
 def row_of(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def csv_value(cell: Cell) -> str:
-    value = cell.text if cell.value is None else cell.value
-    return json.dumps(value) if isinstance(value, bool | list | dict) else str(value)
 
 
 def breakable(text: str) -> str:

@@ -53,22 +53,16 @@ def source(name: str) -> Callable[[Source], Source]:
 
 
 def schema_name(group: str, cls: type) -> str | None:
-    """Return the name that a class is registered under in a group, None if it is not."""
     return next((name for (g, name), c in SCHEMAS.items() if g == group and c is cls), None)
 
 
 def check_free(what: str, there: Any, new: Any) -> None:
-    """Raise ConfigError if a name is taken by what comes from somewhere else in the code.
+    """Raise ConfigError if another class or function has the name.
 
-    The same place may register again, as a notebook's cell does that is run anew.
+    The same one may register again, as in a cell of a notebook.
     """
-    if there is not None and place(there) != place(new):
+    first, second = (f"{x.__module__}.{x.__qualname__}" for x in (there or new, new))
+    if first != second:
         raise ConfigError(
-            f"{what} is registered twice, by {'.'.join(place(there))} and "
-            f"{'.'.join(place(new))}; give one another name"
+            f"{what} is registered twice, by {first} and {second}; give one another name"
         )
-
-
-def place(thing: Any) -> tuple[str, str]:
-    """Return the module and the name of a class or function."""
-    return thing.__module__, thing.__qualname__

@@ -11,12 +11,11 @@ from torch.torch_version import TorchVersion
 
 HAS_GQA = TorchVersion(torch.__version__) >= "2.12"
 VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
-"""Arguments with which `varlen_attn` takes fewer kv heads than query heads. It must be told since
-2.12; 2.11 had no such argument, and its kernel took heads as they came."""
+"""Arguments with which `varlen_attn` takes fewer kv heads than query heads; 2.11 needs none."""
 
 VARLEN_TAKES_FLASH_4 = HAS_GQA
-"""Whether `varlen_attn` can run flash-attn-4, and with it mask documents. In 2.11 it passed -1, for
-no window, on as if it were one, and its backward pass refused any."""
+"""Whether `varlen_attn` can run flash-attn-4, and mask documents with it. 2.11 passes on the value
+-1 for no window as a window, and its backward pass refuses windows."""
 NEEDS_TORCH = f"flash-attn-4 masks documents from torch 2.12 on, this is {torch.__version__}"
 
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")

@@ -72,7 +72,7 @@ def typed(
     Supports dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers and whole
     numbers of 64 bits.
     """
-    if None in (allowed := get_args(kind) or (kind,)) or type(None) in allowed:
+    if type(None) in (allowed := get_args(kind)):
         if value is None:
             return None
         (kind,) = (k for k in allowed if k is not type(None))

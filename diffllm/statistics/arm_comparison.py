@@ -35,16 +35,6 @@ def diverged_more(own: Share, base: Share) -> bool:
     return own.diverged * base.runs > base.diverged * own.runs
 
 
-def fisher(own: Share, base: Share) -> float:
-    """Return the two-sided p of Fisher's exact test that both arms diverge equally often."""
-    if not own.diverged and not base.diverged:
-        return 1.0
-    from scipy.stats import fisher_exact
-
-    table = [[side.diverged, side.runs - side.diverged] for side in (own, base)]
-    return float(fisher_exact(table).pvalue)
-
-
 @dataclass(frozen=True)
 class ArmComparison:
     """One arm against another, diverged runs included."""
@@ -74,8 +64,13 @@ class ArmComparison:
 
     @property
     def p_diverged(self) -> float:
-        """Fisher's p that both arms diverge equally often."""
-        return fisher(self.own, self.base)
+        """The two-sided p of Fisher's exact test that both arms diverge equally often."""
+        if not self.own.diverged and not self.base.diverged:
+            return 1.0
+        from scipy.stats import fisher_exact
+
+        table = [[side.diverged, side.runs - side.diverged] for side in (self.own, self.base)]
+        return float(fisher_exact(table).pvalue)
 
 
 def compare_arms(

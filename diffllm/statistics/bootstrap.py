@@ -23,7 +23,7 @@ CELLS = 4_000_000
 
 
 def withheld(seeds: int, documents: int) -> str:
-    """Return why so many seeds and documents give no interval; "" if they give one."""
+    """Return the reason why an interval is withheld; "" if it is not."""
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds it can cover less than 90%"
     if documents < LEAST_DOCUMENTS:
@@ -33,9 +33,9 @@ def withheld(seeds: int, documents: int) -> str:
 
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
-) -> Estimate | None:
+) -> Estimate:
     """Return the mean gap in nats per token, own minus base, with its interval over documents and
-    seeds; None if `withheld` gives a reason.
+    seeds. If `withheld` gives a reason, the interval has a poor coverage.
 
     A draw takes the same documents for both arms and all seeds, and the same seeds for both arms,
     because runs of one seed are a pair. Each draw takes one less than there are, with replacement:
@@ -47,13 +47,6 @@ def bootstrap(
         tokens: (documents,), number of tokens of each document, the same in all runs.
         draws: number of draws; deterministic given `seed`.
     """
-    return None if withheld(*own.shape) else percentiles(own, base, tokens, draws, seed)
-
-
-def percentiles(
-    own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
-) -> Estimate:
-    """Compute `bootstrap` for any number of seeds above one, even if its coverage is poor."""
     difference = np.asarray(own, np.float64) - np.asarray(base, np.float64)
     weights = np.asarray(tokens, np.float64)
     n, documents = difference.shape
@@ -62,9 +55,8 @@ def percentiles(
         seeds = rng.multinomial(n - 1, np.full(n, 1 / n), size=len(texts)) / (n - 1)
         by_seed = (texts @ difference.T) / (texts @ weights)[:, None]
         found.append((by_seed * seeds).sum(axis=1))
-    low, high = central(found, (1 - CONFIDENCE) / 2)
     mean = float((difference.sum(axis=1) / weights.sum()).mean())
-    return Estimate(mean, low, high, n)
+    return Estimate(mean, *central(found, (1 - CONFIDENCE) / 2), n)
 
 
 def of_documents(
@@ -105,6 +97,6 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
 
 
 def central(found: list[np.ndarray], tail: float) -> tuple[float, float]:
-    """Return the quantiles that leave `tail` of all draws on either side."""
+    """Return the quantiles `tail` and 1 - `tail` of all draws."""
     low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
     return float(low), float(high)

@@ -11,7 +11,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its 95% interval; a single seed has no interval."""
+    """A mean over seeds with its 95% interval, which a single seed has not."""
 
     mean: float
     low: float | None = None
@@ -27,8 +27,8 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
 
-    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval.
-    Raises ValueError if there is no value.
+    s is the sample standard deviation (n - 1 in the denominator). Raises ValueError if there is no
+    value.
     """
     if not len(values):
         raise ValueError("an estimate needs at least one value")
@@ -36,8 +36,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     n, mean = len(sample), float(sample.mean())
     if n == 1:
         return Estimate(mean)
-    low, high = t_interval(mean, float(sample.std(ddof=1) / np.sqrt(n)), n - 1)
-    return Estimate(mean, low, high, n)
+    return Estimate(mean, *t_interval(mean, float(sample.std(ddof=1) / np.sqrt(n)), n - 1), n)
 
 
 def t_interval(

@@ -69,7 +69,7 @@ class Gap:
         return float(stdtr(self.df, (self.mean - bound) / self.error))
 
     def p_above(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p of "the gap is above `bound`"; None without a standard error."""
+        """Return the one-sided p of "the gap is above `bound`", as `p_below`."""
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
@@ -82,10 +82,9 @@ class Gap:
 def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
     """Return the mean of own - base over common seeds with the paired t test; None without any.
 
-    Runs of one seed see the same samples in the same order and start from the same initial values,
-    whatever their variant. The effect of that draw on both losses cancels in their difference.
-    If seeds do not correlate, pairing gains nothing and costs half of the degrees of freedom: see
-    `pairing_pays_above`.
+    Runs of one seed see the same samples and initial values, so the effect of that draw on both
+    losses cancels in their difference. If seeds do not correlate, pairing gains nothing and costs
+    half of the degrees of freedom: see `pairing_pays_above`.
 
     Args:
         own, base: finite losses by seed.
@@ -141,7 +140,7 @@ class Equivalence:
     """Two one-sided tests (Schuirmann, 1987) of a gap against ± a margin."""
 
     p: float
-    """The larger of the two one-sided p, of "above -margin" and of "below margin"."""
+    """The larger p of "above -margin" and "below margin"."""
     low: float
     """Lower end of the 1 - 2 alpha interval."""
     high: float
@@ -159,16 +158,15 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
     interval, below, above = gap.interval(1 - 2 * alpha), gap.p_below(margin), gap.p_above(-margin)
     if interval is None or below is None or above is None:
         return None
-    low, high = interval
-    return Equivalence(max(below, above), low, high, -margin < low and high < margin)
+    inside = -margin < interval[0] and interval[1] < margin
+    return Equivalence(max(below, above), *interval, inside)
 
 
 def holm(p: Sequence[float]) -> list[float]:
     """Return the adjusted p of a family of tests, in the same order (Holm, 1979).
 
     The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than
-    an earlier one, or larger than 1. The probability of any false positive is at most alpha,
-    however the tests depend on each other.
+    an earlier one, or larger than 1. This needs no independence of the tests.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")
@@ -181,7 +179,6 @@ def holm(p: Sequence[float]) -> list[float]:
 def common_seeds(
     own: Mapping[Seed, float], base: Mapping[Seed, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of both arms over common seeds, in one order."""
     seeds = [seed for seed in own if seed in base]
     return in_seed_order({s: own[s] for s in seeds}), in_seed_order({s: base[s] for s in seeds})
 

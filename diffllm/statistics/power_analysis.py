@@ -22,9 +22,8 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
     """Return the probability that Welch's test of two samples of equal size and spread finds a gap.
 
     Its t is Student's with 2n - 2 degrees of freedom, but its critical value uses the smaller
-    estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both variances. r is
-    independent of t and has a Beta((n - 1) / 2, (n - 1) / 2) distribution, over which this is a
-    mean. With 3 seeds that costs a tenth of the power, with 8 nothing.
+    estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both variances. This
+    is a mean over r, which has a Beta((n - 1) / 2, (n - 1) / 2) distribution independent of t.
 
     Args:
         gap: the true difference of means.
@@ -41,11 +40,7 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the probability that a paired t test finds a gap.
-
-    Args:
-        sd: standard deviation of the differences of pairs.
-    """
+    """Return the power of a paired t test; `sd` is that of the differences of pairs."""
     df = seeds - 1
     return t_power(abs(gap) / (sd / math.sqrt(seeds)), df, np.array([df]), alpha, sides)
 

@@ -33,8 +33,7 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between the seeds of an arm, pooled over arms that are taken to
-    vary equally; None if no arm has two seeds."""
+    """Return the standard deviation between seeds, pooled over arms; None if no arm has two."""
     samples = [in_seed_order(arm) for arm in arms if len(arm) > 1]
     if not samples:
         return None
@@ -44,11 +43,8 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
 
 
 def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Return the variance over the first axis, pooled over samples, and its degrees of freedom.
-
-    Args:
-        samples: (n, ...) each, where n is at least 2 and may differ between samples.
-    """
+    """Return the variance over the first axis of samples (n, ...), n >= 2, and its degrees of
+    freedom. n may differ between samples."""
     df = sum(len(sample) - 1 for sample in samples)
     squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
     return np.sum(squares, axis=0) / df, df
@@ -98,14 +94,13 @@ class Trend:
     points: int
 
     def factor(self, tokens: float) -> float:
-        """Return the factor of the standard deviation at so many times the tokens."""
         return float(tokens**self.slope)
 
 
 def trend(tokens: np.ndarray, arms: Sequence[Mapping[Seed, np.ndarray]]) -> Trend | None:
-    """Fit a line to log standard deviation over log tokens; its error is by a jackknife over seeds.
+    """Fit a line to log standard deviation over log tokens, with a jackknife over seeds for its
+    error, because values along a run depend on each other.
 
-    Values along a run depend on each other, so the residuals of the line say little of its error.
     Returns None with fewer than two points, or if seeds do not vary at one of the points.
 
     Args:

@@ -43,7 +43,7 @@ def test_what_cannot_be_exported(
     (tmp_path / "file").write_text("")
     for words, said in (
         ([f"run={run}", f"out={run}"], "is there already"),
-        ([f"run={run}", f"out={tmp_path / 'file' / 'hf'}"], "a part of it is a file"),
+        ([f"run={run}", f"out={tmp_path / 'file' / 'hf'}"], "Not a directory"),
         ([f"run={tmp_path / 'none'}", out], "it does not exist"),
         ([f"run={run}", out, "step=7"], "has no checkpoint of step 7"),
         ([f"run={run}", out, "dtype=fp8"], "dtype=fp8 must be float32 or bf16"),

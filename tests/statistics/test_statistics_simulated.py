@@ -12,7 +12,7 @@ import pytest
 from tiers import slow_but
 
 import diffllm
-from diffllm.statistics.bootstrap import LEAST_SEEDS, percentiles
+from diffllm.statistics.bootstrap import LEAST_SEEDS, bootstrap
 from diffllm.statistics.gap_tests import equivalence, holm, paired, welch
 from diffllm.statistics.power_analysis import (
     least_seeds,
@@ -158,7 +158,7 @@ def covered(seeds, draws, documents=2, document_sd=0.0):
     for draw in range(draws):
         gaps = GAP + rng.normal(0, SD, (seeds, 1)) + rng.normal(0, document_sd, documents)
         base = np.full((seeds, documents), 40.0)
-        found = percentiles(base + gaps * tokens, base, tokens, 500, draw)
+        found = bootstrap(base + gaps * tokens, base, tokens, 500, draw)
         inside += found.low <= GAP <= found.high
     return inside / draws
 

@@ -229,8 +229,8 @@ def test_a_job_has_the_ranks_of_its_tasks() -> None:
 @pytest.mark.parametrize(
     ("folder", "named"),
     [
-        ("file/logs", "cannot be reached: a part of it is a file"),
-        ("n" * 300, "a name of 300 bytes; there may be 255"),
+        ("file/logs", "cannot be used: Not a directory"),
+        ("n" * 300, "file name too long: 300 bytes, maximum 255"),
         ("/proc/none/logs", "cannot be made: No such file or directory"),
         ("/dev/null", "cannot be made: File exists"),
     ],
