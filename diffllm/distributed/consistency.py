@@ -46,17 +46,15 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 
 
 def disagreement(name: str, values: list[str | None]) -> str | None:
-    """Describe values by rank: 'seed is 1 on rank 3, 0 on the others'; None where all are equal."""
+    """Describe values by rank, rare ones first: 'seed is 1 on rank 3, 0 on ranks 0, 1, 2'; None if
+    all are equal."""
     counts = Counter(values).most_common()
-    common, count = counts[0]
-    if count == len(values):
+    if len(counts) == 1:
         return None
     parts = [
         f"{value} on {ranks_text([r for r, v in enumerate(values) if v == value])}"
-        for value, _ in counts
+        for value, _ in reversed(counts)
     ]
-    if 2 * count > len(values):
-        parts = [*parts[1:], f"{common} on the others"]
     return f"{name} is {', '.join(parts)}"
 
 
@@ -67,7 +65,6 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def code_version() -> dict[str, str]:
-    """Hash the package's sources, and name torch's version."""
     root = Path(__file__).parents[1]
     return {"diffllm": hash_sources(root, root.rglob("*.py")), "torch": torch.__version__}
 
@@ -81,13 +78,13 @@ def hash_sources(root: Path, files: Iterable[Path]) -> str:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
-    """Compare what should be equal: replicated tensors on all ranks, shards with their replicas.
+    """Compare replicated tensors on all ranks, and shards with their replicas.
+
+    If they differ, every rank raises AgreedError with the names of ranks and tensors.
 
     Args:
-        tensors: those of this rank, the same names everywhere, local shards in DTensors.
-        replica_size: neighbouring ranks that hold one copy of the sharded tensors.
-
-    Where they differ, every rank raises, as in `check_same`; names ranks and tensors.
+        tensors: tensors of this rank, with the same names on all ranks; shards are DTensors.
+        replica_size: number of neighbouring ranks that hold one copy of the sharded tensors.
     """
     own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
     size = dist.get_world_size()

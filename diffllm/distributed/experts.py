@@ -46,7 +46,6 @@ def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def even_parts(total: int, n: int) -> list[int]:
-    """Divide `total` into `n` parts that differ by one at most."""
     return [total // n + (i < total % n) for i in range(n)]
 
 

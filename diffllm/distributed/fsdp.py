@@ -39,7 +39,7 @@ def parallelize(
 
     One rank keeps its parameters whole; `OneRank` casts them. On several ranks FSDP2 averages
     gradients over all ranks in float32, except gradients of experts that ranks share out
-    (`average_experts`). Parameters named in a module's `fp32_parameters` stay replicated, in
+    (`finish_gradients`). Parameters named in a module's `fp32_parameters` stay replicated, in
     float32 (`average_replicated`). Gathered parameters and the computation are in `param_dtype`.
     """
     layers: Any = model.layers
@@ -91,11 +91,10 @@ def placement(ranks: int, param: nn.Parameter) -> Shard | None:
 
 
 def prefetch(layers: Any) -> None:
-    """Make each layer gather its experts, and the layer behind it, as soon as it starts.
+    """Make each layer gather its experts and the next layer's parameters when it starts.
 
-    By itself, FSDP gathers ahead of the device as far as the host runs ahead, which here is up to
-    the next exchange of counts. In the backward pass the host waits only where activations are
-    computed again, and FSDP gathers what comes next by itself.
+    Without this, FSDP gathers only as far ahead as the host runs: up to the next exchange of
+    counts. In the backward pass the host waits only for activations that are computed again.
     """
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         experts = getattr(layer.ffn, "experts", None)
@@ -121,10 +120,10 @@ def wrap_forward(
 
 
 def compile_between_exchanges(ffn: Any) -> None:
-    """Compile what the graphs of a layer that exchanges rows leave out, in graphs of its own.
+    """Compile the experts and the shared expert of a layer that exchanges rows.
 
-    Each step has another number of rows. The shared expert stays apart: a graph waits for all of
-    its inputs, so one that also took the rows on their way would begin when they have arrived.
+    Each step has another number of rows. The shared expert has a graph of its own, because a graph
+    waits for all of its inputs, also for rows that are still on their way.
     """
     ffn.experts.activation = torch.compile(ffn.experts.activation, dynamic=True)
     if ffn.shared is not None:
@@ -148,16 +147,6 @@ def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
         for module in model.modules()
         for name in getattr(module, "fp32_parameters", ())
     }
-
-
-def local_block(param: Tensor) -> LocalBlock:
-    """Return the block of a parameter, sharded or not, that this rank holds."""
-    if not isinstance(param, DTensor):
-        return unsharded(param)
-    _, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
-    return param.to_local(), offset, param.shape
 
 
 LAST_UP_TO = 8 * 2**30
@@ -259,7 +248,12 @@ class Sharded(Weights):
         self.reduce: Reduce = self.choices["reduce"].value
 
     def block(self, param: Tensor) -> LocalBlock:
-        return local_block(param)
+        if not isinstance(param, DTensor):
+            return unsharded(param)
+        _, offset = compute_local_shape_and_global_offset(
+            param.shape, param.device_mesh, param.placements
+        )
+        return param.to_local(), offset, param.shape
 
     def begin_micro_batch(self, last: bool) -> None:
         self.model.set_requires_gradient_sync(last or self.reduce is Reduce.every)
@@ -270,8 +264,7 @@ class Sharded(Weights):
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
-    """Decide when gradients of micro-batches are reduced: once a step, where a whole gradient is
-    small enough to wait, unless the config says otherwise."""
+    """Return the config's choice, else reduce gradients once per step if they fit into memory."""
     if asked is not None:
         return AutoSetting(asked, ASKED)
     # Of experts, a rank computes with its own only.

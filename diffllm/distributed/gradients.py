@@ -38,12 +38,15 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
         clip_norm: the largest global norm; 0 turns clipping off.
     """
     average_replicated(params.values())
-    average_experts(params.values())
     trained = {name: p for name, p in params.items() if p.grad is not None}
     grads = [local(p.grad) for p in trained.values() if p.grad is not None]
+    for param, grad in zip(trained.values(), grads, strict=True):
+        # Experts got the tokens of all ranks that share them out: FSDP's average is of their sums.
+        if (ranks := expert_ranks(param)) > 1:
+            grad.div_(ranks)
     found = norms(trained, grads, mesh)
     if clip_norm:
-        clip_(grads, found.total, clip_norm)
+        torch._foreach_mul_(grads, (clip_norm / (found.total + 1e-6)).clamp(max=1.0))
     return found
 
 
@@ -57,18 +60,6 @@ def average_replicated(params: Iterable[Tensor]) -> None:
     packed /= dist.get_world_size()
     for grad, part in zip(grads, packed.split([g.numel() for g in grads]), strict=True):
         grad.copy_(part.view_as(grad))
-
-
-def average_experts(params: Iterable[Tensor]) -> None:
-    """Finish the gradients of experts that ranks share out.
-
-    Each got the tokens of all those ranks, so FSDP's average is of sums over them.
-    """
-    if dist.get_world_size() == 1:
-        return
-    for param in params:
-        if param.grad is not None and (ranks := expert_ranks(param)) > 1:
-            local(param.grad).div_(ranks)
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
@@ -90,12 +81,10 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
 
 
 def parameter_norm(params: Mapping[str, Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the norm of all parameters, a float32 scalar; arguments as for `norms`."""
     return norms(params, [local(p).detach() for p in params.values()], mesh).total
 
 
 def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
-    """Copy this rank's parts of parameters."""
     return [local(p).detach().clone() for p in params.values()]
 
 
@@ -107,9 +96,3 @@ def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: Device
     """
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total
-
-
-def clip_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale what this rank holds in place, so that a global `norm` above `max_norm` comes down to
-    it."""
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -30,14 +30,11 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     LaunchError for variables that are no numbers, or that do not fit together.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
-        return checked_place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PTY_PORT" not in env:
-        return checked_place(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    return 0, 1, 0
-
-
-def checked_place(env: Mapping[str, str], rank: str, size: str, local: str) -> tuple[int, int, int]:
-    """Return the values of three variables, checked to make sense."""
+        rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    elif "SLURM_STEP_NUM_TASKS" in env and "SLURM_PTY_PORT" not in env:
+        rank, size, local = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
+        return 0, 1, 0
     for one, other in ((rank, size), (size, rank)):
         if one not in env:
             raise LaunchError(
@@ -51,7 +48,6 @@ def checked_place(env: Mapping[str, str], rank: str, size: str, local: str) -> t
 
 
 def whole_number(env: Mapping[str, str], name: str, least: int) -> int:
-    """Parse the variable as a whole number."""
     text = env[name].strip()
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise LaunchError(f"{name}={env[name]!r} must be a whole number, {least} or more")
@@ -90,18 +86,15 @@ def first_host(nodes: str) -> str:
 
 
 def end_with_torchrun() -> None:
-    """Let a SIGKILL of torchrun kill its workers, too; it starts them in sessions of their own.
-
-    Workers that lived on would hold their GPUs, and write to a run that is somebody else's by then.
-    """
+    """Let a SIGKILL of torchrun kill its workers, which have sessions of their own. Otherwise they
+    would hold their GPUs and write to a run that another process may hold."""
     worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
     if worker and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_variables() -> None:
-    """Set the variables that libraries read when they are loaded or first used, unless the user
-    has set them."""
+    """Set the variables that libraries read at their first use, unless the user has set them."""
     # MKL otherwise chooses between two code paths for small products, process by process, so that
     # a resumed run would differ from an undisturbed run in the last bits.
     choose_mode(strict_mode())
@@ -112,9 +105,8 @@ def set_variables() -> None:
 def choose_mode(mode: str) -> None:
     """Set MKL_CBWR unless the user has set it or MKL has read it. A second variable marks the value
     as ours, also in child processes."""
-    if mode_in_force.cache_info().currsize:
-        return
-    if os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE)):
+    ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
+    if ours and not mode_in_force.cache_info().currsize:
         os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
 
 
@@ -150,11 +142,8 @@ def keep_mode(recorded: str) -> str:
 
 
 def keep_memory() -> None:
-    """Let glibc keep the memory of a training step for the next step instead of returning it.
-
-    A step frees nearly all of its memory. glibc would return it to the kernel, which clears every
-    page again at the next step.
-    """
+    """Let glibc keep the memory of a training step for the next step. Otherwise the kernel gets the
+    memory back and clears every page again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
     # Older versions of glibc take 32 MiB at most.
     if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):

@@ -26,14 +26,15 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT.
 
-    Before `defer`, the first signal raises StoppedEarly, because there is nothing to save. Later
-    signals are only noted, except SIGINT after another signal: it raises KeyboardInterrupt.
-    Outside the main thread, a request handles no signals.
+    Unless `deferred` is set, the first signal raises StoppedEarly, because there is nothing to
+    save. Later signals are only noted, except SIGINT after another signal: it raises
+    KeyboardInterrupt. Outside the main thread, a request handles no signals.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
+        """Whether signals are only noted, for `Agreement` to report."""
         self.come = False
         self.previous: dict[int, Any] = {}
         # A handler waits for the main thread to be back from a collective, these bytes do not.
@@ -52,10 +53,6 @@ class StopRequest:
             raise KeyboardInterrupt
         if not again and not self.deferred:
             raise StoppedEarly(signal.Signals(number))
-
-    def defer(self) -> None:
-        """Only note signals from now on; `Agreement` reports them."""
-        self.deferred = True
 
     def has_come(self) -> bool:
         """Whether a signal has come, handled or not; from any thread."""

@@ -31,7 +31,7 @@ from diffllm.core.errors import AgreedError, UserError
 from diffllm.core.files import open_to_write
 from diffllm.core.printing import echo, to_stderr
 from diffllm.distributed.stop import StoppedEarly, StopRequest
-from diffllm.distributed.world import Calls, RecordedCall, World, recorded
+from diffllm.distributed.world import Calls, World, recorded
 
 T = TypeVar("T")
 
@@ -65,13 +65,6 @@ class Beat(NamedTuple):
     """True if the rank is done, or has failed for a reason of its own."""
     words: str
     """The error that made it fail, or ""."""
-
-
-class Wait(NamedTuple):
-    """A wait for something on this machine."""
-
-    what: str
-    since: float
 
 
 class Watch:
@@ -110,19 +103,19 @@ class Watch:
 
     def reached(self, place: str) -> None:
         self.place, self.since = place, time.monotonic()
-        self.waits: Wait | None = None
+        self.waits: tuple[str, float] | None = None
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Report that this rank waits for `what` while this context is open."""
-        self.waits = Wait(what, time.monotonic())
+        self.waits = what, time.monotonic()
         try:
             yield
         finally:
             self.waits = None
 
     def where(self) -> str:
-        return f"{self.place}, waiting for {self.waits.what}" if self.waits else self.place
+        return f"{self.place}, waiting for {self.waits[0]}" if self.waits else self.place
 
     def close(self) -> None:
         """Leave: other ranks no longer wait for this one.
@@ -178,7 +171,7 @@ class Watch:
         while not message and time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
             message = self.verdict or self._store_message(SILENT_S)
-            silent = [rank for rank in self.beats if self._silence(rank) > SILENT_S]
+            silent = [rank for rank in self._silent(SILENT_S) if rank in self.beats]
             if not message and (silent or any(beat.words for beat in self.beats.values())):
                 message = self._diagnosis(silent, calls)
         message = message or self._diagnosis([], calls)
@@ -210,9 +203,11 @@ class Watch:
             stopping = self.request.has_come() or any(beat.stopping for beat in others)
             limit = min(self.limit, STOPPING_S) if stopping else self.limit
             message = self.verdict or self._store_message(limit)
-            silent = [rank for rank in self.watched if self._silence(rank) > limit]
+            silent = self._silent(limit)
+            # A save in the background may wait for another rank's slow disk while steps go on.
             stuck = self.rank == 0 and any(
-                waits_s(beat) > self.limit and not_called(self.beats, beat) for beat in others
+                min(b.calls.age_s, b.place_s) > self.limit and not_called(self.beats, b)
+                for b in others
             )
             if not message and (silent or stuck):
                 message = self._diagnosis(silent, recorded())
@@ -230,7 +225,7 @@ class Watch:
         while not self.closed.wait(BEAT_S):
             now, waits = time.monotonic(), self.waits
             asked = min(asked, now if self.request.has_come() else math.inf)
-            waited = now - waits.since if waits else 0.0
+            waited = now - waits[1] if waits else 0.0
             message = f"this process hangs at {self.where()}{stopped_children()}"
             if waited > (min(self.limit, STOPPING_S) if asked < now else self.limit):
                 self._end(message)
@@ -257,16 +252,16 @@ class Watch:
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
         for rank, text in zip(known, texts, strict=True):
-            beat = read_beat(text)
+            beat = Beat(*json.loads(text))
             if rank not in self.beats or beat.number != self.beats[rank].number:
                 self.heard[rank] = time.monotonic()
-            self.beats[rank] = beat
+            self.beats[rank] = beat._replace(calls=Calls(*beat.calls))
 
-    def _silence(self, rank: int) -> float:
-        """Return the seconds since a rank's last beat; 0 if it has left, or without a store."""
-        if self.store_gone or (rank in self.beats and self.beats[rank].left):
-            return 0.0
-        return self.answered - self.heard[rank]
+    def _silent(self, limit: float) -> list[int]:
+        """List the watched ranks without a beat for more than `limit` seconds."""
+        left = {rank for rank, beat in dict(self.beats).items() if beat.left}
+        late = {rank for rank in self.watched if self.answered - self.heard[rank] > limit}
+        return [] if self.store_gone else sorted(late - left)
 
     def _store_message(self, limit: float) -> str:
         """Describe why the store does not answer; "" while it answers."""
@@ -274,7 +269,7 @@ class Watch:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher of the first node is missing, and with it the store of the ranks"
-        return missing_text(0, self.beats.get(0), started=True)
+        return missing_text(0, self.beats.get(0))
 
     def _end(self, message: str) -> None:
         """Tell the others, write stack traces, and exit with code 1."""
@@ -332,16 +327,7 @@ def stopped_children() -> str:
     return f" (stopped: process {', '.join(found)})" if found else ""
 
 
-def read_beat(text: bytes) -> Beat:
-    """Read a beat from JSON as `_beat` writes it."""
-    beat = Beat(*json.loads(text))
-    newest, pending, numbers = beat.calls
-    calls = Calls(newest and RecordedCall(*newest), pending and RecordedCall(*pending), numbers)
-    return beat._replace(calls=calls)
-
-
 def shortened(error: BaseException) -> str:
-    """Return an error's text as one line, cut short."""
     return " ".join(str(error).split())[:500]
 
 
@@ -354,23 +340,14 @@ def is_failed_collective(error: BaseException | None) -> bool:
     )
 
 
-def waits_s(beat: Beat) -> float:
-    """Return the seconds that a rank has waited in its oldest open collective at its place.
-
-    A save in the background may wait for another rank's slow disk while steps go on.
-    """
-    return min(beat.calls.pending.age_s, beat.place_s) if beat.calls.pending else 0.0
-
-
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
     """List the ranks that have not called the collective that a rank waits in."""
-    open_one = beat.calls.pending
-    if not open_one:
+    if not beat.calls.pending:
         return []
-    # Not every rank is in every group, but in the default one.
-    unknown = 0 if open_one.group in DEFAULT_GROUPS else 10**18
-    numbers = {r: b.calls.numbers.get(open_one.group, unknown) for r, b in dict(beats).items()}
-    return [rank for rank, number in numbers.items() if number < open_one.number]
+    group, number = beat.calls.group, beat.calls.number
+    # Every rank is in the default group, but not in every other group.
+    unknown = 0 if group in DEFAULT_GROUPS else 10**18
+    return [r for r, b in dict(beats).items() if b.calls.newest.get(group, unknown) < number]
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
@@ -393,15 +370,14 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
     else:
         return ""
     for rank, beat in sorted(beats.items()):
-        call = beat.calls.pending or beat.calls.newest
-        if rank not in culprits and call and not beat.left and len(parts) < len(culprits) + 3:
-            parts.append(f"rank {rank} waits at {beat.place} in {call.name}")
+        waits = beat.calls.name and not beat.left
+        if rank not in culprits and waits and len(parts) < len(culprits) + 3:
+            parts.append(f"rank {rank} waits at {beat.place} in {beat.calls.name}")
     return "; ".join(parts)
 
 
-def missing_text(rank: int, beat: Beat | None, started: bool = False) -> str:
-    """Describe a rank without a sign of life; `started` if it is known to have started."""
-    if beat is None and not started:
-        return f"rank {rank} is missing: it never started"
-    last = f"its last sign of life is from {beat.place}" if beat else "before its first beat"
+def missing_text(rank: int, beat: Beat | None) -> str:
+    if beat is None:
+        return f"rank {rank} is missing: there was no sign of life"
+    last = f"its last sign of life is from {beat.place}"
     return f"rank {rank} is missing: killed, stopped or cut off; {last}"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -28,7 +28,7 @@ K = TypeVar("K")
 RECORDED = 256
 """Number of collectives that torch's flight recorder keeps."""
 BACKGROUND: set[str] = set()
-"""Names of groups whose collectives may take long, as in saving a checkpoint."""
+"""Names of groups without hang detection: their collectives may take long, as a checkpoint does."""
 SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
@@ -122,16 +122,16 @@ class World:
         self.store.set(STOPPED, str(int(number)))
 
     def device(self) -> torch.device:
-        """Return this rank's GPU where there is one, else the CPU."""
-        if torch.cuda.is_available():
-            if self.local_rank >= torch.cuda.device_count():
-                raise ConfigError(
-                    f"local rank {self.local_rank} has no GPU: this machine has "
-                    f"{torch.cuda.device_count()}; start one process a GPU"
-                )
-            torch.cuda.set_device(self.local_rank)
-            return torch.device("cuda", self.local_rank)
-        return torch.device("cpu")
+        """Return this rank's GPU if the machine has GPUs, else the CPU."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        if self.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {self.local_rank} has no GPU: this machine has "
+                f"{torch.cuda.device_count()}; start one process a GPU"
+            )
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
         """Start NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
@@ -177,10 +177,9 @@ def join(cfg: DistributedConfig) -> World:
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
     """Agree on a name for this meeting of ranks, whatever earlier meetings left in `store`.
 
-    torchrun's count of restarts is no such name: if nodes join or leave, the count may stay the
-    same, or differ between nodes. So every rank writes a new random word, and rank 0 answers it.
-    Raises LaunchError on rank 0 if a rank does not appear within `timeout` seconds, and DistError
-    on other ranks without an answer within the store's timeout.
+    torchrun's count of restarts may differ between nodes, so every rank writes a new random word,
+    and rank 0 answers it. Raises LaunchError on rank 0 if a rank does not appear within `timeout`
+    seconds, and DistError on other ranks without an answer within the store's timeout.
     """
     if rank:
         word = uuid4().hex
@@ -204,31 +203,23 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
     return meeting
 
 
-class RecordedCall(NamedTuple):
-    """One collective that this process has called."""
-
-    name: str
-    """Operation and input shapes, as in 'gloo:all_reduce of [3]'."""
-    group: str
-    """Backend and name, as in 'gloo:0': each backend counts its own groups."""
-    number: int
-    """Position in the group's order of collectives, the same on every rank."""
-    age_s: float
-
-
 class Calls(NamedTuple):
-    """The last collectives of this process."""
+    """The last collectives of this process.
 
-    newest: RecordedCall | None = None
-    pending: RecordedCall | None = None
-    """The oldest one that is not known to be complete; torch finds that out late."""
-    numbers: dict[str, int] = {}  # noqa: RUF012
+    `name`, `group` and `age_s` are those of the oldest collective that is not known to be complete,
+    or of the newest if all are complete. Torch notices late that a collective is complete.
+    """
+
+    name: str = ""
+    """Operation and input shapes, as in 'gloo:all_reduce of [3]'; "" without any collective."""
+    group: str = ""
+    """Backend and name, as in 'gloo:0'."""
+    number: int = 0
+    """Position in the group's order of collectives, the same on every rank."""
+    age_s: float = 0.0
+    pending: bool = False
+    newest: dict[str, int] = {}  # noqa: RUF012
     """The number of the newest collective in each group."""
-
-
-def in_background(group: dist.ProcessGroup) -> None:
-    """Exclude this group from hang detection."""
-    BACKGROUND.add(group.group_name)
 
 
 def recorded() -> Calls:
@@ -240,20 +231,19 @@ def recorded() -> Calls:
         e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
     ]
     entries = [e for e in entries if not e["is_p2p"] and e["process_group"][0] not in BACKGROUND]
+    if not entries:
+        return Calls()
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    calls = [recorded_call(entry) for entry in entries]
-    pending = (call for call, e in zip(calls, entries, strict=True) if not e["retired"])
-    numbers = {call.group: call.number for call in calls}
-    return Calls(calls[-1], next(pending, None), numbers) if calls else Calls()
-
-
-def recorded_call(entry: dict[str, Any]) -> RecordedCall:
-    """Read one entry of the recorder."""
-    name = entry["profiling_name"]
+    # Each backend counts its own groups.
+    groups = [f"{e['profiling_name'].partition(':')[0]}:{e['process_group'][0]}" for e in entries]
+    at = next((i for i, e in enumerate(entries) if not e["retired"]), -1)
+    entry = entries[at]
     shapes = " ".join(str(shape) for shape in entry["input_sizes"][:2])
-    return RecordedCall(
-        f"{name} of {shapes}",
-        f"{name.partition(':')[0]}:{entry['process_group'][0]}",
+    return Calls(
+        f"{entry['profiling_name']} of {shapes}",
+        groups[at],
         entry["collective_seq_id"],
         max(0.0, time.time() - entry["time_created_ns"] / 1e9),
+        at >= 0,
+        {group: e["collective_seq_id"] for group, e in zip(groups, entries, strict=True)},
     )

@@ -57,7 +57,7 @@ def train(
     here.display.start(state.step)
     record = Record(t, state, here.display, out.sinks)
     agreement = Agreement(here.stop, cfg.distributed.timeout)
-    here.stop.defer()
+    here.stop.deferred = True
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))
     if agreement.delay:  # fill the pipeline: flags arrive one step later
         exchange(agreement, out.checkpoints, loader, cfg.steps - state.step, watch)

@@ -141,7 +141,7 @@ def test_ranks_that_wait_for_rank_0_stop_with_it(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("seed", "the ranks do not agree on their config: seed is 1 on rank 2, 0 on the others"),
+        ("seed", "the ranks do not agree on their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
         pytest.param(
             "code",
             "the ranks do not agree on their code: diffllm is another on rank 2, ",
