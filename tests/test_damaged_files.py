@@ -18,7 +18,7 @@ from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import overrides_of, parse_yaml
+from diffllm.config.yaml_file import parse_yaml, with_recipe
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.data.tasks.task import OwnFile
 from diffllm.evaluation.evaluation import all_results, keep, kept
@@ -96,7 +96,7 @@ FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
     "config.yaml": (CONFIG, lambda file: load_run_config(file.parent), usable_config),
     "sweep.json": (SWEEP, lambda file: SweepDirectory(file.parent), usable_sweep),
     "study.yaml": (STUDY, load_study, usable_study),
-    "recipe.yaml": (RECIPE, lambda file: overrides_of(f"data={file}"), lambda found: None),
+    "recipe.yaml": (RECIPE, lambda file: with_recipe(f"data={file}"), lambda found: None),
     "task.jsonl": (TASK, OwnFile, usable_task),
 }
 """By name: the content, its reader, and what holds of whatever it returns."""

@@ -16,7 +16,7 @@ from typing import Any
 from diffllm.cli.arguments import argument, flag, parse
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import check_variant
-from diffllm.config.matching import MATCHABLE
+from diffllm.config.matching import UNITS
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.model import without_storage
@@ -129,7 +129,7 @@ def print_counts(title: str, counts: Counts) -> None:
         by = matched["by"]
         echo(
             f"matched to {matched['target']}: {matched[f'target_{by}']:,.0f} "
-            f"{MATCHABLE[by].unit} at {matched['key']} {matched['target_ffn_dim']:,}"
+            f"{UNITS[by]} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     shown, more = len(others), True

@@ -14,7 +14,6 @@ diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6
 diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
 """
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from diffllm.data.tasks.task import Level, levels_of
 from diffllm.data.tokenizer import tokenizer_of
 from diffllm.evaluation.evaluation import Subject
 from diffllm.evaluation.load import decoder
-from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate, record
+from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
 
 
 @dataclass
@@ -47,7 +46,6 @@ class EvaluateArguments:
     limit: int | None = argument("most examples, or documents", None, least=1)
     seed: int = argument("of the examples", 0)
     json: bool = flag("JSON instead of tables")
-    wandb: bool = argument("true: a summary and a table in the run's wandb run, too", False)
     plugins: str = plugins_argument()
 
 
@@ -65,24 +63,25 @@ def evaluate_command(argv: list[str]) -> None:
     runs = runs_in(Path(args.run))
     evaluations, asked = chosen(args.suite, names, levels_in(args.level))
     asked = replace(asked, seed=args.seed, limit=args.limit)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {}
-    for run, step in [(path, step) for path in runs for step in steps_of(path, args)]:
-        subject = open_subject(run, step)
-        name = str(subject.checkpoint if args.every else run)
-        found[name] = results = dict(evaluate(subject, evaluations, asked))
-        if args.wandb and not record(subject, results):
-            echo(f"{run}: its config disables wandb", file=sys.stderr)
-        if not args.json:
-            echo(end="\n" * (len(found) > 1))
-            print_scores(run, subject.checkpoint.name, results)
+    for run in runs:
+        checkpoints = run / "checkpoints"
+        every = [step_of(path) for path in list_checkpoints(checkpoints)] if args.every else []
+        for wanted in every or [args.step]:
+            model, step = decoder(run, wanted)
+            tokenizer, path = (
+                Tokenizer.from_file(tokenizer_of(run)),
+                checkpoint_path(checkpoints, step),
+            )
+            subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
+            results = dict(evaluate(subject, evaluations, asked))
+            found[str(path if args.every else run)] = results
+            if not args.json:
+                echo(end="\n" * (len(found) > 1))
+                print_scores(run, path.name, results)
     if args.json:
         echo_json(found[args.run] if list(found) == [args.run] else found)
-
-
-def steps_of(run: Path, args: EvaluateArguments) -> list[int]:
-    if not args.every:
-        return [args.step]
-    return [step_of(path) for path in list_checkpoints(run / "checkpoints")] or [0]
 
 
 def levels_in(text: str) -> list[Level]:
@@ -101,15 +100,6 @@ def runs_in(path: Path) -> list[Path]:
     if not runs:
         raise CheckpointError(f"{path} is neither a run nor a sweep: it has no config.yaml")
     return runs
-
-
-def open_subject(run: Path, step: int) -> Subject:
-    """Open a checkpoint of a run, on the GPU where there is one."""
-    model, step = decoder(run, step)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = Tokenizer.from_file(tokenizer_of(run))
-    checkpoint = checkpoint_path(run / "checkpoints", step)
-    return Subject(model.to(device), tokenizer, checkpoint, run, load_run_config(run))
 
 
 def print_scores(run: Path, step: str, results: dict[str, Result]) -> None:

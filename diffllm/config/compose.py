@@ -27,9 +27,7 @@ from diffllm.config.overrides import (
     explain,
     for_hydra,
     implied_source,
-    nearest,
     one_line,
-    suggest,
     unknown_key,
 )
 from diffllm.config.plugins import config_directory, directories
@@ -41,7 +39,7 @@ from diffllm.config.schema import (
     is_allowed,
     leaves,
 )
-from diffllm.config.yaml_file import with_recipes
+from diffllm.config.yaml_file import with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import SCHEMAS, schema_name
@@ -105,10 +103,12 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
     with hydra():
         try:
             check_secrets(overrides)
-            overrides = with_recipes(overrides)
-            parsed = [parse_word(word) for word in overrides]
+            overrides = [part for word in overrides for part in with_recipe(word)]
+            parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed, yaml_names)
-            overrides = [*quickstart(parsed), *for_hydra(parsed)]
+            overrides = [for_hydra(override) for override in parsed]
+            if all(is_allowed(each.get_key_element(), list(OF_NO_EFFECT)) for each in parsed):
+                overrides.insert(0, "experiment=quickstart")  # nothing says what to compute
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
             if source := implied_source(cfg, parsed):
                 overrides = [*source, *overrides]
@@ -127,20 +127,6 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
     return cfg, overrides
 
 
-def parse_word(word: str) -> Override:
-    try:
-        return OverridesParser.create().parse_overrides([word])[0]
-    except ValueError as error:  # an integer with more digits than Python converts
-        raise ConfigError(f"{word[:40]}...: {error}") from error
-
-
-def quickstart(overrides: list[Override]) -> list[str]:
-    """Choose the quickstart for a command that says nothing of what is computed."""
-    keys = [override.get_key_element() for override in overrides]
-    idle = all(is_allowed(key, list(OF_NO_EFFECT)) for key in keys)
-    return ["experiment=quickstart"] if idle else []
-
-
 def typed(composed: DictConfig) -> TrainConfig:
     """Turn a composed config into validated dataclasses; raises ConfigError."""
     try:
@@ -151,7 +137,9 @@ def typed(composed: DictConfig) -> TrainConfig:
     except TypeError as error:  # of a list whose interpolation is none
         raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
-    cfg.run.schemas = schemas_of(cfg)
+    classes = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
+    names = {group: schema_name(group, cls) for group, cls in classes.items()}
+    cfg.run.schemas = {group: name for group, name in names.items() if name}
     check_fields(cfg)
     check_values(cfg)
     check_allowed(cfg)
@@ -177,19 +165,12 @@ def checked(cfg: TrainConfig) -> TrainConfig:
     return again
 
 
-def schemas_of(cfg: TrainConfig) -> dict[str, str]:
-    """Name the registered classes of a config by group; a class of no name is left out."""
-    classes = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
-    names = {group: schema_name(group, cls) for group, cls in classes.items()}
-    return {group: name for group, name in names.items() if name}
-
-
 def check_allowed(cfg: TrainConfig) -> None:
     """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has or had."""
     keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens", *REMOVED]
     for name in cfg.run.allow_changes:
         if not any(is_allowed(key, [name]) for key in keys):
-            raise ConfigError(f"run.allow_changes: unknown key {name}{suggest(name, keys)}")
+            raise ConfigError(f"run.allow_changes: {unknown_key(name, keys)}")
 
 
 def check_fields(cfg: TrainConfig) -> None:
@@ -197,10 +178,8 @@ def check_fields(cfg: TrainConfig) -> None:
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
         for unknown in vars(node).keys() - known:
-            key = f"{prefix}{unknown}"
-            beside = [f"{prefix}{name}" for name in known] + list(GROUPS) * (not prefix)
-            close = nearest(key, [*beside, *(name for name, _, _ in leaves(cfg))])
-            raise ConfigError(unknown_key(key, close or beside))
+            names = [*GROUPS, *(name for name, _, _ in leaves(cfg))]
+            raise ConfigError(unknown_key(f"{prefix}{unknown}", names))
 
 
 LENGTHS = ("steps", "max_tokens", "epochs")
@@ -234,25 +213,19 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
         raise ConfigError(f"{', '.join(sorted(given or kept))}: give one of {', '.join(LENGTHS)}")
 
 
-def steps_of_tokens(cfg: TrainConfig) -> int | None:
-    """Return the whole steps in max_tokens; None where it is not given."""
-    if cfg.max_tokens is None:
-        return None
-    return whole(cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len), "max_tokens", cfg)
+def steps_to_train(cfg: TrainConfig) -> int:
+    """Return the whole steps in max_tokens, or in epochs, for which the corpus is prepared.
 
+    Raises ConfigError for less than one step.
+    """
+    if cfg.max_tokens is not None:
+        key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)
+    else:
+        from diffllm.data import prepare, sequences_of_epoch  # takes seconds
 
-def steps_of_epochs(cfg: TrainConfig) -> int | None:
-    """Prepare the corpus and return the whole steps in epochs over it; None where not given."""
-    if cfg.epochs is None:
-        return None
-    from diffllm.data import prepare, sequences_of_epoch  # seconds that other runs need not wait
-
-    sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)
-    return whole(cfg.epochs * sequences / cfg.global_batch_size, "epochs", cfg)
-
-
-def whole(steps: float, key: str, cfg: TrainConfig) -> int:
-    """Round down; raises ConfigError where not even one step is left."""
+        assert cfg.epochs is not None
+        sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)
+        key, steps = "epochs", cfg.epochs * sequences / cfg.global_batch_size
     if steps < 1:
         raise ConfigError(
             f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size="

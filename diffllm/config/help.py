@@ -6,13 +6,14 @@ A key's words are the docstring under its field, a choice's the comment at the t
 import ast
 import inspect
 import itertools
+import json
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
+from enum import Enum, EnumType
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -44,7 +45,7 @@ class Key(NamedTuple):
     name: str
     """Its dotted name."""
     default: str
-    """Its value where nobody sets it, as one writes it; in words, where it follows another key."""
+    """Its default as one writes it; in words if the value follows another key."""
     allowed: list[str]
     """Its values, where they are few."""
     meaning: str
@@ -95,7 +96,7 @@ def section_text(section: Section, width: int) -> str:
 
 
 def width_of_output() -> int:
-    """Return the columns of a terminal; beyond one, lines are not broken."""
+    """Return the columns of a terminal; other outputs get long lines."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
 
 
@@ -173,11 +174,8 @@ def first_sentence(text: str) -> str:
 
 
 def values_of(declared: Any) -> list[str]:
-    """List the values of an enumeration, or of one or none; nothing for another type."""
-    for kind in (declared, *get_args(declared)):
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            return list(kind.__members__)
-    return []
+    kinds = [kind for kind in (declared, *get_args(declared)) if isinstance(kind, EnumType)]
+    return list(kinds[0].__members__) if kinds else []
 
 
 def default_text(node: Any) -> str:
@@ -192,25 +190,21 @@ def default_text(node: Any) -> str:
         return value if value == value.strip() else repr(value)
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list):
         return f"[{','.join(default_text(item) for item in value)}]"
-    return f"{value:g}" if isinstance(value, float) else f"{value!s}"
+    if isinstance(value, dict):
+        return str(value)
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """The comment at the top of the variant's YAML, else the first sentence about its config's
-    class; empty where there is neither."""
+    """Return a variant's YAML comment, or without one its config's first paragraph, or ""."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """Return the comment at the top of a choice's YAML as one line.
-
-    The package line and indented lines, which are commands, are left out.
-    """
+    """Return the comment at the top of a YAML as one line, without package and commands."""
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
     text = next((file.read_text() for file in places if file.is_file()), "")
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -219,7 +213,6 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """A class's own docstring up to an empty line, as one line; a dataclass that has none gets its
-    signature as one, which says nothing."""
+    """Return a class's own first paragraph as one line, without a dataclass's generated one."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

@@ -7,8 +7,7 @@ from omegaconf import DictConfig
 from diffllm.config.compose import (
     check_variant,
     compose_config,
-    steps_of_epochs,
-    steps_of_tokens,
+    steps_to_train,
     typed,
     variant_config,
 )
@@ -58,7 +57,7 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     check_paths(cfg)
     cfg.data.check_asked_for()
     if follows:
-        composed.steps = steps_of_tokens(cfg) or steps_of_epochs(cfg)
+        composed.steps = steps_to_train(cfg)
         cfg = typed(composed)
     if cfg.plugins != plugins_in(words):
         raise ConfigError(

@@ -1,15 +1,14 @@
 """Equal parameters, or equal training FLOPs a token, for variants of unequal size: the feed-forward
 width makes up the difference."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import MISSING
 
 from diffllm.core.errors import ConfigError
-from diffllm.model import ModelConfig, Transformer, without_storage
+from diffllm.model import ModelConfig, without_storage
 from diffllm.model.attention.base import AttentionConfig
 
 MODULI = (64, 32, 16, 8)
@@ -18,21 +17,8 @@ TOLERANCE = Fraction(1, 200)
 """Largest difference of the totals, as a share of the target's."""
 
 
-class Quantity(NamedTuple):
-    """A total that variants can have in common."""
-
-    unit: str
-    of: Callable[[Transformer], float]
-    """Measures it on a decoder on the meta device."""
-
-
-MATCHABLE = {
-    "params": Quantity(
-        "parameters", lambda model: sum(param.numel() for param in model.parameters())
-    ),
-    "flops": Quantity("FLOPs a token", Transformer.flops_per_token),
-}
-"""The totals by the name that `model.match_<name>_to` has for each."""
+UNITS = {"params": "parameters", "flops": "FLOPs a token"}
+"""Units of the totals that variants can have in common, by the <name> in `match_<name>_to`."""
 
 
 @dataclass
@@ -57,25 +43,18 @@ class Matched:
     """Training FLOPs a token."""
 
     @property
-    def totals(self) -> tuple[float, float]:
-        if self.by == "flops":
-            return self.flops, self.target_flops
-        return self.params, self.target_params
-
-    @property
     def difference_percent(self) -> float:
         """Excess of the total over the target's, in percent of the target's."""
-        own, wanted = self.totals
+        own, wanted = getattr(self, self.by), getattr(self, f"target_{self.by}")
         return 100 * (own - wanted) / wanted
 
     def numbers(self) -> dict[str, Any]:
         return {**asdict(self), "difference_percent": self.difference_percent}
 
     def text(self) -> str:
-        """Describe the match in one sentence."""
-        own, wanted = self.totals
+        own, wanted = getattr(self, self.by), getattr(self, f"target_{self.by}")
         return (
-            f"{self.key} {self.ffn_dim:,} gives {own:,.0f} {MATCHABLE[self.by].unit}, "
+            f"{self.key} {self.ffn_dim:,} gives {own:,.0f} {UNITS[self.by]}, "
             f"{self.difference_percent:+.3f}% against {self.target}'s {wanted:,.0f} "
             f"at {self.key} {self.target_ffn_dim:,}"
         )
@@ -99,18 +78,19 @@ def match(
     Args:
         model: a valid shape, its width the target's.
         variant, target: names of `model.attention` and `target_attention`, for messages.
-        by: the total, a key of MATCHABLE.
+        by: the total, a key of UNITS.
     """
-    key, unit = f"model.match_{by}_to={target}", MATCHABLE[by].unit
+    key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)
     try:
         target_model.validate()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    goal, start = totals(target_model), width_of(model)
-    own, width = totals(model), start
+    goal, own = totals(target_model), totals(model)
     wanted = goal[by]
-    name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
+    experts = model.moe.n_experts > 0
+    name = "moe.expert_dim" if experts else "ffn_dim"
+    start = width = model.moe.expert_dim if experts else model.ffn_dim
     if own[by] != wanted:
         a_step = Fraction(totals(widened(model, 2 * width))[by] - own[by]) / width
         exact = width + Fraction(wanted - own[by]) / a_step
@@ -133,13 +113,7 @@ def match(
     )  # fmt: skip
 
 
-def width_of(model: ModelConfig) -> int:
-    """Return the width that is solved: of the experts, or of the feed-forward layers."""
-    return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
-
-
 def widened(model: ModelConfig, width: int) -> ModelConfig:
-    """Return the model with another width of its experts, or of its feed-forward layers."""
     if model.moe.n_experts:
         return replace(model, moe=replace(model.moe, expert_dim=width))
     return replace(model, ffn_dim=width)
@@ -147,4 +121,5 @@ def widened(model: ModelConfig, width: int) -> ModelConfig:
 
 def totals(model: ModelConfig) -> dict[str, float]:
     built = without_storage(model)
-    return {name: quantity.of(built) for name, quantity in MATCHABLE.items()}
+    params = sum(param.numel() for param in built.parameters())
+    return {"params": params, "flops": built.flops_per_token()}

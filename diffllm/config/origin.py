@@ -4,8 +4,7 @@ PATH is a run directory, one of its checkpoints, or a directory of transformers.
 from it has its model and its tokenizer, unless the command line says otherwise.
 """
 
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import is_model_directory
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
-from diffllm.config.saved import flatten, load_run_config
+from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.config.schema import OF_WEIGHTS
 from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -50,13 +49,11 @@ class Origin:
 
     @cached_property
     def attention(self) -> str:
-        return self.chosen or named_attention(self.model.attention)[0]
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The values of its attention that are not that YAML's; none where the YAML is not here."""
-        known = self.attention in variants()
-        return differing(self.model.attention, self.attention) if known else {}
+        """The YAML of its attention; for one from elsewhere, that with the same values if any."""
+        own = self.model.attention
+        base = VARIANTS[type(own).__name__]
+        names = [base, *(name for name in variants() if name.startswith(f"{base}_"))]
+        return self.chosen or next((name for name in names if not differing(own, name)), base)
 
     @property
     def tokenizer(self) -> Path:
@@ -77,11 +74,11 @@ class Origin:
 
 def origin_of(path: Path) -> Origin:
     """Open what `resume=weights:PATH` names; raises CheckpointError for anything else."""
-    if (path / "config.yaml").is_file():
-        return of_run(path, path)
-    run = path.absolute().parents[1] if len(path.absolute().parents) > 1 else path
-    if path.parent.name == "checkpoints" and (run / "config.yaml").is_file():
-        return of_run(path, run)
+    for run in (path, path.absolute().parent.parent):
+        if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
+            cfg = load_run_config(run)
+            choices = cfg.run.choices
+            return Origin(path, cfg.model, choices["attention"], choices["model"], run)
     if is_model_directory(path):
         directory = ModelDirectory(path)
         return Origin(path, directory.model, directory=directory)
@@ -91,35 +88,14 @@ def origin_of(path: Path) -> Origin:
     )
 
 
-def of_run(path: Path, run: Path) -> Origin:
-    cfg = load_run_config(run)
-    choices = cfg.run.choices
-    return Origin(path, cfg.model, choices["attention"], choices["model"], run)
-
-
-def named_attention(attention: AttentionConfig) -> tuple[str, dict[str, Any]]:
-    """Return the YAML that makes an attention, or nearly does, and the values it has besides."""
-    base = VARIANTS[type(attention).__name__]
-    for name in [base, *(name for name in variants() if name.startswith(f"{base}_"))]:
-        if not (others := differing(attention, name)):
-            return name, others
-    return base, differing(attention, base)
-
-
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
     """Return the values of an attention that differ from those of a YAML, as plain ones."""
-    here, there = plain_values(attention), plain_values(variant_config(name))
+    here, there = flatten(yaml_dict(attention)), flatten(yaml_dict(variant_config(name)))
     return {
         key: value
         for key, value in here.items()
         if there.get(key) != value and f"attention.{key}" not in OF_A_RUN
     }
-
-
-def plain_values(config: Any) -> dict[str, Any]:
-    """Return a config of dataclasses by dotted key, enums by name."""
-    values = flatten(asdict(config))
-    return {key: v.name if isinstance(v, Enum) else v for key, v in values.items()}
 
 
 def named_in(resume: str) -> Path | None:
@@ -153,24 +129,25 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
     words = []
     if "model" not in given:
         words += [f"model={origin.shape}"] if origin.shape else []
-        shape = {
-            key: value
-            for key, value in plain_values(origin.model).items()
+        words += [
+            f"model.{key}={as_text(value)}"
+            for key, value in flatten(yaml_dict(origin.model)).items()
             if key not in OF_A_RUN and not key.startswith("attention.")
-        }
-        words += [f"model.{key}={as_text(value)}" for key, value in shape.items()]
+        ]
     if "attention" not in given:
         words.append(f"attention={origin.attention}")
-        words += [f"model.attention.{key}={as_text(v)}" for key, v in origin.settings.items()]
+        known = origin.attention in variants()
+        own = differing(origin.model.attention, origin.attention) if known else {}
+        words += [f"model.attention.{key}={as_text(value)}" for key, value in own.items()]
     if given.get("data") != "tokens" and "data.tokenizer" not in given:
         words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
     check_shared(words, str(origin.path))
     return words
 
 
-def differences(origin: Origin, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+def changed_model(origin: Origin, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Return the values of a model that are not its weights' own: (there, here) by key."""
-    there, here = plain_values(origin.model), plain_values(model)
+    there, here = flatten(yaml_dict(origin.model)), flatten(yaml_dict(model))
     return {
         f"model.{key}": (there.get(key), here.get(key))
         for key in sorted(there.keys() | here.keys())

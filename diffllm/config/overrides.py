@@ -2,8 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hydra import compose
@@ -15,12 +14,10 @@ from yaml import YAMLError
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import SCHEMAS
-from diffllm.data.config import READ_BY, Point, SourceConfig
+from diffllm.data.config import READ_BY
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
-INNER = {cls.__name__: cls for cls in (SourceConfig, Point)}
-"""Types of mappings inside of values."""
 OPEN = ("data.sources", "data.level", "eval.levels")
 """Keys that hold a mapping of names that the config does not know."""
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
@@ -145,57 +142,30 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
                 raise ConfigError(f"{override.input_line}: must be true or false")
 
 
-def suggest(name: str, known: list[str]) -> str:
-    """Return '; did you mean x?', or the list of known names."""
-    close = nearest(name, known)
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """Say that a key was removed, or that it is unknown, with the most similar known key."""
+    return removal(key) if key in REMOVED else f"unknown key {key}{did_you_mean(key, known)}"
+
+
+def did_you_mean(key: str, known: Sequence[str]) -> str:
+    """Return '; did you mean x?' for the most similar key; similar by its last part if need be."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     if not close:
-        return f"; known: {', '.join(sorted(known))}"
-    return f"; did you mean {'one of ' * (len(close) > 1)}{', '.join(close)}?"
+        last = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [last[name] for name in difflib.get_close_matches(key.split(".")[-1], last, n=1)]
+    return f"; did you mean {close[0]}?" if close else ""
 
 
-def unknown_key(key: str, known: list[str]) -> str:
-    """Say that a key was removed, or that it is unknown and which keys are known."""
-    if key in REMOVED:
-        return removal(key)
-    return f"unknown key {key}{suggest(key, known)}"
-
-
-def nearest(key: str, known: list[str]) -> list[str]:
-    """Return the keys that end as this one does, or contain it, or look like it; none otherwise."""
-    section, _, own = key.rpartition(".")
-    last = {name: name.rpartition(".")[2] for name in known}
-    if same := [name for name in known if last[name] == own]:
-        return same
-    top = [name for name in known if "." not in name]
-    if not section and (close := difflib.get_close_matches(own, top, n=1, cutoff=0.85)):
-        return close
-    longer = [name for name in known if own in last[name].split("_", 1)]
-    if longer and not section:
-        return longer
-    beside = {last[name]: name for name in known if name.rpartition(".")[0] == section}
-    if close := difflib.get_close_matches(own, beside, n=1):
-        return [beside[close[0]]]
-    if section:
-        return difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    close = difflib.get_close_matches(own, last.values(), n=1)
-    return [name for name in known if last[name] in close]
-
-
-def for_hydra(overrides: list[Override]) -> list[str]:
-    """Return overrides as words for Hydra: a single value in brackets where a key holds a list, and
-    a mark at a key that takes any names."""
-
-    def word_of(override: Override) -> str:
-        word, value = str(override.input_line), override.value()
-        if override.key_or_group in OPEN and word.startswith(override.key_or_group):
-            return f"++{word}"
-        key, _, text = word.partition("=")
-        single = isinstance(value, str | int | float) and not isinstance(value, bool)
-        single &= not text.startswith("${") or text.startswith("${oc.env:")
-        listed = override.key_or_group in LISTS and single
-        return f"{key}=[{text}]" if listed else word
-
-    return [word_of(override) for override in overrides]
+def for_hydra(override: Override) -> str:
+    """Return an override as Hydra takes it: a single value of a list key in brackets, and ++ before
+    a key that takes any names."""
+    word, key, value = str(override.input_line), override.key_or_group, override.value()
+    if key in OPEN and word.startswith(key):
+        return f"++{word}"
+    name, _, text = word.partition("=")
+    single = isinstance(value, str | int | float) and not isinstance(value, bool)
+    interpolates_list = text.startswith("${") and not text.startswith("${oc.env:")
+    return f"{name}=[{text}]" if key in LISTS and single and not interpolates_list else word
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
@@ -233,32 +203,16 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 def explain(error: Exception, words: list[str]) -> str:
     """Explain a failed composition in one line: Hydra's message, with the nearest known key."""
     if isinstance(error, OverrideParseException):
-        word, text = error.override or "", one_line(error)
-        if len(word) > LONGEST_QUOTED or text.startswith("LexerNoViableAltException"):
-            text = ""  # it says no more than the word again
-        if "missing EQUAL" in text:
-            text = ""
-        shown = word if len(word) <= LONGEST_QUOTED else f"{word[:LONGEST_QUOTED]}..."
-        return f"{shown!r} is not of the form key=value{text and f': {text}'}"
+        return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     text, key = one_line(cause), re.search(r"full_key: (\S+)", str(cause))
-    blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
-    culprit = (blamed[1] or blamed[2]) if blamed else key[1] if key else ""
     file = re.match(r"In '(\w+)/([\w.-]+)': (?:.* raised while composing config: )?", text)
     where = f"{file[1]}={file[2]}: " if file else ""
-    if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '(\w+)')", text):
-        if cls := INNER.get(unknown[2]):
-            name, names = unknown[1], [f.name for f in fields(cls)]
-            place = culprit.partition("=")[0]
-            return f"{place}: unknown key {name}{suggest(name, nearest(name, names) or names)}"
+    if unknown := re.search(r"Key '(\S+)' (?:is not in struct|not in '\w+')", text):
+        chosen = [word for word in words if word.partition("=")[0].lstrip("+") in GROUPS]
+        known = [*GROUPS, *known_keys(compose("train", overrides=[] if file else chosen))]
         name = key[1] if key else unknown[1]
-        chosen = [word for word in words if word.partition("=")[0].lstrip("+") in (*GROUPS, *OPEN)]
-        if file and name == file[1] == "experiment":
-            return f"{where}the first line of its YAML must be '# @package _global_'"
-        known = known_keys(compose("train", overrides=[] if file else chosen))
-        names = [each for each in known if not name.startswith(f"{each}.")]
-        close = nearest(name, names) or sisters(name, names)
-        return f"{where}{unknown_key(name, close)}"
+        return where + unknown_key(name, [k for k in known if not name.startswith(f"{k}.")])
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
         return (
             f"{where}nothing has registered {schema[1]}={schema[2]}; plugins=[module] imports the "
@@ -266,18 +220,9 @@ def explain(error: Exception, words: list[str]) -> str:
         )
     if file:
         return f"{where}{f'{key[1]}: ' if key else ''}{text[file.end() :]}"
+    blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
+    culprit = (blamed[1] or blamed[2]) if blamed else key[1] if key else ""
     return f"{culprit}: {text}" if culprit else text
-
-
-def sisters(key: str, names: list[str]) -> list[str]:
-    """Return the keys beside an unknown one, in the deepest section of its name that exists."""
-    section = key
-    while section:
-        section = section.rpartition(".")[0]
-        beside = [name for name in names if name.rpartition(".")[0] == section]
-        if beside:
-            return beside
-    return names
 
 
 def one_line(error: BaseException) -> str:

@@ -11,10 +11,11 @@ import re
 import sys
 import traceback
 import warnings
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -34,15 +35,7 @@ from diffllm.distributed.consistency import hash_sources
 NOT_OWN = {*sys.stdlib_module_names, "diffllm"}
 """Top-level modules that are not part of a plugin, even where they lie next to it."""
 LOADED: dict[str, tuple[ModuleSpec, str]] = {}
-"""Import and version of each module that this process has imported as a plugin."""
-
-
-def note_version(module: str, spec: ModuleSpec) -> None:
-    """Hash a plugin that was just imported; an edited file counts only after the next import."""
-    if module not in LOADED or LOADED[module][0] is not spec:
-        place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
-        base = place.parents[spec.name.count(".")]
-        LOADED[module] = spec, hash_sources(base, sources(spec.name, place, base))
+"""Import and version of each imported plugin; an edited file counts after the next import."""
 
 
 def loaded_version(module: str) -> str:
@@ -58,7 +51,6 @@ def version_changes(recorded: dict[str, str]) -> Changes:
 
 
 def versions_text(versions: dict[str, str], names: Iterable[str]) -> str:
-    """Describe some of the versions: 'one@1a2b3c4d5e6f, two@0a1b2c3d4e5f'."""
     return ", ".join(f"{name}@{versions[name][:12]}" for name in sorted(names))
 
 
@@ -114,7 +106,6 @@ def imported_files(file: Path, base: Path) -> Iterator[Path]:
 
 
 def named_files(directory: Path, name: str) -> Iterator[Path]:
-    """Iterate over the files that Python may run for `import NAME`, those of parents first."""
     for part in name.split("."):
         directory /= part
         yield from (directory / "__init__.py", directory.with_name(f"{part}.py"))
@@ -124,7 +115,6 @@ ENTRY_POINTS = "diffllm.plugins"
 """The group of entry points under which a package offers its plugins."""
 NAME = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 WORD = re.compile(r"\+{0,2}plugins=(.*)", re.S)
-FLAGS = ("--config-dir", "-cd")
 
 _DIRECTORIES: list[Path] = []
 
@@ -166,7 +156,6 @@ for plugin in (SharedYaml, SearchPath):
 
 
 def directories() -> list[Path]:
-    """List the directories of YAMLs that are searched after our own."""
     return list(_DIRECTORIES)
 
 
@@ -180,10 +169,9 @@ def plugins_in(words: list[str]) -> list[str]:
         text = match[1].strip()
         inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else "?"
         names = [name.strip().strip("'\"") for name in inside.split(",")] if inside.strip() else []
-        if wrong := [name for name in names if not NAME.fullmatch(name)]:
+        if not all(map(NAME.fullmatch, names)):
             raise ConfigError(
                 f"plugins={text} must be a list of modules or entry points: plugins=[my_variant]"
-                + f"; {wrong[0]!r} is neither" * (inside != "?")
             )
     return names
 
@@ -192,8 +180,6 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
     """Search the directories of YAMLs that a user names, import the plugins that overrides name,
     and search the `conf/` next to each; raises ConfigError."""
     for directory in named_directories:
-        if not directory.is_dir():
-            raise ConfigError(f"--config-dir {directory}: there is no such directory")
         if not yamls(directory):
             raise ConfigError(
                 f"--config-dir {directory}: no YAML is in {', '.join(f'{g}/' for g in GROUPS)}, "
@@ -219,7 +205,10 @@ def imported(name: str) -> ModuleSpec:
         namespace = spec and not spec.origin and spec.submodule_search_locations
         if spec is None or not (spec.has_location or namespace):
             raise ConfigError(f"{target} has no source file, so no run can record its version")
-        note_version(target, spec)
+        if target not in LOADED or LOADED[target][0] is not spec:  # just imported, or reloaded
+            place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
+            base = place.parents[spec.name.count(".")]
+            LOADED[target] = spec, hash_sources(base, sources(spec.name, place, base))
         return spec
     except ConfigError as error:
         raise ConfigError(f"plugins=[{name}]: {error}") from error
@@ -228,8 +217,7 @@ def imported(name: str) -> ModuleSpec:
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
                 f"plugins=[{name}]: there is no module {missing}, and no installed package offers "
-                f"a plugin of this name ({offered()}); PYTHONPATH=<its directory> lets Python "
-                "find it"
+                "a plugin of this name; PYTHONPATH=<its directory> lets Python find it"
             ) from None
         raise ConfigError(f"plugins=[{name}] cannot be imported: {failure_text(error)}") from error
 
@@ -237,25 +225,15 @@ def imported(name: str) -> ModuleSpec:
 def plugin_module(name: str) -> str:
     """Return the module of the entry point `name`, or the name itself; raises ConfigError if two
     things have it."""
-    points: list[EntryPoint] = list(entry_points(group=ENTRY_POINTS, name=name))
-    modules = sorted({point.module for point in points})
+    modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
         is_module = name in sys.modules or importlib.util.find_spec(name) is not None
         modules += [name] * is_module
     if len(modules) > 1:
         raise ConfigError(
             f"plugins=[{name}] could be any of {', '.join(modules)}; name the module in full"
-            if name not in modules
-            else f"plugins=[{name}] is a module and an entry point of {modules[0]}: "
-            f"plugins=[{modules[0]}] means that one"
         )
     return modules[0] if modules else name
-
-
-def offered() -> str:
-    """Name the entry points that there are; none of them is imported."""
-    names = sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
-    return f"there are {', '.join(names)}" if names else "none offers any"
 
 
 def failure_text(error: BaseException) -> str:
@@ -263,9 +241,6 @@ def failure_text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
     at = f" ({where[-1].filename}, line {where[-1].lineno})" if where else ""
-    if isinstance(error, SyntaxError):
-        at = f" ({error.filename}, line {error.lineno})"
-        return f"SyntaxError: {error.msg}{at}"
     text = "".join(traceback.format_exception_only(error))  # str(error) may raise
     return f"{' '.join(text.split())}{at}"
 
@@ -279,19 +254,13 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
 
     Raises ConfigError for a flag without a directory.
     """
-    found: list[Path] = []
-    others: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        if flag not in FLAGS:
-            others.append(word)
-            continue
-        value = value if equals else next(rest, "")
-        if not value:
-            raise ConfigError(f"{flag} needs a directory: {FLAGS[0]} DIR")
-        found.append(user_path(value, FLAGS[0]).resolve())
-    return found, others
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    try:
+        known, others = parser.parse_known_args(words)
+    except ArgumentError:
+        raise ConfigError("--config-dir needs a directory: --config-dir DIR") from None
+    return [user_path(each, "--config-dir").resolve() for each in known.config_dir], others
 
 
 def add_directory(directory: Path) -> None:

@@ -1,6 +1,5 @@
 """The config of a run directory: read without running anything, and compared with another."""
 
-import difflib
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
@@ -83,7 +82,11 @@ def load_run_config(path: Path) -> TrainConfig:
             raise ValueError("it has the value ???, which means that a value is missing")
         content = without_removed(content)
         check_registered(path, content)
-        base, values = base_of(content)
+        if "attention" in (schemas := content["run"].get("schemas", {})):
+            classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
+            base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
+        else:  # a run from before they were noted, whose variants are all ours
+            base, values = defaults_of(content["run"]["choices"]["attention"])
         return typed(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -95,12 +98,9 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Say that there is no run, for something is missing, and which directories could be meant."""
+    """Say that a path is not a run directory, and which runs it contains."""
     if not path.is_dir():
-        there = [other.name for other in path.parent.glob("*") if other.is_dir()]
-        close = difflib.get_close_matches(path.name, there, n=1)
-        hint = f"; did you mean {path.parent / close[0]}?" if close else ""
-        return f"{path} is not a run directory: it does not exist{hint}"
+        return f"{path} is not a run directory: it does not exist"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
     hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
     return f"{path} is not a run directory: it has no {missing}{hint}"
@@ -140,16 +140,6 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
         )
 
 
-def base_of(saved: dict[str, Any]) -> tuple[DictConfig, dict[str, Any]]:
-    """Return the defaults of a saved config, of its registered classes and without its YAML, and
-    their plain values."""
-    schemas = saved["run"].get("schemas", {})
-    if "attention" not in schemas:  # a run of before they were noted, whose variants all are ours
-        return defaults_of(saved["run"]["choices"]["attention"])
-    classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
-    return defaults_of(None, classes["attention"], classes.get("data", DataConfig))
-
-
 @cache
 def defaults_of(
     variant: str | None, attention: type | None = None, data: type = DataConfig
@@ -167,7 +157,7 @@ def defaults_of(
     return base, OmegaConf.to_container(base, enum_to_str=True)
 
 
-def yaml_dict(cfg: TrainConfig) -> dict[str, Any]:
+def yaml_dict(cfg: Any) -> dict[str, Any]:
     """Return a config as plain values, enums by name."""
 
     def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -87,13 +87,8 @@ def parse_yaml(text: str) -> Any:
 SUFFIXES = (".yaml", ".yml")
 
 
-def with_recipes(words: list[str]) -> list[str]:
-    """Replace data=FILE.yaml by the overrides that the file stands for; raises ConfigError."""
-    return [part for word in words for part in overrides_of(word)]
-
-
-def overrides_of(word: str) -> list[str]:
-    """The overrides of a word: itself, unless it names a file."""
+def with_recipe(word: str) -> list[str]:
+    """Return a word, or for data=FILE.yaml the overrides in the file; raises ConfigError."""
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
         return [word]

@@ -1,6 +1,4 @@
-"""Suites: evaluations of a checkpoint, each stored as soon as it is done, their results in wandb,
-and the tasks that a model is asked during training.
-"""
+"""Suites: stored evaluations of a checkpoint, and the tasks that a model is asked in training."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +9,7 @@ import torch
 
 from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
-from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
-from diffllm.config.saved import yaml_dict
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.data import Tokenizer
@@ -25,7 +21,6 @@ from diffllm.evaluation.outliers import Outliers
 from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
 from diffllm.metrics.records import finite
-from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
 EVALUATIONS: dict[str, Evaluation] = {
     each.name: each for each in (Position(), Outliers(), Quantise())
@@ -46,8 +41,6 @@ SUITES: dict[str, dict[str, Sequence[Level]]] = {
 3.4 of arXiv 2410.05258: 4K with N needles of which R are asked for, and 64K by length and depth."""
 Result = dict[str, Any]
 """The "unit" of an evaluation, and its "scores", a dict for each, see `Score`."""
-COLUMNS = ("task", "of", "value", "low", "high", "chance", "examples", "unit")
-"""Columns of the wandb table of results."""
 
 
 def chosen(
@@ -125,49 +118,6 @@ def flat(score: Score) -> dict[str, Any]:
     more = content.pop("more")
     # A diverged model may have an infinite value, which JSON cannot hold.
     return {**content, "value": finite(score.value), **more}
-
-
-def record(subject: Subject, results: Mapping[str, Result]) -> bool:
-    """Add `evaluation/<task>/<of>` to the summary of the run's own wandb run, and a table of all
-    scores, `evaluation/<checkpoint>`; false where the run's config disables wandb.
-
-    A run that has none, as an import, gets one.
-    """
-    cfg = subject.cfg
-    if resolve_mode(cfg.wandb) == "disabled":
-        return False
-    import wandb
-
-    loop = read_state(subject.checkpoint)["loop"] or {}
-    run = WandbRun(
-        cfg.wandb, subject.run, cfg.run.choices, cfg.run.sweep, yaml_dict(cfg), loop.get("wandb_id")
-    )
-    table = wandb.Table(columns=list(COLUMNS), data=table_rows(results))
-    run.log({f"evaluation/{subject.checkpoint.name}": table})
-    run.finish(summary_of(results))
-    return True
-
-
-def table_rows(results: Mapping[str, Result]) -> list[list[Any]]:
-    """List the scores of all evaluations, in the order of COLUMNS."""
-    return [
-        [
-            name, score["of"], score["value"], *(score.get("interval") or (None, None)),
-            score.get("chance"), score.get("examples"), result["unit"],
-        ]
-        for name, result in results.items()
-        for score in result["scores"]
-    ]  # fmt: skip
-
-
-def summary_of(results: Mapping[str, Result]) -> dict[str, float]:
-    """Return the scores that are numbers, by name."""
-    return {
-        "/".join(filter(None, ("evaluation", name, score["of"]))): score["value"]
-        for name, result in results.items()
-        for score in result["scores"]
-        if score["value"] is not None
-    }
 
 
 def wanted_tasks(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:

@@ -15,7 +15,7 @@ from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
-from diffllm.config.origin import Origin, differences, origin_of
+from diffllm.config.origin import Origin, changed_model, origin_of
 from diffllm.config.plugins import plugin_versions
 from diffllm.config.schema import Changes, described
 from diffllm.core.errors import CheckpointError, DataError, UserError
@@ -254,7 +254,7 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     else:
         copy_directory(t, tensors, origin)
     t.weights.changed()
-    changes = differences(origin, t.cfg.model)
+    changes = changed_model(origin, t.cfg.model)
     step = read_state(path)["step"] if origin.run else None
     return {"path": str(path), "step": step, "differs": described(changes) if changes else None}
 

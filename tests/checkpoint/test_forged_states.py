@@ -16,7 +16,7 @@ from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.config.saved import load_run_config
-from diffllm.config.yaml_file import MOST_NODES, overrides_of, read_yaml
+from diffllm.config.yaml_file import MOST_NODES, read_yaml, with_recipe
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.training.state import LoopState
 
@@ -174,7 +174,7 @@ def test_config_of_a_run_with_endless_aliases_is_refused(run, capfd):
         assert said in capfd.readouterr().err
 
 
-READERS = [load_study, lambda path: overrides_of(f"data={path}"), read_yaml]
+READERS = [load_study, lambda path: with_recipe(f"data={path}"), read_yaml]
 
 
 @pytest.mark.parametrize("read", slow_but([load_study], READERS))

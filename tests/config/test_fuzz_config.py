@@ -292,7 +292,7 @@ ODD = [
     (["data.split=${data}"], "data.split"),
     (["steps=range(1,9)"], "steps=range(1,9)"),
     (["optim.lr=interval(0,1)"], "optim.lr=interval"),
-    (["steps=" + "9" * 5000], "steps=9"),
+    (["steps=" + "9" * 5000], "4300 digits"),
     (["steps=" + "[" * 2000], "'steps=[[[["),
     (["+_target_=os.system"], "_target_"),
     (["--steps"], "'--steps'"),

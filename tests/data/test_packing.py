@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffllm.config.compose import steps_of_epochs
+from diffllm.config.compose import steps_to_train
 from diffllm.core.errors import DataError
 from diffllm.data import (
     TokenData,
@@ -404,8 +404,8 @@ def test_epochs_are_of_packed_sequences(corpus_file: Path, tmp_path: Path) -> No
         vocab_size=400,
         sample_by=SampleBy.line,
     )
-    cfg: Any = SimpleNamespace(data=data, prepare=None, epochs=3, seq_len=16, global_batch_size=4)
-    steps = steps_of_epochs(cfg)
-    assert steps is not None
+    batches = {"seq_len": 16, "global_batch_size": 4}
+    cfg: Any = SimpleNamespace(data=data, prepare=None, epochs=3, max_tokens=None, **batches)
+    steps = steps_to_train(cfg)
     (plan,) = (path for path in (tmp_path / "cache" / "packing").iterdir() if path.is_dir())
     assert steps == 3 * PackingPlan(plan).counts.sequences // 4

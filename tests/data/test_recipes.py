@@ -1,14 +1,14 @@
 """data=FILE.yaml: the recipes that are here, and files that are none."""
 
+import re
 from pathlib import Path
 
 import pytest
 from sample_texts import sample_documents
-from tiers import slow_but
 
 import diffllm
 from diffllm.cli.prepare import prepare_command
-from diffllm.config.yaml_file import as_text, with_recipes
+from diffllm.config.yaml_file import as_text, with_recipe
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare
 
@@ -56,38 +56,26 @@ def test_the_command_line_wins_over_a_recipe(tmp_path):
     assert cfg.run.choices["data"] == "mixture"
 
 
-UNKNOWN_PARTS = [
-    ("data.sources.cod.weight=1", "unknown key data.sources.cod; did you mean data.sources.code?"),
-    (
-        "data.sources.wiki.paths=[a]",
-        "unknown key data.sources.wiki; known: data.sources.code, data.sources.prose",
-    ),
-    ("data.sources.code.wieght=1", "unknown key wieght; did you mean weight?"),
-]
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    slow_but(UNKNOWN_PARTS[1:2], UNKNOWN_PARTS),
-)
-def test_the_sources_of_a_recipe_are_known(tmp_path, word, said):
+@pytest.mark.parametrize("key", ["data.sources.wiki", "data.sources.code.wieght"])
+def test_unknown_source_and_unknown_key_of_a_source_are_refused(tmp_path, key):
     path = tmp_path / "mine.yaml"
     path.write_text("sources: {code: {weight: 2}, prose: {weight: 1}}")
-    with pytest.raises(ConfigError) as raised:
+    word = f"{key}=1" if "code" in key else f"{key}.weight=1"
+    with pytest.raises(ConfigError, match=rf"^unknown key {re.escape(key)}"):
         diffllm.load_config([f"data={path}", "model=tiny", "steps=1", word])
-    assert said in str(raised.value)
 
 
 def test_a_source_without_a_mixture_is_unknown():
-    with pytest.raises(ConfigError, match=r"^unknown key data\.sources\.web; known: data\.between"):
+    with pytest.raises(ConfigError, match=r"^unknown key data\.sources\.web"):
         diffllm.load_config(["model=tiny", "steps=1", "data.sources.web.weight=1"])
 
 
 def test_one_source_can_be_a_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
-    assert with_recipes([f"data={path}", "steps=1"]) == [
-        "data=files", "data.paths=['a.txt']", "data.heldout_fraction=0.01", "steps=1",
+    assert with_recipe("steps=1") == ["steps=1"]
+    assert with_recipe(f"data={path}") == [
+        "data=files", "data.paths=['a.txt']", "data.heldout_fraction=0.01",
     ]  # fmt: skip
     assert diffllm.load_config([f"data={path}", "steps=1"]).data.heldout_fraction == 0.01
 
@@ -105,7 +93,7 @@ def test_values_stay_what_they_are():
         ("sources: 2024-13-45", "data.sources='2024-13-45': "),
         ("sources: '\udcff'", "is not UTF-8"),
         ("sorces: {}", "unknown key data.sorces; did you mean data.sources"),
-        ("sources: {a: {wieght: 1}}", "data.sources: unknown key wieght; did you mean weight?"),
+        ("sources: {a: {wieght: 1}}", "unknown key data.sources.a.wieght"),
         ("sources: {a: 3}", "data.sources"),
         (f"sources: {dict.fromkeys(range(501), 3)}", "data.sources: 501 are too many; at most 500"),
         (f"curriculum: {[3] * 501}", "data.curriculum: 501 are too many; at most 500"),

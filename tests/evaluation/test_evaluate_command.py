@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from runs.written import write_untrained
-from wandb_file import OfflineRun
 
 from diffllm import build_model, load_config
 from diffllm.cli import main
@@ -246,24 +245,6 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: {said}"), error
-
-
-def test_wandb_gets_a_summary_and_a_table(
-    tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = made(tmp_path / "run", tokenizer, "seq_len=128", "wandb.mode=offline")
-    words = ["evaluate", f"run={run}", "tasks=[mqar]", "limit=4", "--json"]
-    assert main([*words, "wandb=true"]) == 0
-    scores = json.loads(capsys.readouterr().out)["mqar"]["scores"]
-    offline = OfflineRun(run)
-    for score in scores:
-        assert offline.summary[f"evaluation/mqar/{score['of']}"] == score["value"]
-    (line,) = offline.history
-    assert line["evaluation/step-00000000.nrows"] == len(scores)
-    silent = made(tmp_path / "silent", tokenizer, "seq_len=128", "wandb.mode=disabled")
-    assert main(["evaluate", f"run={silent}", "tasks=[mqar]", "limit=4", "wandb=true"]) == 0
-    assert "its config disables wandb" in capsys.readouterr().err
-    assert not (silent / "wandb").exists()
 
 
 def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(

@@ -154,7 +154,7 @@ BACKEND = "model.attention.backend"
 MOE = "model=moe_tiny"
 OVERRIDES = [
     (["stepz=5"], ["stepz", "steps"]),
-    (["+model.foo=1"], ["model.foo", "n_heads"]),
+    (["+model.foo=1"], ["model.foo"]),
     (["run.allow_changes=[sed]"], ["run.allow_changes", "sed", "seed"]),
     (["~model"], ["model"]),
     (["steps=[1"], ["steps=[1"]),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from diffllm.config.overrides import check_shared, nearest, suggest
+from diffllm.config.overrides import check_shared, did_you_mean
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
@@ -139,17 +139,12 @@ def load_study(path: Path) -> Study:
     """Read a study file; raises ConfigError: one line that names what is wrong."""
     content, text = read_yaml(path)
     try:
-        study = made(Study, content, unknown=hint, omit=("path", "hash"))
+        study = made(Study, content, unknown=did_you_mean, omit=("path", "hash"))
         check_study(study)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     digest = hashlib.sha256(text).hexdigest()
     return Study(**{**vars(study), "path": path, "hash": digest})
-
-
-def hint(key: str, known: list[str]) -> str:
-    """Return a hint for the message about an unknown key: similar keys, or all of them."""
-    return suggest(key, nearest(key, known) or known)
 
 
 def check_study(study: Study) -> None:
@@ -170,7 +165,7 @@ def check_study(study: Study) -> None:
         named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
     for where, arm in named:
         if arm not in study.arms:
-            raise ConfigError(f"{where}={arm} is no arm{suggest(arm, list(study.arms))}")
+            raise ConfigError(f"{where}={arm} is no arm; known: {', '.join(sorted(study.arms))}")
     check_seeds("seeds", study.seeds, least=2)
     if any(rule.kind == "log_rank" for rule in study.rules) and (
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
