@@ -15,8 +15,9 @@ from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse
 from diffllm.config import TrainConfig, load_config
-from diffllm.config.compose import check_variant
+from diffllm.config.compose import variants
 from diffllm.config.matching import UNITS
+from diffllm.config.overrides import check_choice
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.model import without_storage
@@ -74,7 +75,7 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
             "as in --compare standard,diff_v2"
         )
     for name in names:
-        check_variant("--compare: ", name)
+        check_choice(f"--compare: {name}", name, variants())
     if len(set(names)) < len(names):
         raise ConfigError(f"--compare={text} names a variant twice")
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]

@@ -3,7 +3,6 @@
 Nothing past `cli/train.py` sees a DictConfig.
 """
 
-import difflib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from diffllm.config.overrides import (
     GROUPS,
     REMOVED,
     check_booleans,
+    check_interpolations,
     check_overrides,
     check_secrets,
     explain,
@@ -68,14 +68,6 @@ def variants() -> list[str]:
     return yaml_names("attention")
 
 
-def check_variant(what: str, name: str) -> None:
-    """Raise ConfigError unless `attention=name` exists; `what` goes before the name."""
-    if name not in variants():
-        close = difflib.get_close_matches(name, variants(), n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{what}{name} does not exist; {hint}choose from {', '.join(variants())}")
-
-
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
     """Return the config of a variant, as its YAML alone makes it.
 
@@ -103,6 +95,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
     with hydra():
         try:
             check_secrets(overrides)
+            check_interpolations(overrides)
             overrides = [part for word in overrides for part in with_recipe(word)]
             parsed = OverridesParser.create().parse_overrides(overrides)
             check_overrides(parsed, yaml_names)

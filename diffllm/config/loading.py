@@ -5,14 +5,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from diffllm.config.compose import (
-    check_variant,
     compose_config,
     steps_to_train,
     typed,
     variant_config,
+    variants,
 )
 from diffllm.config.matching import match, widened
 from diffllm.config.origin import with_origin
+from diffllm.config.overrides import check_choice
 from diffllm.config.plugins import load_plugins, plugins_in
 from diffllm.config.schema import MOST_STEPS, TrainConfig, check_paths
 from diffllm.core.errors import ConfigError
@@ -66,7 +67,7 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
         )
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
-            check_variant(f"model.match_{by}_to=", target)
+            check_choice(f"model.match_{by}_to={target}", target, variants())
             own = cfg.run.choices["attention"]
             cfg.run.matched = match(cfg.model, own, target, variant_config(target), by)
             cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)

@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from diffllm.core.errors import ConfigError
-from diffllm.core.registry import SCHEMAS
 from diffllm.data.config import READ_BY
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
@@ -34,37 +33,24 @@ NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list 
 NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
-SECRET_IN_VALUE = re.compile(
-    rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*|.*\boc\.env:\s*['\"]?{SECRET}\b.*", re.I | re.S
-)
-
-OF_PATHS = re.compile(r"run\.dir|resume|data\.(?!sample_prompt)[\w.]+")
-"""Keys that may name a variable of the environment, which is resolved in config.yaml."""
-OF_KEYS = r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}"
-ENVIRONMENT = r"\$\{oc\.env:[^{}]*\}"
-KEYS_OR_ENVIRONMENT = rf"{OF_KEYS}|\$\{{oc\.env:(?:[^{{}}]|{OF_KEYS}|{ENVIRONMENT})*\}}"
-"""The interpolations that a command line may have in paths; elsewhere only OF_KEYS are allowed."""
+SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
+ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
+"""The interpolations that an override may have: a key, or a share of the steps."""
 
 
-def has_other_interpolation(word: str, allowed: str) -> bool:
-    """Whether an override interpolates more than the pattern allows; Hydra removes backslashes."""
-    return "${" in re.sub(allowed, "", word.replace("\\", ""))
-
-
-def check_interpolations(words: list[str], where: str) -> None:
-    """Raise ConfigError, before it is resolved, for an interpolation that no file may have."""
+def check_interpolations(words: list[str], where: str = "") -> None:
+    """Raise ConfigError, before it is resolved, for an interpolation of anything but a key."""
     for word in words:
-        if has_other_interpolation(word, OF_KEYS):
+        if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
             raise ConfigError(
-                f"{where}: {word.partition('=')[0]}: a file may interpolate ${{key}} and "
-                "${of_steps:share,most} only; a path on the command line may name a variable of "
-                "the environment"
+                f"{where}{word.partition('=')[0]}: only ${{key}} and ${{of_steps:share,most}} can "
+                "be interpolated; the shell inserts a variable of the environment, as in seed=$SEED"
             )
 
 
 def check_shared(words: list[str], where: str) -> None:
     """Raise ConfigError for an override in a file that only a command line may give."""
-    check_interpolations(words, where)
+    check_interpolations(words, f"{where}: ")
     for word in words:
         if re.match(r"[\s+~]*(plugins|hydra)\b", word):
             raise ConfigError(
@@ -83,53 +69,33 @@ def check_secrets(words: list[str]) -> None:
                 f"{key}: secrets come from the environment (WANDB_API_KEY, "
                 "HF_TOKEN), never from the configuration, which is written to disk"
             )
-        allowed = KEYS_OR_ENVIRONMENT if OF_PATHS.fullmatch(key) else OF_KEYS
-        if has_other_interpolation(word, allowed):
-            raise ConfigError(
-                f"{word}: only ${{key}} and ${{of_steps:share,most}} can be interpolated, and in "
-                "paths (data.*, run.dir, resume) also ${oc.env:NAME}; elsewhere the shell inserts "
-                "a variable of the environment, as in seed=$SEED"
-            )
+
+
+def check_choice(word: str, name: str, options: list[str]) -> None:
+    """Raise ConfigError unless a name, given as `word`, is one of the options."""
+    if name not in options:
+        close = difflib.get_close_matches(name, options, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{word} does not exist; {hint}choose from {', '.join(options)}")
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
     """Raise ConfigError for overrides that Hydra would take and that no run can use.
-
-    They are: a choice that is none of its group's YAML files, a key that no one may set, a key
-    that `~` deletes or that no longer exists, and Hydra's own keys, which a single run does not
-    read.
 
     Args:
         choices: lists the names of a group's YAML files.
     """
     for override in overrides:
         word, key = override.input_line, override.key_or_group
-        if not key:
-            raise ConfigError(f"{word}: there is no key before the =")
         if key in REMOVED:
             raise ConfigError(removal(key))
-        if key == "run" or key.startswith(FILLED_IN):
-            raise ConfigError(f"{word}: a run fills this in itself")
-        if re.split(r"[./]", key)[0] == "hydra":
-            raise ConfigError(
-                f"{word}: a run reads none of Hydra's own keys; run.dir is its directory"
-            )
-        if key not in GROUPS or override.package is not None:
-            if override.is_delete():
-                raise ConfigError(f"{word}: a key cannot be removed; {key}=... sets it")
-            continue
-        options = choices(key)
-        if override.is_delete() or override.value() not in options:
-            chosen = str(override.value())
+        fixed = not key or key == "run" or key.startswith(FILLED_IN) or re.match(r"hydra\b", key)
+        if fixed or override.is_delete():
+            raise ConfigError(f"{word}: this key cannot be set or deleted")
+        if key in GROUPS and override.package is None:
             if override.is_sweep_override():
                 raise ConfigError(f"{word}: several values are a sweep, which -m runs")
-            close = difflib.get_close_matches(chosen, options, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            if (key, chosen) in SCHEMAS:
-                hint = "a plugin registers it, and --config-dir DIR finds its YAML; "
-            raise ConfigError(f"{word} does not exist; {hint}choose from {', '.join(options)}")
-        if override.is_add():
-            raise ConfigError(f"{word}: there is always one {key}; without the +, this one")
+            check_choice(str(word), str(override.value()), choices(key))
 
 
 def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
@@ -164,8 +130,7 @@ def for_hydra(override: Override) -> str:
         return f"++{word}"
     name, _, text = word.partition("=")
     single = isinstance(value, str | int | float) and not isinstance(value, bool)
-    interpolates_list = text.startswith("${") and not text.startswith("${oc.env:")
-    return f"{name}=[{text}]" if key in LISTS and single and not interpolates_list else word
+    return f"{name}=[{text}]" if key in LISTS and single and text[:2] != "${" else word
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:

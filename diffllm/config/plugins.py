@@ -138,7 +138,7 @@ class SharedYaml(FileConfigSource):
         if config_path.startswith("hydra/"):  # a launcher's `setup` runs shell commands
             raise ConfigError(f"{file}: a file cannot set Hydra's own keys")
         content, text = read_yaml(file)
-        check_interpolations([f"{key}={value}" for key, value in content.items()], str(file))
+        check_interpolations([f"{key}={value}" for key, value in content.items()], f"{file}: ")
         header = self._get_header_dict(text[:512].decode(errors="ignore"))
         return ConfigResult(self.provider, self.full_path(), OmegaConf.create(content), header)
 

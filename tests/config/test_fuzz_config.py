@@ -135,7 +135,7 @@ def test_values_of_a_wrong_type(rng: random.Random, count: int) -> None:
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
         value = rng.choice(NOT_A_SECTION if key in ANY_TEXT else wrong_values(key))
-        named = "run fills this in" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
+        named = "cannot be set" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
         assert_refused([*BASE, f"{key}={value}"], named)
 
 
@@ -275,7 +275,7 @@ ODD = [
     (["~run"], "~run"),
     (["~model.rope"], "~model.rope"),
     (["+steps=5"], "+steps=5"),
-    (["+experiment=large_lr"], "+experiment=large_lr"),
+    (["+experiment=large_lr"], "experiment"),
     (["hydra/launcher=basic"], "hydra/launcher"),
     (["hydra=null"], "hydra=null"),
     (["run.choices={attention: gated}"], "run.choices"),
