@@ -189,8 +189,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     loop = state["loop"]
     if loop is None:
         return
-    run_id, seconds = loop.get("wandb_id"), loop.get("seconds", 0.0)
-    mode = loop.get("mkl_mode", "")
+    run_id, seconds, mode = (loop.get(name) for name in ("wandb_id", "seconds", "mkl_mode"))
     usable = {
         "step": type(loop.get("step")) is int and loop["step"] == state["step"],
         "data": passes(check_place, loop.get("data")),
@@ -198,7 +197,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "spikes": passes(check_spikes, loop.get("spikes")),
         "wandb_id": "wandb_id" in loop
         and (run_id is None or re.fullmatch(r"[\w-]{1,64}", str(run_id))),
-        "compiled": type(loop.get("compiled")) in (bool, type(None)),
+        "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
         "mkl_mode": type(mode) is str and mode.isprintable() and len(mode) <= 1000,
         "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,
     }

@@ -88,9 +88,8 @@ def match(
         raise ConfigError(f"{key}: {error}") from error
     goal, own = totals(target_model), totals(model)
     wanted = goal[by]
-    experts = model.moe.n_experts > 0
-    name = "moe.expert_dim" if experts else "ffn_dim"
-    start = width = model.moe.expert_dim if experts else model.ffn_dim
+    name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
+    start = width = width_of(model)
     if own[by] != wanted:
         a_step = Fraction(totals(widened(model, 2 * width))[by] - own[by]) / width
         exact = width + Fraction(wanted - own[by]) / a_step
@@ -111,6 +110,11 @@ def match(
         params=round(own["params"]), ffn_dim=width, key=name,
         by=by, target_flops=goal["flops"], flops=own["flops"],
     )  # fmt: skip
+
+
+def width_of(model: ModelConfig) -> int:
+    """Return the width that is solved: of the experts, or of the feed-forward layers."""
+    return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:

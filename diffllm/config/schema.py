@@ -227,10 +227,10 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
 def what_differs(changes: Changes) -> str:
     """Say whether code or config differs, and how: 'another config (seed: 0 there, 1 here)'."""
     what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
-    return f"{what} ({described(changes)})"
+    return f"{what} ({changes_text(changes)})"
 
 
-def described(changes: Changes) -> str:
+def changes_text(changes: Changes) -> str:
     """Describe the first changes: 'seed: 0 there, 1 here; ...'."""
     return listed([f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()])
 

@@ -80,27 +80,21 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
             f"the corpus has tokens of {pieces:,} pieces, more than "
             f"model.vocab_size={cfg.model.vocab_size}"
         )
-    check_splits(cfg, data.manifest)
+    check_lengths(cfg, data.manifest)
     for name, source in data.sources.items():
-        check_splits(cfg, source.manifest, f" of {name}")
+        check_lengths(cfg, source.manifest, f" of {name}")
     for name, part, sequences in heldout_samples(cfg, data):
-        check_sample(cfg, part, sequences, f" of {name}" if name else "")
+        eos_id = part.manifest.eos_id if cfg.data.whole_documents else None
+        if not predicts_something(part.split("heldout"), cfg.seq_len, sequences, eos_id):
+            raise DataError(
+                f"the held-out sample{f' of {name}' * bool(name)}, {sequences} sequences of "
+                f"{cfg.seq_len} tokens, has only context and nothing to predict, so there is no "
+                "eval/loss; use a larger eval.sequences, or hold out more text with "
+                "data.heldout_fraction"
+            )
 
 
-def check_sample(cfg: TrainConfig, data: Prepared, sequences: int, whose: str) -> None:
-    """Raise DataError if a held-out sample has only context and no targets; `whose` names its
-    source."""
-    eos_id = data.manifest.eos_id if cfg.data.whole_documents else None
-    if not predicts_something(data.split("heldout"), cfg.seq_len, sequences, eos_id):
-        size = f"{sequences} sequence{'s' * (sequences != 1)} of {cfg.seq_len} tokens"
-        raise DataError(
-            f"the held-out sample{whose}, {size}, has only context and nothing to predict, so "
-            "there is no eval/loss; use a larger eval.sequences, or hold out more text with "
-            "data.heldout_fraction"
-        )
-
-
-def check_splits(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
+def check_lengths(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
     """Raise DataError if a split is too short for one sequence; `whose` names its source."""
     for name, split in manifest.splits.items():
         if split.tokens < cfg.seq_len + 1:

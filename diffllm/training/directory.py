@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
 from diffllm.config.saved import differences, load_run_config
-from diffllm.config.schema import NO_WAY_ON, Changes, described, is_allowed, what_differs
+from diffllm.config.schema import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import (
     check_length,
@@ -81,7 +81,7 @@ class RunDirectory:
         if done > self.cfg.steps or (done == self.cfg.steps and changes):
             raise ConfigError(
                 f"{self.path} has made {done} steps, and nothing of it can be made otherwise "
-                f"({described(changes)}); choose another run.name, or more steps"
+                f"({changes_text(changes)}); choose another run.name, or more steps"
             )
 
     @property
@@ -106,7 +106,9 @@ class RunDirectory:
         """
         self.changes |= changes or {}
         if self.changes:  # before config.yaml: its old values are lost then
-            self._note_changes(step)
+            lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            write_atomic(self.path / "changes.jsonl", text)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
         (self.path / "diverged.json").unlink(missing_ok=True)  # of an older version's
         if not self.checkpoints:
@@ -122,12 +124,6 @@ class RunDirectory:
         for leftover in list_incomplete(self.path / "checkpoints"):
             remove(leftover)
 
-    def _note_changes(self, step: int) -> None:
-        """Add the changes from `step` on to changes.jsonl."""
-        lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
-        text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        write_atomic(self.path / "changes.jsonl", text)
-
     def withdraw(self) -> None:
         """Release the lock; remove the files that this process created if no step was trained."""
         if not self.has_run:
@@ -135,10 +131,6 @@ class RunDirectory:
         elif not self.config_file.is_file():  # not a run of ours
             take_back(self.path, self.made[:1])
         self.lock.release()
-
-    def forget_requeue(self) -> None:
-        """Remove the marker that an earlier start left for the launch script."""
-        (self.path / REQUEUE_FILE).unlink(missing_ok=True)
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
         """Write run.json for the latest start; a resumed run keeps `FOR_GOOD`."""

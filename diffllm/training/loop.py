@@ -1,6 +1,7 @@
 """The training loop: steps, evaluation, logging, saving, stopping."""
 
 import signal
+import statistics
 import time
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, DataError
-from diffllm.data import Prepared, TrainLoader, training_samples
+from diffllm.data import Prepared, TrainLoader
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.gradients import parameter_norm
 from diffllm.distributed.stop import Agreed, Agreement, raise_together
@@ -20,7 +21,7 @@ from diffllm.training.build import Training
 from diffllm.training.measure import Tasks, measure
 from diffllm.training.process import Process
 from diffllm.training.record import Log, Record
-from diffllm.training.state import LoopState, save
+from diffllm.training.state import LoopState, samples_of, save
 from diffllm.training.step import due, train_step
 
 
@@ -84,7 +85,9 @@ def train(
             record.write(step, values, log)
         if log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
             skips = state.spikes.longest_skip
-            diverged = f"{skips} updates in a row were skipped ({record.last_values()})"
+            loss, norm = record.latest["train/loss"], record.latest["train/grad_norm"]
+            last = f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
+            diverged = f"{skips} updates in a row were skipped ({last})"
             state.spikes.forget_skips()
         if saves or diverged:
             state.data, state.seconds = loader.state_dict(), time.perf_counter() - began
@@ -101,7 +104,7 @@ def train(
     if agreed.failed:
         raise_together(loader.failed, saved)
     stopped = None if diverged or state.step == cfg.steps else agreed.stopping
-    return Trained(stopped, diverged, record.median_speed())
+    return Trained(stopped, diverged, statistics.median(record.speeds) if record.speeds else None)
 
 
 def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | None:
@@ -138,9 +141,8 @@ def to_log(t: Training, loader: TrainLoader) -> Log:
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
     """Return this rank's data loader, positioned at `state`."""
     cfg = t.cfg
-    total = cfg.steps * cfg.global_batch_size
     loader = TrainLoader(
-        training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total),
+        samples_of(cfg, data),
         global_batch_size=cfg.global_batch_size,
         micro_batch_size=t.micro_batch_size,
         rank=dist.get_rank(),

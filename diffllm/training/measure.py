@@ -25,41 +25,33 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Measure the model on the held-out sample and on tasks, if due.
+    """Measure the model on the held-out sample and on tasks, if due. Every rank must call this.
 
-    Every rank must call this. Returns values by metric name, and an error on every rank if a rank
-    cannot read the sample.
+    Returns `eval/loss` in nats per token, `eval/bits_per_byte` if the text is known, of each source
+    of a mixture too, and tasks' values; and an error on every rank if one cannot read the sample.
     """
-    values, failure = {}, None
+    values: dict[str, float] = {}
+    failure = None
     if due.sample:
         try:
-            values = sample_losses(t, data)
+            for name, part, sequences in heldout_samples(t.cfg, data):
+                end = f"/{name}" if name else ""
+                values[f"eval/loss{end}"] = loss = sample_loss(t, part, sequences)
+                if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
+                    values[f"eval/bits_per_byte{end}"] = bits
         except AgreedByAll as error:
-            failure = error
+            values, failure = {}, error
     if due.tasks and tasks:
         values |= tasks(t.model)
         t.weights.reshard()
     return values, failure
 
 
-def sample_losses(t: Training, data: Prepared) -> dict[str, float]:
-    """Compute `eval/loss` in nats per token and `eval/bits_per_byte`. Every rank must call this.
-
-    A mixture also gets the values of each source. Bits are missing if the text is unknown.
+def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
+    """Return (source, data, sequences) of each held-out sample; "" stands for all data.
 
     Each source gets `eval.sequences` / number of sources, rounded up, at most its whole split.
     """
-    found = {}
-    for name, part, sequences in heldout_samples(t.cfg, data):
-        end = f"/{name}" if name else ""
-        found[f"eval/loss{end}"] = loss = sample_loss(t, part, sequences)
-        if (bits := part.manifest.splits["heldout"].bits_per_byte(loss)) is not None:
-            found[f"eval/bits_per_byte{end}"] = bits
-    return found
-
-
-def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """Return (source, data, sequences) of each held-out sample; "" stands for all data."""
     wanted = cfg.eval.sequences
     share = -(-wanted // max(1, len(data.sources)))
     return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
-from diffllm.config.schema import described
+from diffllm.config.schema import changes_text
 from diffllm.core.errors import AgreedByAll, UserError
 from diffllm.data import Prepared
 from diffllm.distributed.stop import REQUEUE
@@ -59,7 +59,7 @@ def open_sinks(
     directory, path = claimed.directory, claimed.path
     assert directory
     if directory.changes:
-        here.display.print(f"changed: {described(directory.changes)}")
+        here.display.print(f"changed: {changes_text(directory.changes)}")
         if jump := learning_rate_jump(cfg, directory.changes, state.step):
             here.display.print(f"warning: {jump}")
     facts = {**facts, **provenance()}
@@ -103,14 +103,6 @@ def say_stopped(
     if out.sinks:
         out.sinks.close()
         out.sinks.wandb.finish({})
-
-
-def diverged_text(reason: str, step: int) -> str:
-    """Return the message for a diverged run: reason and possible fixes."""
-    return (
-        f"diverged: stopped after step {step}, saved: {reason}; a smaller optim.lr, "
-        "other data or train.skip_step=off would go another way"
-    )
 
 
 def finish(

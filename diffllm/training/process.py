@@ -1,5 +1,6 @@
 """This process in a run: its state, its end, and its provenance for run.json."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -44,7 +45,9 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
     if not in_sweep():  # a sweep logs the stderr of its jobs
         log.copy_stderr(errors_only=world.rank > 0)
-        log.write(f"{started()}\n" * (world.rank == 0))
+        if world.rank == 0:
+            when, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
+            log.write(f"{when} on {host}: {command(sys.orig_argv)}\n")
     return Process(world, stop, watch, display, log)
 
 
@@ -61,8 +64,10 @@ def leave(here: Process, error: BaseException | None, directory: RunDirectory | 
             here.watch.blame(error)
     finally:
         here.display.stop()
-        if error is not None and not in_sweep():
-            here.log.write(last_words(error, here.world.rank))
+        rank = here.world.rank
+        of_all = isinstance(error, (AgreedError, ConfigError, StoppedEarly))  # rank 0 logs those
+        if error is not None and not in_sweep() and not (rank and of_all):
+            here.log.write(last_words(error, rank))
         here.log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -72,7 +77,6 @@ def leave(here: Process, error: BaseException | None, directory: RunDirectory | 
 
 
 def in_sweep() -> bool:
-    """Return whether a sweep has started this process."""
     return "DIFFLLM_SWEEP_JOB" in os.environ
 
 
@@ -81,21 +85,13 @@ def log_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
 
 
-def started() -> str:
-    """Return start time, host and command line as text."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"{when} on {socket.gethostname()}: {command(sys.orig_argv)}"
-
-
 def last_words(error: BaseException, rank: int) -> str:
-    """Return the last lines of the log for an error; for an error of all ranks, on rank 0 only."""
+    """Return the last lines of the log for an error."""
     if isinstance(error, StoppedEarly):
-        text = f"stopped by {error.args[0].name} before the first step\n"
-    elif isinstance(error, UserError):
-        text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
-    else:
-        text = "".join(traceback.format_exception(error))
-    return "" if rank > 0 and isinstance(error, (AgreedError, ConfigError, StoppedEarly)) else text
+        return f"stopped by {error.args[0].name} before the first step\n"
+    if isinstance(error, UserError):
+        return f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
+    return "".join(traceback.format_exception(error))
 
 
 PACKAGES = (
@@ -125,15 +121,12 @@ def provenance() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "packages": versions(),
             "variables": {
-                name: value for name, value in sorted(os.environ.items()) if is_public(name)
+                name: value
+                for name, value in sorted(os.environ.items())
+                if VARIABLES.fullmatch(name) and not SECRET_OPTION.fullmatch(name)
             },
         },
     }
-
-
-def is_public(name: str) -> bool:
-    """Return whether run.json may contain an environment variable: relevant and no secret."""
-    return bool(VARIABLES.fullmatch(name)) and not SECRET_OPTION.fullmatch(name)
 
 
 def command(argv: list[str]) -> str:
@@ -153,10 +146,8 @@ def versions() -> dict[str, str]:
     """Return the versions of those `PACKAGES` that are installed."""
     found = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -172,7 +163,6 @@ def git_state(directory: Path) -> dict[str, Any] | None:
 
 
 def git(directory: Path, *words: str) -> str:
-    """Return what a git command prints; raises CalledProcessError if it fails."""
     return subprocess.run(
         ["git", "-C", directory, *words], capture_output=True, text=True, check=True, timeout=10
     ).stdout.strip()

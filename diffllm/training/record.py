@@ -7,7 +7,6 @@ Step results are read only at logged, evaluated or saved steps. `Record.add` kee
 import contextlib
 import math
 import resource
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -149,15 +148,6 @@ class Record:
             share = mfu(self.flops_per_token, speed / dist.get_world_size(), self.peak)
             line["perf/mfu"] = share
         return line
-
-    def last_values(self) -> str:
-        """Return the loss and gradient norm of the last step that was read, as text."""
-        loss, norm = self.latest["train/loss"], self.latest["train/grad_norm"]
-        return f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
-
-    def median_speed(self) -> float | None:
-        """Return the median of the logged speeds in tokens per second; None before the first."""
-        return statistics.median(self.speeds) if self.speeds else None
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:

@@ -10,7 +10,7 @@ from diffllm.core.printing import echo
 from diffllm.data import Tokenizer, ignores_targets
 from diffllm.distributed.launcher import environment, keep_memory
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
-from diffllm.distributed.world import World, join
+from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.streams import unfailing
 from diffllm.training.build import agreed_compile, build
@@ -20,7 +20,6 @@ from diffllm.training.loop import train
 from diffllm.training.measure import Tasks, measure_documents
 from diffllm.training.outputs import (
     Report,
-    diverged_text,
     finish,
     give_up,
     open_outputs,
@@ -63,19 +62,15 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
         with unfailing():
             return in_process(cfg, enter(cfg, world, stop), make_tasks, report)
     except StoppedEarly as early:
-        return stopped_early(cfg, world, early.args[0])
+        number: signal.Signals = early.args[0]
+        if world.rank == 0:
+            echo(f"stopped by {number.name} before the first step", flush=True)
+            if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else it is not found again
+                choose_path(cfg).mkdir(parents=True, exist_ok=True)
+                request_requeue(choose_path(cfg), number, None)
+        return Outcome(stopped=number)
     finally:
         stop.close()
-
-
-def stopped_early(cfg: TrainConfig, world: World, number: signal.Signals) -> Outcome:
-    """Say that a signal stopped the run before its first step, and ask a scheduler to requeue."""
-    if world.rank == 0:
-        echo(f"stopped by {number.name} before the first step", flush=True)
-        if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # an unnamed run is not found again
-            choose_path(cfg).mkdir(parents=True, exist_ok=True)
-            request_requeue(choose_path(cfg), number, None)
-    return Outcome(stopped=number)
 
 
 def in_process(
@@ -128,7 +123,10 @@ def train_claimed(
     try:
         trained = train(t, state, data, here, out, tasks)
         if trained.diverged:
-            here.display.print(diverged_text(trained.diverged, state.step))
+            here.display.print(
+                f"diverged: stopped after step {state.step}, saved: {trained.diverged}; a smaller "
+                "optim.lr, other data or train.skip_step=off would go another way"
+            )
         elif not trained.stopped:
             losses, late = measure_documents(t, data, here)
     except UserError as error:

@@ -4,22 +4,20 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 """
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
-from diffllm.config.origin import Origin, changed_model, origin_of
+from diffllm.config.origin import changed_model, origin_of
 from diffllm.config.plugins import plugin_versions
-from diffllm.config.schema import Changes, described
+from diffllm.config.schema import Changes, changes_text
 from diffllm.core.errors import CheckpointError, DataError, UserError
-from diffllm.data import Prepared, packing_counts, prepare, training_samples
+from diffllm.data import Prepared, packing_counts, prepare
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
@@ -39,9 +37,9 @@ from diffllm.training.checks import (
     shared_config,
     weights_of,
 )
-from diffllm.training.directory import RunDirectory, claim_directory, ending
+from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.process import Process, in_sweep, log_file
-from diffllm.training.state import LoopState, continuation, continued, restore
+from diffllm.training.state import LoopState, continuation, continued, restore, samples_of
 
 
 class Claimed(NamedTuple):
@@ -98,7 +96,7 @@ def claim_on_rank_0(
             checkpoint, saved = continuation(cfg, directory)
             check_tokenizer_size(cfg)
             weights = None if checkpoint else weights_of(cfg)
-        directory.forget_requeue()
+        (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise
@@ -141,29 +139,23 @@ def begin(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> 
 
 
 def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
-    """Write config.yaml and the tokenizer, open the log, and return the loop state."""
-    assert claimed.directory
-    if claimed.weights:
-        check_same_tokens(cfg, data, claimed.weights)
-    state, changes = resumed_state(cfg, claimed, data)
-    claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
-    here.log.open(log_file(claimed.path))
-    return state
-
-
-def resumed_state(cfg: TrainConfig, claimed: Claimed, data: Prepared) -> tuple[LoopState, Changes]:
-    """Return the loop state and changes of the data order: from the checkpoint, or of a new run.
+    """Write config.yaml and the tokenizer, open the log, and return the loop state.
 
     Raises CheckpointError if the checkpoint does not fit this run.
     """
+    assert claimed.directory
+    if claimed.weights:
+        check_same_tokens(cfg, data, claimed.weights)
     order, path, saved = data_order(cfg, data), claimed.checkpoint, claimed.saved
-    if path is None or saved is None:
-        return LoopState(order=order), {}
-    state, changes = continued(path, saved, order, cfg.run.allow_changes)
-    check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
-    if claimed.path not in path.parents:
-        state.wandb_id = None  # another run's
-    return state, changes
+    state, changes = LoopState(order=order), Changes()
+    if path and saved:
+        state, changes = continued(path, saved, order, cfg.run.allow_changes)
+        check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
+        if claimed.path not in path.parents:
+            state.wandb_id = None  # another run's
+    claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
+    here.log.open(log_file(claimed.path))
+    return state
 
 
 def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> None:
@@ -232,8 +224,7 @@ def match_initial_values(t: Training, data: Prepared, world: World) -> list[floa
 def measured_factors(t: Training, data: Prepared) -> list[float]:
     """Measure the factor of each layer on the first `SEQUENCES` sequences in data order."""
     cfg = t.cfg
-    total = cfg.steps * cfg.global_batch_size
-    first = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)[range(SEQUENCES)]
+    first = samples_of(cfg, data)[range(SEQUENCES)]
     if isinstance(first, DataError):
         raise first
     tokens, _ = first
@@ -251,23 +242,14 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if origin.directory is None:
         load_tensors(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
-    else:
-        copy_directory(t, tensors, origin)
+    else:  # tensors that the directory lacks keep their initial values
+        for name in origin.directory.names:
+            if name not in tensors:
+                raise CheckpointError(f"{path} has {name}, and the model has not")
+            block, offset, _ = t.weights.block(tensors[name])
+            part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
+            block.copy_(origin.directory.tensor(name)[part])
     t.weights.changed()
     changes = changed_model(origin, t.cfg.model)
     step = read_state(path)["step"] if origin.run else None
-    return {"path": str(path), "step": step, "differs": described(changes) if changes else None}
-
-
-def copy_directory(t: Training, tensors: Mapping[str, Tensor], origin: Origin) -> None:
-    """Copy this rank's parts of the parameters of a Hugging Face directory, one after another.
-
-    Tensors that the directory lacks keep their initial values.
-    """
-    assert origin.directory
-    for name in origin.directory.names:
-        if name not in tensors:
-            raise CheckpointError(f"{origin.path} has {name}, and the model has not")
-        block, offset, _ = t.weights.block(tensors[name])
-        part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
-        block.copy_(origin.directory.tensor(name)[part])
+    return {"path": str(path), "step": step, "differs": changes_text(changes) if changes else None}

@@ -1,7 +1,7 @@
 """The loop state of a run: saving, restoring, and the decision whether a run may resume."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,16 @@ from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
-from diffllm.config.schema import OF_WEIGHTS, Changes, described, is_allowed
+from diffllm.config.schema import OF_WEIGHTS, Changes, changes_text, is_allowed
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.distributed.launcher import MKL_MODE, OLDER_MODE
+from diffllm.data import Prepared, training_samples
+from diffllm.data.samples import Samples
+from diffllm.distributed.launcher import MKL_MODE
 from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training
 from diffllm.training.directory import RunDirectory
-
-OF_OLDER_CHECKPOINTS = {"seconds": 0.0, "compiled": False, "mkl_mode": OLDER_MODE}
-"""Values of fields that the state in older checkpoints lacks."""
 
 
 @dataclass
@@ -55,14 +54,16 @@ class LoopState:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "LoopState":
-        """Build the state from the output of `state_dict`."""
+        """Build the state from the output of `state_dict`; raises KeyError for a missing value."""
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        names = ("step", "data", "wandb_id")
-        order = {"data.packing": "stream", **values["order"]}
-        known = {name: values[name] for name in names}
-        added = {name: values.get(name, value) for name, value in OF_OLDER_CHECKPOINTS.items()}
-        return cls(**known, **added, order=order, spikes=spikes)
+        return cls(**{**{f.name: values[f.name] for f in fields(cls)}, "spikes": spikes})
+
+
+def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
+    """Return the samples of the whole run in their order."""
+    total = cfg.steps * cfg.global_batch_size
+    return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
 
 
 def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
@@ -107,10 +108,6 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
     return rng
 
 
-MAKE_TOKENS = ("corpus", "tokenizer")
-"""Keys of the data order that determine the tokens."""
-
-
 def continuation(
     cfg: TrainConfig, directory: RunDirectory
 ) -> tuple[Path | None, dict[str, Any] | None]:
@@ -119,10 +116,15 @@ def continuation(
     `continued` checks the data order once the corpus is prepared. Raises ConfigError for too few
     steps, and CheckpointError if no checkpoint, or not the one that `resume` names, can be used.
     """
-    checkpoint = resume_checkpoint(cfg, directory.checkpoints)
+    checkpoint, run = resume_checkpoint(cfg, directory.checkpoints), directory.path
     if checkpoint is None:
-        check_nothing_lost(directory.path)
-        return None, None
+        if lost := read_record(run / SAVED) or read_summary(run):
+            raise CheckpointError(
+                f"{run} has saved step {lost.get('step', lost.get('steps'))}, but "
+                f"{run / 'checkpoints'} has no checkpoint: is its disk mounted? To train without "
+                f"it: another run.name, resume=CHECKPOINT, or delete {run} to begin anew"
+            )
+        return None, None  # killed before its first checkpoint, or new
     saved = read_state(checkpoint)
     if saved["loop"] is None:
         raise CheckpointError(
@@ -135,21 +137,6 @@ def continuation(
             f"another run.name, or steps={made} or more"
         )
     return checkpoint, saved
-
-
-def check_nothing_lost(run: Path) -> None:
-    """Raise CheckpointError for a run without checkpoints that had some.
-
-    A run killed before its first checkpoint starts again from step 0.
-    """
-    lost = read_record(run / SAVED) or read_summary(run)
-    if lost is None:
-        return
-    raise CheckpointError(
-        f"{run} has saved step {lost.get('step', lost.get('steps'))}, but {run / 'checkpoints'} "
-        "has no checkpoint: is its disk mounted? To train without it: another run.name, "
-        f"resume=CHECKPOINT, or delete {run} to begin anew"
-    )
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
@@ -187,15 +174,14 @@ def continued(
     try:
         state = LoopState.of(saved["loop"])
         before = {key: state.order.get(key) for key in order}
-        made_anew = any(before.get(key) != order.get(key) for key in MAKE_TOKENS)
-        if made_anew or "tokens" not in state.order:  # as in older checkpoints
-            before["tokens"] = order.get("tokens")
+        if any(before.get(key) != order.get(key) for key in ("corpus", "tokenizer")):
+            before["tokens"] = order.get("tokens")  # those differ anyway
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
-            f"the checkpoint belongs to another order of data ({described(changes)}); to "
+            f"the checkpoint belongs to another order of data ({changes_text(changes)}); to "
             f"resume from it anyway: run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
     if changes.keys() - {"global_batch_size"}:

@@ -56,7 +56,7 @@ class Due(NamedTuple):
 
 
 def every(interval: int, step: int) -> bool:
-    """Return whether an action with this interval is due at `step`, from 1; 0 means never."""
+    """Return whether an action is due at `step`, counted from 1; interval 0 means never."""
     return interval > 0 and step % interval == 0
 
 
@@ -179,7 +179,10 @@ def forward_backward(
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
         scaled(t, out, counted).backward()
-        parts = loss_parts(out)
+        parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
+        if out.routed:
+            parts["train/balance_loss"] = out.routed.balance
+            parts["train/router_z_loss"] = out.routed.z
         losses = losses + torch.stack(list(parts.values())).detach()
         routed = routed + out.routed.counts if out.routed else routed
         stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
@@ -225,15 +228,6 @@ def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
         objective = objective + routing * (over_tokens - over_counted)
     return objective
-
-
-def loss_parts(out: TrainOutput) -> dict[str, Tensor]:
-    """Return the unweighted losses of a micro-batch by name, each a sum."""
-    parts = {"nll": out.loss.nll, "train/z_loss": out.loss.z}
-    if out.routed:
-        parts["train/balance_loss"] = out.routed.balance
-        parts["train/router_z_loss"] = out.routed.z
-    return parts
 
 
 def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, Tensor]:

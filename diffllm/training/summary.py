@@ -1,7 +1,6 @@
 """The texts at the start and at the end of a run, and the facts in them."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ from diffllm.data import (
     heldout_tokens,
     packing_counts,
     sequences_of_epoch,
-    training_samples,
 )
-from diffllm.data.samples import Samples
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
 from diffllm.model.auto_setting import dtype_name
 from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
-from diffllm.training.state import LoopState
+from diffllm.training.state import LoopState, samples_of
 
 FEW_HELDOUT = 1000
 """Fewer held-out tokens give a noisy loss."""
@@ -99,18 +96,6 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     ]
 
 
-def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
-    """Return the samples of the run in their order."""
-    total = cfg.steps * cfg.global_batch_size
-    return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
-
-
-def packing_facts(cfg: TrainConfig, data: Prepared) -> dict[str, float] | None:
-    """Return packing counts for run.json; None without packing."""
-    counts = packing_counts(data, cfg.data, cfg.seq_len)
-    return counts.numbers() if counts else None
-
-
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
     """Say where wandb records a run, and how to upload what was recorded offline."""
     mode, place = resolve_mode(cfg.wandb), path / "wandb"
@@ -126,6 +111,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
     """Facts about a run beyond its config, for run.json and wandb's config."""
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id
+    packing = packing_counts(data, cfg.data, cfg.seq_len)
     return {
         "parameters": params,
         "active_parameters": t.model.active_parameters(),
@@ -135,7 +121,7 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
         "tokenizer": data.manifest.pieces_hash,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "heldout_tokens": heldout_tokens(heldout, eos_id, cfg.eval.tokens),
-        "packing": packing_facts(cfg, data),
+        "packing": packing.numbers() if packing else None,
         "device": torch.cuda.get_device_name(t.device) if t.device.type == "cuda" else "CPU",
         "ranks": dist.get_world_size(),
         "compute_dtype": dtype_name(t.compute_dtype),
@@ -160,7 +146,13 @@ def summarise(
         losses: losses of held-out documents; None if the run stopped because it diverged.
     """
     entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
+    packing = packing_counts(data, cfg.data, cfg.seq_len)
     bits = samples_of(cfg, data).bits_per_nat(state.step * cfg.global_batch_size)
+    measured = {"": losses}
+    for i, name in enumerate(data.sources):
+        own = losses and losses.of_source(i)
+        if own or not losses:
+            measured[f"/{name}"] = own
     found = {
         "variant": cfg.run.choices["attention"],
         "diverged": losses is None or not math.isfinite(losses.loss),
@@ -169,11 +161,12 @@ def summarise(
         "tokens": state.step * cfg.global_batch_size * cfg.seq_len,
         "train_loss": train_loss,
         "train_bits_per_byte": None if bits is None else bits * train_loss,
-        **heldout_numbers(losses, list(data.sources)),
+        **{f"heldout_loss{end}": of and of.loss for end, of in measured.items()},
+        **{f"heldout_bits_per_byte{end}": of and of.bits_per_byte for end, of in measured.items()},
         "heldout_tokens": int(losses.tokens.sum()) if losses else 0,
         "heldout_documents": len(losses.tokens) if losses else 0,
         "heldout_unigram_entropy": entropy,
-        "packing": packing_facts(cfg, data),
+        "packing": packing.numbers() if packing else None,
         "tokens_per_s": trained.speed,
         "seconds": state.seconds,
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
@@ -183,19 +176,6 @@ def summarise(
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in found.items()
     }
-
-
-def heldout_numbers(losses: DocumentLosses | None, sources: Sequence[str]) -> dict[str, float]:
-    """Return held-out losses in nats per token and bits per byte, of all documents and each source;
-    NaN if not measured."""
-    if losses is None:
-        ends = ["", *(f"/{name}" for name in sources)]
-        names = [f"heldout_{unit}{end}" for unit in ("loss", "bits_per_byte") for end in ends]
-        return dict.fromkeys(names, math.nan)
-    each = {"": losses}
-    each |= {f"/{name}": own for i, name in enumerate(sources) if (own := losses.of_source(i))}
-    nats = {f"heldout_loss{end}": of.loss for end, of in each.items()}
-    return nats | {f"heldout_bits_per_byte{end}": of.bits_per_byte for end, of in each.items()}
 
 
 def summary_text(

@@ -119,7 +119,7 @@ MISSING = object()
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, MISSING) for name in ("step", "data", "order", "spikes", "wandb_id")),
+        *((name, MISSING) for name in ("step", "data", "order", "spikes", "compiled")),
         *(("compiled", 1), ("mkl_mode", 5), ("mkl_mode", "AVX2\0"), ("mkl_mode", None)),
     ],
 )
@@ -133,14 +133,6 @@ def test_state_with_a_missing_or_forged_field_is_a_fault(run, name, value):
     sign(newest(run))
     assert faults(newest(run)) == [f"state.json has no usable loop.{name}"]
     assert chosen(run) == "step-00000001"
-
-
-def test_state_of_an_older_version_means_eager_steps_with_avx2(run):
-    loop = read_state(newest(run))["loop"]
-    for name in ("compiled", "mkl_mode"):
-        del loop[name]
-    state = LoopState.of(loop)
-    assert (state.compiled, state.mkl_mode) == (False, "AVX2,STRICT")
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run, capfd):
