@@ -55,10 +55,15 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
     if "-h" in argv or "--help" in argv:
         echo(f"{what.strip()}\n")
         for name, f in known.items():
-            echo(help_line(name, f))
+            default = f" (default {f.default!r})" if f.default is not MISSING else ""
+            if f.metadata.get("flag"):
+                echo(f"  --{name.replace('_', '-'):<16}{f.metadata['help']}")
+            else:
+                more = " (required)" if required(f) else default
+                echo(f"  {name + '=':<18}{f.metadata['help']}{more}")
         sys.exit(0)
     values: dict[str, Any] = {}
-    for name, text in pairs(argv, known):
+    for name, text in split_words(argv, known):
         try:
             text.encode()
         except UnicodeEncodeError:  # bytes that the shell handed over undecoded
@@ -87,14 +92,7 @@ def required(f: "Field[Any]") -> bool:
     return f.default is MISSING and f.default_factory is MISSING
 
 
-def help_line(name: str, f: "Field[Any]") -> str:
-    if f.metadata.get("flag"):
-        return f"  --{name.replace('_', '-'):<16}{f.metadata['help']}"
-    default = f" (default {f.default!r})" if f.default is not MISSING else ""
-    return f"  {name + '=':<18}{f.metadata['help']}{' (required)' if required(f) else default}"
-
-
-def pairs(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
+def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
     """Iterate over (key, value) of the words; raises ConfigError for a word that is neither."""
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"

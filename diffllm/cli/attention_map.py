@@ -19,7 +19,7 @@ from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
 from diffllm.model.stats import entropy, negative_share
 
 MOST_TOKENS = 256
-"""Beyond this neither labels nor cells could be told apart."""
+"""Maximum; labels and cells of more would be too small to read."""
 FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -46,7 +46,9 @@ def attention_map_command(argv: list[str]) -> None:
     cfg = load_run_config(run)
     layers = indices("layer", args.layer, cfg.model.n_layers, -1)
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
-    tokens = prompt_tokens(tokenizer, args.prompt, cfg.model.seq_len)
+    tokens = tokenizer.encode(args.prompt)
+    if not 0 < len(tokens) <= (most := min(cfg.model.seq_len, MOST_TOKENS)):
+        raise ConfigError(f"prompt has {len(tokens)} tokens, not 1 to {most}")
     places = [figure_path(args, run, layer) for layer in layers]
     model, _ = load_model(run, args.step)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
@@ -80,18 +82,6 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
     return [int(text) % count]
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str, seq_len: int) -> list[int]:
-    """Token ids; raises ConfigError where there are none or too many."""
-    tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise ConfigError("prompt= is empty: there is nothing to attend to")
-    if len(tokens) > seq_len:
-        raise ConfigError(f"the prompt has {len(tokens)} tokens, but the model reads {seq_len}")
-    if len(tokens) > MOST_TOKENS:
-        raise ConfigError(f"the prompt has {len(tokens)} tokens; a figure holds {MOST_TOKENS}")
-    return tokens
-
-
 def figure_path(args: AttentionMapArguments, run: Path, layer: int) -> Path:
     """Where the figure of a layer goes; raises ConfigError for a format that is none of ours."""
     if args.out:
@@ -101,18 +91,13 @@ def figure_path(args: AttentionMapArguments, run: Path, layer: int) -> Path:
     else:
         head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
         step = f"-step{args.step}" if args.step else ""
-        name = f"attention-map-layer{layer:02d}{head}{step}-{name_of(args.prompt)}.png"
-        out = run / name
+        words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt).strip("-")[:24].strip("-")
+        digest = hashlib.sha256(args.prompt.encode(errors="surrogatepass")).hexdigest()[:6]
+        prompt = "-".join(filter(None, [words, digest]))  # prompts with equal words differ in it
+        out = run / f"attention-map-layer{layer:02d}{head}{step}-{prompt}.png"
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     return out
-
-
-def name_of(prompt: str) -> str:
-    """A file name's part for a prompt: its first words, and a hash that tells it from others."""
-    words = re.sub(r"[^A-Za-z0-9]+", "-", prompt).strip("-")[:24].strip("-")
-    digest = hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()[:6]
-    return f"{words}-{digest}" if words else digest
 
 
 def heads_text(shown: LayerMaps, heads: list[int]) -> str:

@@ -63,27 +63,19 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
         with suppress(CheckpointError):  # it was whole a moment ago, and is being deleted
             ranks = read_state(path)["ranks"]
     written = path.lstat().st_mtime  # first: one that is gone by now is not damaged
+    size = 0
+    with suppress(NotADirectoryError, PermissionError):
+        size = sum(file.lstat().st_size for file in path.iterdir())
     return {
         "step": step_of(path),
         "path": str(path),
         "state": "incomplete" if incomplete else "damaged" if problems else "good",
         "problems": problems,
         "checksums": checksums and not incomplete,
-        "bytes": size_of(path),
+        "bytes": size,
         "written": written,
         "ranks": ranks,
     }
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a checkpoint's files; 0 where it cannot be looked into. Raises
-    FileNotFoundError if it is gone."""
-    try:
-        return sum(file.lstat().st_size for file in path.iterdir())
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return 0
 
 
 def table_of(listed: list[dict[str, Any]]) -> Table:

@@ -61,6 +61,7 @@ V2 whose lambda is constant.
 diffllm import hf=Qwen/Qwen3-0.6B@main out=outputs/qwen3
 diffllm import hf=my-llama out=outputs/llama-v2 attention=diff_v2
 python train.py resume=weights:outputs/llama-v2 data.paths=[a.parquet] seq_len=2048 optim.lr=1e-5"""
+PARAMETERS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 LARGEST_FILE = 2**30
 """Limit in bytes of what is copied beside the parameters."""
 STEP = "checkpoint; 0 is the newest whole one"
@@ -72,9 +73,7 @@ SHARD_SIZE = "of a file, as in 500MB or 5GB"
 class ConsolidateArguments:
     run: str = argument("run directory", path=True)
     step: int = argument(STEP, 0)
-    out: str = argument(
-        "directory, or a file that ends in .safetensors; empty: in the run", "", path=True
-    )
+    out: str = argument("directory; empty: in the run", "", path=True)
     dtype: str = argument(DTYPE, "float32")
     max_shard_size: str = argument(SHARD_SIZE, "5GB")
     overwrite: bool = argument("replace files that are there", False)
@@ -111,16 +110,24 @@ def consolidate_command(argv: list[str]) -> None:
     check_form(args.dtype, args.max_shard_size)
     run = Path(args.run)
     cfg = load_run_config(run)
-    with_checkpoint(run, args.step, lambda path: write_parameters(args, run, cfg, path))
+    with_checkpoint(run, args.step, lambda path: consolidate(args, run, cfg, path))
 
 
-def write_parameters(
-    args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path
-) -> None:
-    """Write the files of a checkpoint, and print where they are."""
-    directory, stem = place_for(args.out, run, step_of(checkpoint))
-    beside = files_beside(run, directory)
-    earlier = parameter_files(directory, stem)
+def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> None:
+    """Write the files of a checkpoint, and print where they are.
+
+    Unless the directory is the run itself, it gets the config and the tokenizer. Raises
+    CheckpointError if one is missing or is a link, which is never followed.
+    """
+    step = step_of(checkpoint)
+    directory = Path(args.out) if args.out else run / "consolidated" / f"step-{step:08d}"
+    beside: dict[str, bytes] = {}
+    if directory.resolve() != run.resolve():
+        tokenizer_of(run)
+        for name in ("config.yaml", *TOKENIZER_FILES):
+            with readable(run / name), suppress(FileNotFoundError):
+                beside[name] = read_bytes(run / name, LARGEST_FILE)
+    earlier = [file for file in directory.glob("*") if PARAMETERS.fullmatch(file.name)]
     there = [*earlier, *(directory / name for name in beside if (directory / name).exists())]
     if there and not args.overwrite:
         raise ConfigError(f"{there[0]} is there already; overwrite=true replaces it")
@@ -129,8 +136,8 @@ def write_parameters(
     try:
         with writing(str(directory)):
             directory.mkdir(parents=True, exist_ok=True)
-            with scratch_directory(directory / stem) as hidden:
-                size = write_safetensors(hidden, stem, checkpoint, tensors, args.max_shard_size)
+            with scratch_directory(directory / "model") as hidden:
+                size = write_safetensors(hidden, "model", checkpoint, tensors, args.max_shard_size)
                 for name, content in beside.items():
                     (hidden / name).write_bytes(content)
                 complete = sorted(hidden.iterdir())
@@ -144,36 +151,8 @@ def write_parameters(
         if made:
             with suppress(OSError):  # it holds something
                 directory.rmdir()
-    echo(f"step {step_of(checkpoint)}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
+    echo(f"step {step}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
     echo("\n".join(map(str, written)))
-
-
-def place_for(out: str, run: Path, step: int) -> tuple[Path, str]:
-    """Return the directory that `out=` means, by default one in the run, and its files' stem."""
-    path = Path(out) if out else run / "consolidated" / f"step-{step:08d}"
-    return (path.parent, path.stem) if path.suffix == ".safetensors" else (path, "model")
-
-
-def parameter_files(directory: Path, stem: str) -> list[Path]:
-    """List the parameters that are there already, in however many files."""
-    name = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
-    return [file for file in directory.glob("*") if name.fullmatch(file.name)]
-
-
-def files_beside(run: Path, directory: Path) -> dict[str, bytes]:
-    """Read the files that go with the parameters, unless they go into the run itself.
-
-    Raises CheckpointError where one is missing, or no file of the run's own: what a link in a run
-    leads to is never copied.
-    """
-    if directory.resolve() == run.resolve():
-        return {}
-    tokenizer_of(run)
-    content = {}
-    for name in ("config.yaml", *TOKENIZER_FILES):
-        with readable(run / name), suppress(FileNotFoundError):
-            content[name] = read_bytes(run / name, LARGEST_FILE)
-    return content
 
 
 @contextmanager

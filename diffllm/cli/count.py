@@ -6,10 +6,7 @@ diffllm count model=dense_7b attention=diff_v2
 diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.match_params_to=diff_v2
 """
 
-import shutil
-import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,19 +62,15 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
     Args:
         lists: what follows each --compare.
     """
-    if len(lists) > 1:
-        raise ConfigError("--compare is there twice; name all variants after one")
-    text = lists[0]
+    text = " --compare ".join(lists)
     names = text.split(",")
-    if len(names) < 2 or "" in names:
+    if not all(names) or not 2 <= len(names) == len(set(names)):
         raise ConfigError(
-            f"--compare={text} needs two or more variants with a comma and no space between, "
-            "as in --compare standard,diff_v2"
+            f"--compare={text} needs two or more different variants with a comma and no space "
+            "between, as in --compare standard,diff_v2"
         )
     for name in names:
         check_choice(f"--compare: {name}", name, variants())
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--compare={text} names a variant twice")
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
     if chosen:
         raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
@@ -87,8 +80,8 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
 def count(cfg: TrainConfig) -> dict[str, Any]:
     """Count parameters, training FLOPs a token at seq_len, KV-cache bytes a token in bf16.
 
-    "by_group" and "by_component" each sum to "total_params"; "matched" is what
-    model.match_params_to solved, or None.
+    "by_group" and "by_component" each sum to "total_params". "by_component" is in the order from wq
+    to the output and has every fixed component but the router; "matched" may be None.
     """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
@@ -96,6 +89,8 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
     for name, param in model.named_parameters():
         by_group[group_of(name)] += param.numel()
         by_component[component_of(name)] += param.numel()
+    special = [c for c in by_component if c not in (*ATTENTION_COMPONENTS, *OTHER_COMPONENTS)]
+    order = [*ATTENTION_COMPONENTS, *special, *OTHER_COMPONENTS]
     total = by_group.total()
     return {
         "total_params": total,
@@ -109,20 +104,12 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
         "flops_per_token": model.flops_per_token(),
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,
-        "by_component": in_order(by_component),
+        "by_component": {c: by_component[c] for c in order if c in by_component or c != "router"},
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
     }
 
 
-def in_order(by_component: Counter[str]) -> dict[str, int]:
-    """Sort from wq to the output; every fixed component but the router is there, if only as 0."""
-    special = [c for c in by_component if c not in (*ATTENTION_COMPONENTS, *OTHER_COMPONENTS)]
-    order = [*ATTENTION_COMPONENTS, *special, *OTHER_COMPONENTS]
-    return {c: by_component[c] for c in order if c in by_component or c != "router"}
-
-
 def print_counts(title: str, counts: Counts) -> None:
-    """Print `counts`; on a terminal too narrow for all, in blocks that repeat the first column."""
     first, *others = counts
     changes = f"; changes are against {first}" if others else ""
     echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
@@ -132,40 +119,31 @@ def print_counts(title: str, counts: Counts) -> None:
             f"matched to {matched['target']}: {matched[f'target_{by}']:,.0f} "
             f"{UNITS[by]} at {matched['key']} {matched['target_ffn_dim']:,}"
         )
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    shown, more = len(others), True
-    while more:
-        block = str(count_table({name: counts[name] for name in (first, *others[:shown])}))
-        if width and shown > 1 and max(map(len, block.splitlines())) > width:
-            shown -= 1
-            continue
-        echo(f"\n{block}")
-        others = others[shown:]
-        shown, more = len(others), bool(others)
-
-
-def count_table(counts: Counts) -> Table:
-    """Tabulate `counts`, without rows that are 0 throughout; empty rows separate the sections."""
-    first, *others = counts
     heads = ["", first, *(head for name in others for head in (name, ""))]
     rows: list[Row] = []
     for section in count_sections(list(counts.values())):
         shown = [row for row in section if any(cell not in ("0", "=", "") for cell in row[1:])]
         rows += [("",) * len(heads)] * bool(rows and shown) + shown
-    return Table.of(heads, rows)
+    echo(f"\n{Table.of(heads, rows)}")
 
 
 def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
     """List the rows of attention's components, of the others, of totals and of costs."""
-    components = dict.fromkeys(name for each in columns for name in each["by_component"])
+
+    def row(label: str, values: list[int]) -> Row:
+        first, *others = values
+        cells = [
+            ("=", "") if v == first else (f"{v:,}", short_difference(v - first)) for v in others
+        ]
+        return label, f"{first:,}", *(cell for pair in cells for cell in pair)
 
     def component(name: str) -> Row:
-        return integers(name, [each["by_component"].get(name, 0) for each in columns])
+        return row(name, [each["by_component"].get(name, 0) for each in columns])
 
     def quantity(label: str, key: str) -> Row:
-        return integers(label, [each[key] for each in columns])
+        return row(label, [each[key] for each in columns])
 
-    width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
+    components = dict.fromkeys(name for each in columns for name in each["by_component"])
     inside = [component(name) for name in components if name not in OTHER_COMPONENTS]
     totals = [
         quantity("total", "total_params"),
@@ -175,37 +153,22 @@ def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
     if columns[0]["matched"]:
         over = [f"{each['matched']['difference_percent']:+.3f}%" for each in columns]
         totals.append(("over target", over[0], *(cell for text in over[1:] for cell in (text, ""))))
-    flops = [each["flops_per_token"] / 1e6 for each in columns]
+    width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
+    first, *others = (each["flops_per_token"] / 1e6 for each in columns)
+    flops = [
+        ("=", "") if value == first else (f"{value:,.1f}", f"{100 * (value / first - 1):+.1f}%")
+        for value in others
+    ]
     return [
         [*inside, quantity("attention", "attention_params")],
         [component(name) for name in OTHER_COMPONENTS],
         totals,
         [
             quantity(width, width),
-            against_first(
-                "MFLOPs a token",
-                flops,
-                "{:,.1f}".format,
-                lambda first, v: f"{100 * (v / first - 1):+.1f}%",
-            ),
+            ("MFLOPs a token", f"{first:,.1f}", *(cell for pair in flops for cell in pair)),
             quantity("KV bytes a token", "kv_cache_bytes_per_token"),
         ],
     ]
-
-
-def integers(label: str, values: list[int]) -> Row:
-    return against_first(
-        label, values, "{:,}".format, lambda first, value: short_difference(value - first)
-    )
-
-
-def against_first(
-    label: str, values: list[Any], show: Callable[[Any], str], change: Callable[[Any, Any], str]
-) -> Row:
-    """Make a row of values and changes, with "=" for a value that is the first's."""
-    first, *others = values
-    cells = [("=", "") if v == first else (show(v), change(first, v)) for v in others]
-    return label, show(first), *(cell for pair in cells for cell in pair)
 
 
 def short_difference(difference: int) -> str:

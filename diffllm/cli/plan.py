@@ -115,7 +115,12 @@ def print_plan(made: RunPlan, change: RunPlan | None) -> None:
     echo("\nmemory")
     echo(memory_table(made))
     echo("\ncommunication")
-    echo(flow_table(made))
+    rows = []
+    for kind, ranks, near, calls, sent, seconds in made.flows:
+        over = "inside a node" if near == ranks else f"network, {near} a node"
+        ms = f"{1e3 * seconds:,.1f}"
+        rows.append([kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms])
+    echo(Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows))
     echo(fit_text(made, change))
     echo("\ntime" if made.fits else "\ntime, if it did fit")
     for line in time_lines(made):
@@ -155,16 +160,6 @@ def memory_table(made: RunPlan) -> Table:
         [f"of {made.cluster.device.name}", *[gib(made.memory)] * 2],
     ]
     return Table.of(["GiB a rank, activation_checkpointing=", *names], rows)
-
-
-def flow_table(made: RunPlan) -> Table:
-    """Tabulate the bytes that one rank sends in a step."""
-    rows = []
-    for kind, ranks, near, calls, sent, seconds in made.flows:
-        over = "inside a node" if near == ranks else f"network, {near} a node"
-        ms = f"{1e3 * seconds:,.1f}"
-        rows.append([kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms])
-    return Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
 
 
 def fit_text(made: RunPlan, change: RunPlan | None) -> str:

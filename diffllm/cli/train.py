@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import NoReturn
 
 from diffllm.distributed.launcher import end_with_torchrun, environment, set_variables
@@ -102,7 +102,9 @@ def train_command(argv: list[str] | None = None) -> int:
 
             run_and_report(load_config(args.overrides))
     except UserError as error:
-        rank = reported_rank()
+        rank = 0
+        with suppress(LaunchError):  # variables that make no sense
+            rank = environment()[0]
         if rank == 0:
             echo(f"error: {error}", file=sys.stderr)
         elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
@@ -111,11 +113,3 @@ def train_command(argv: list[str] | None = None) -> int:
             time.sleep(RANK_0_S)  # torchrun stops all ranks when the first one ends
         return 2
     return 0
-
-
-def reported_rank() -> int:
-    """This process's rank, or 0 where its variables make no sense."""
-    try:
-        return environment()[0]
-    except LaunchError:
-        return 0

@@ -373,7 +373,7 @@ def test_every_layer_has_a_figure_and_every_prompt_its_own(make_run, command, tm
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["prompt="], ["prompt", "empty"]),
+        (["prompt="], ["prompt has 0 tokens", "1 to 32"]),
         (["prompt=\udcff"], ["prompt", "UTF-8"]),
         (["prompt=" + "(" * 40], ["prompt has 40 tokens", "32"]),
         (["prompt=x", "layer=2"], ["layer=2", "0 to 1"]),
