@@ -22,6 +22,7 @@ exp(logit) over map k, the limit of many keys is
     gain at lambda* = 1 / sqrt(1 - exp(-2 sigma^2 (1 - rho)))
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -50,12 +51,6 @@ LAMBDAS = np.linspace(0, 1, 101)
 LARGEST_AMPLITUDE = 20.0
 AXES = {"keys": range(8), "lambda": range(0, 101, 10), "amplitude": range(3, 40, 4)}
 """The sweeps, and the points of each that its table shows."""
-CURVES = {
-    "standard": "standard",
-    "differential": "differential",
-    "best": "best lambda",
-    "uncorrelated": "independent noise",
-}
 
 
 @dataclass
@@ -78,15 +73,13 @@ class NoiseFloorArguments:
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
     """Return p_s, q_s, m, r^2 and |q|^2 of one draw; noise1 and noise2 (n - 1,) are logits."""
-    logits = np.stack([np.append(noise1, signal), np.append(noise2, 0.0)])
-    weights = softmax(logits, axis=1)
+    weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
     (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
     q2 = q @ q
     m = p @ q / q2
     rest = p - m * q
     # After perfect cancellation only rounding errors remain, so r^2 has a lower bound.
-    r2 = max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p))
-    return p_s, q_s, m, r2, q2
+    return p_s, q_s, m, max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p)), q2
 
 
 def draw_maps(
@@ -127,20 +120,19 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
 def best_lambda(maps: Array) -> Array:
     """Return the lambda of LAMBDAS with the largest mean SNR over draws, (points,)."""
-    _, snr = effective(maps[..., None], LAMBDAS)
-    return LAMBDAS[snr.mean(axis=1).argmax(axis=1)]
+    return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 
 def sweep(
     at: Any, points: Sequence[tuple[int, float]], lam: Array | float, cfg: NoiseFloorArguments
 ) -> dict[str, Any]:
     """Return the curves over (keys, amplitude) pairs at one lambda, or over lambdas at one pair."""
-    maps, apart = (draw_maps(points, rho, cfg) for rho in (cfg.correlation, 0.0))
+    maps = draw_maps(points, cfg.correlation, cfg)
     curves = {
         "standard": average(maps, 0 * lam),
         "differential": average(maps, lam),
         "best": average(maps, best_lambda(maps) + 0 * lam),
-        "uncorrelated": average(apart, lam),
+        "uncorrelated": average(draw_maps(points, 0.0, cfg), lam),
     }
     return {"at": np.asarray(at, dtype=np.float64), "curves": curves}
 
@@ -185,87 +177,44 @@ def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
     }
 
 
-def draw_figure(result: dict[str, Any], cfg: NoiseFloorArguments) -> "Figure":
+def draw_figure(result: dict[str, Any]) -> "Figure":
     """Draw the SNR over keys, lambda and amplitude, with two standard errors as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
-    figure.suptitle(settings_text(cfg))
     for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
         at, curves = result[f"by_{axis}"].values()
-        for name, label in CURVES.items():
-            snr, margin = curves[name]["snr"], 2 * curves[name]["snr_se"]
-            axes.plot(at, snr, label=label)
-            axes.fill_between(at, snr - margin, snr + margin, alpha=0.25)
+        for name, curve in curves.items():
+            margin = 2 * curve["snr_se"]
+            axes.plot(at, curve["snr"], label=name)
+            axes.fill_between(at, curve["snr"] - margin, curve["snr"] + margin, alpha=0.25)
         axes.set(xlabel=axis, ylabel="signal-to-noise ratio")
         axes.set_xscale("log" if axis == "keys" else "linear")
         if axis != "lambda":
             axes.set_yscale("log")
-            axes.axhline(cfg.threshold, color="grey", linestyle="--", linewidth=0.8)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(CURVES))
+            axes.axhline(result["settings"]["threshold"], color="grey", linestyle="--")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def settings_text(cfg: NoiseFloorArguments) -> str:
-    return (
-        f"{cfg.keys:,} keys, lambda {cfg.lambda_:g}, noise of amplitude {cfg.amplitude:g}, "
-        f"correlation {cfg.correlation:g}"
-    )
-
-
-def sweep_table(axis: str, result: dict[str, Any]) -> Table:
-    """Tabulate weight (or best lambda) and SNR of the curves at some points of a sweep."""
-    at, curves = result[f"by_{axis}"].values()
-    rows = []
-    for i in AXES[axis]:
-        row = [f"{at[i] / 1024:g}k" if axis == "keys" else f"{at[i]:.3g}"]
-        for name in CURVES:
-            curve = curves[name]
-            row.append(short(curve["lambda" if name == "best" else "weight"][i]))
-            row.append(f"{short(curve['snr'][i])} ± {short(curve['snr_se'][i], 1)}")
-        rows.append(row)
-    heads = [axis]
-    for name, label in CURVES.items():
-        heads += [label + " weight" * (name != "best"), "SNR"]
-    return Table.of(heads, rows, left=())
-
-
-def print_tables(result: dict[str, Any], cfg: NoiseFloorArguments) -> None:
-    """Print the quantities, a table for each sweep, and the conclusions."""
-    echo(
-        f"One query: signal {cfg.signal:g} logits above noise of mean 0; {cfg.draws} draws, "
-        "± is the standard error.\n"
-        "SNR: weight on the signal / root of the sum of the other weights squared, which is the\n"
-        "noise that independent values of RMS 1 add to the context.\n"
-        f"Unless they vary: {settings_text(cfg)}."
-    )
-    for axis in AXES:
-        echo(f"\nOver {axis}\n{sweep_table(axis, result)}")
-    snr = {name: curve["snr"] for name, curve in result["by_lambda"]["curves"].items()}
-    standard, best = snr["standard"][0], result["best_lambda"]
-    given = float(np.interp(cfg.lambda_, LAMBDAS, snr["differential"]))
-    echo(f"\nStandard attention has an SNR of {short(standard)}.")
-    for words, value in {
-        f"Lambda {cfg.lambda_:g}": given,
-        f"The best lambda {best['differential']:.2f}": snr["differential"].max(),
-        f"With independent noise, the best lambda {best['uncorrelated']:.2f}": (
-            snr["uncorrelated"].max()
-        ),
-    }.items():
-        echo(f"{words} gives {short(value)}, {short(value / standard)} times that.")
-    ends = {None: f"up to {LARGEST_AMPLITUDE:g} and beyond", 0.0: "at no amplitude"}
-    usable = {n: ends.get(x, f"up to {x or 0:.2f}") for n, x in result["usable_amplitude"].items()}
-    echo(
-        f"The SNR is {cfg.threshold:g} or more for noise of amplitudes {usable['standard']} with "
-        f"standard attention, {usable['best']} with the best lambda."
-    )
-
-
-def as_lists(value: Any) -> Any:
-    """Return nested mappings with arrays as lists."""
-    if isinstance(value, dict):
-        return {key: as_lists(inner) for key, inner in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
+def tables(result: dict[str, Any]) -> str:
+    """Return a table of SNRs for each sweep, and the best lambdas and usable amplitudes."""
+    lines = [", ".join(f"{name} {value}" for name, value in result["settings"].items())]
+    for axis, places in AXES.items():
+        at, curves = result[f"by_{axis}"].values()
+        rows = []
+        for i in places:
+            snr = [f"{short(c['snr'][i])} ± {short(c['snr_se'][i], 1)}" for c in curves.values()]
+            rows.append([f"{at[i]:g}", *snr, short(curves["best"]["lambda"][i])])
+        heads = [axis, *(f"SNR {name}" for name in curves), "best lambda"]
+        lines += ["", *Table.of(heads, rows, left=()).text()]
+    for name, value in result["best_lambda"].items():
+        highest = result["by_lambda"]["curves"][name]["snr"].max()
+        lines += ["", f"best lambda, {name}: {value:.2f}, SNR {short(highest)}"]
+    for name, amplitude in result["usable_amplitude"].items():
+        reach = f"beyond {LARGEST_AMPLITUDE:g}" if amplitude is None else f"{amplitude:.2f}"
+        lines.append(f"largest usable amplitude, {name}: {reach}")
+    return "\n".join(lines)
 
 
 def noise_floor_command(argv: list[str]) -> None:
@@ -274,10 +223,9 @@ def noise_floor_command(argv: list[str]) -> None:
     if Path(cfg.out).suffix.lower() != ".png":
         raise ConfigError(f"out={cfg.out} must end in .png")
     result, drawn = noise_floor(cfg), BytesIO()
-    draw_figure(result, cfg).savefig(drawn, dpi=200)
+    draw_figure(result).savefig(drawn, dpi=200)
     write_out(cfg.out, drawn.getvalue())
     if cfg.json:
-        echo_json(as_lists(result))
-        return
-    print_tables(result, cfg)
-    echo(f"figure: {cfg.out}")
+        echo_json(json.loads(json.dumps(result, default=np.ndarray.tolist)))
+    else:
+        echo(f"{tables(result)}\nfigure: {cfg.out}")
