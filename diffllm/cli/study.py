@@ -1,11 +1,12 @@
 """`diffllm study`: a claim, its runs and the rule that decides. `diffllm power`: its seeds."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
-from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, short
+from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, plural, short
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.pilot import SHOWN, Need, Pilot, Wanted, needs, read_pilot
 from diffllm.compare.study.stages import Cost, costs
@@ -119,12 +120,10 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
     check_study_runs(study, out, 1)
     found = costs(study, out, pilot)
     rows = [
-        [
-            *(cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", compact(cost.tokens)),
-            *(compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"),
-        ]
+        [cost.stage, cost.arm, f"{cost.runs}", f"{cost.ended}", compact(cost.tokens),
+         compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"]
         for cost in found
-    ]
+    ]  # fmt: skip
     heads = ["stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go"]
     echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n\n{total_cost(found)}")
 
@@ -161,7 +160,7 @@ def judge_study(study: Study, out: Path, as_json: bool) -> None:
 
 
 def power_command(argv: list[str]) -> None:
-    """Print what a gap takes, as a table or as JSON."""
+    """Print the seeds, tokens and hours that a gap takes, as a table or as JSON."""
     args = parse(PowerArguments, argv, POWER)
     wanted = Wanted(args.gap, args.alpha, args.power, args.sides, args.comparisons)
     pilot = read_pilot([Path(word) for word in args.pilot])
@@ -169,15 +168,14 @@ def power_command(argv: list[str]) -> None:
     if args.json:
         echo_json(power_numbers(pilot, wanted, found))
         return
-    for line in pilot_lines(pilot):
-        echo(line)
+    for name, text in pilot_lines(pilot):
+        echo(f"{name:<10}{text}".replace("\u2212", "-"))
     print_needs(wanted, found)
 
 
 def power_numbers(pilot: Pilot, wanted: Wanted, found: list[Need]) -> dict[str, Any]:
     """All that the text says, under stable names."""
     low, high = pilot.spread.interval
-    between = pilot.pairs
     arms = [
         {"arm": arm.label, "seeds": len(arm.losses), "diverged": arm.diverged, "sd": arm.sd}
         for arm in pilot.arms
@@ -194,87 +192,50 @@ def power_numbers(pilot: Pilot, wanted: Wanted, found: list[Need]) -> dict[str, 
         "sd_low": low,
         "sd_high": high,
         "df": pilot.spread.df,
-        "correlation": between and between.correlation,
-        "sd_of_differences": between and between.differences.sd,
-        "trend": pilot.trend and asdict(pilot.trend),
-        "no_trend": pilot.no_trend or None,
+        "correlation": pilot.pairs and pilot.pairs.correlation,
+        "sd_of_differences": pilot.pairs and pilot.pairs.differences.sd,
         "needs": [asdict(each) for each in found],
         "notes": pilot.notes,
     }
 
 
-def pilot_lines(pilot: Pilot) -> list[str]:
-    """Lines on what the pilot says of seeds."""
-    arms, (low, high) = pilot.arms, pilot.spread.interval
+def pilot_lines(pilot: Pilot) -> Iterator[tuple[str, str]]:
+    """Yield subjects, and what the pilot says of seeds on each."""
+    low, high = pilot.spread.interval
     seconds = f", {short(pilot.seconds)} s" if pilot.seconds else ", of unknown time"
-    rows = [
-        (
-            "pilot",
-            f"{pilot.title}: {pilot.runs} finished runs of {len(arms)} "
-            f"{'arm' if len(arms) == 1 else 'arms'}; {compact(pilot.tokens)} tokens a run{seconds}",
-        ),
-        (
-            "seeds",
-            f"sd {fixed(pilot.spread.sd)} nats a token (95%: {fixed(low)} to {fixed(high)}), "
-            f"{pilot.spread.df} degrees of freedom",
-        ),
-        ("", "by arm: " + ", ".join(f"{arm.label} {fixed(arm.sd)}" for arm in arms)),
-    ]
+    runs = f"{pilot.runs} finished runs of {plural(len(pilot.arms), 'arm')}"
+    yield "pilot", f"{pilot.title}: {runs}; {compact(pilot.tokens)} tokens a run{seconds}"
+    interval = f"(95%: {fixed(low)} to {fixed(high)}), {pilot.spread.df} degrees of freedom"
+    yield "seeds", f"sd {fixed(pilot.spread.sd)} nats a token {interval}"
+    yield "", "by arm: " + ", ".join(f"{arm.label} {fixed(arm.sd)}" for arm in pilot.arms)
     if pilot.pairs:
         r, n = pilot.pairs.correlation, pilot.pairs.seeds
         said = f"correlation {r:+.2f}" if r is not None else "nothing varies"
-        rows.append(
-            (
-                "pairs",
-                f"sd of differences {fixed(pilot.pairs.differences.sd)}, {said} over {n} seeds; "
-                f"pairing pays above {pairing_pays_above(n):.2f} with {n}",
-            )
-        )
-    else:
-        rows.append(("pairs", "unknown: it takes two arms with two seeds in common"))
-    if found := pilot.trend:
-        rows.append(
-            (
-                "length",
-                f"sd ~ tokens^{found.slope:.2f} (95%: {found.low:.2f} to {found.high:.2f}), from "
-                f"{found.points} evaluations of {found.seeds} seeds, within runs of one length",
-            )
-        )
-    else:
-        rows.append(("length", f"how sd changes with tokens cannot be told: {pilot.no_trend}"))
+        pays = f"pairing pays above {pairing_pays_above(n):.2f} with {n}"
+        sd = fixed(pilot.pairs.differences.sd)
+        yield "pairs", f"sd of differences {sd}, {said} over {n} seeds; {pays}"
     if pilot.diverged:
         share = f"{pilot.diverged} of {pilot.runs} runs diverged"
-        rows.append(("diverged", f"{share}: seeds below are of runs that end finite, start more"))
-    rows += [("note", note) for note in pilot.notes]
-    return [f"{name:<10}{text}".replace("\u2212", "-") for name, text in rows]
+        yield "diverged", f"{share}: seeds below are of runs that end finite, start more"
+    yield from (("note", note) for note in pilot.notes)
 
 
 def print_needs(wanted: Wanted, found: list[Need]) -> None:
     """Print what each design takes, and the power of a few numbers of seeds."""
     family = f", the smallest of {wanted.comparisons} by Holm" if wanted.comparisons > 1 else ""
     sides = "two-sided" if wanted.sides == 2 else "one-sided"
-    rows = [
-        [
-            *(each.design, compact(each.tokens) + f" ({each.factor}x)" * (each.factor > 1)),
-            *(fixed(each.sd), seeds_text(each.seeds)),
-            " to ".join(map(seeds_text, (each.seeds_low, each.seeds_high))),
-            *(compact(each.total_tokens), short(each.hours)),
-        ]
-        for each in found
-    ]
-    heads = ["design", "tokens a run", "sd", "seeds an arm", "by sd", "tokens in all"]
-    powers = [
-        [each.design, compact(each.tokens), *(f"{each.power_by_seeds[n]:.2f}" for n in SHOWN)]
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        low, seeds, high = (
+            "many" if n is None else f"{n:,}" for n in (each.seeds_low, each.seeds, each.seeds_high)
+        )
+        cost = compact(each.total_tokens), short(each.hours)
+        power = (f"{each.power_by_seeds[n]:.2f}" for n in SHOWN)
+        rows.append([each.design, fixed(each.sd), seeds, f"{low} to {high}", *cost, *power])
+    heads = ["design", "sd", "seeds an arm", "by sd", "tokens in all", "hours in all"]
     echo(
         f"\na gap of {wanted.gap:g} nats a token between two arms, found with power "
         f"{wanted.power:g} at alpha {wanted.alpha:g}, {sides}{family}\n"
-        f"{Table.of([*heads, 'hours in all'], rows)}\n\npower with so many seeds an arm\n"
-        f"{Table.of(['design', 'tokens a run', *map(str, SHOWN)], powers)}\n\n"
+        f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], rows)}\n\n"
         "hours: of the pilot's machine, one run after another"
     )
-
-
-def seeds_text(seeds: int | None) -> str:
-    return "many" if seeds is None else f"{seeds:,}"

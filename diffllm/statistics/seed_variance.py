@@ -1,18 +1,12 @@
-"""Variance between seeds: pooled over arms, of paired differences, and over training."""
+"""Variance between seeds: pooled over arms, and of paired differences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from diffllm.statistics.estimates import CONFIDENCE, t_interval
-from diffllm.statistics.gap_tests import (
-    FEWEST,
-    ROUNDING,
-    Seed,
-    in_seed_order,
-    largest_magnitude,
-)
+from diffllm.statistics.estimates import CONFIDENCE
+from diffllm.statistics.gap_tests import ROUNDING, Seed, in_seed_order, largest_magnitude
 
 
 @dataclass(frozen=True)
@@ -80,57 +74,3 @@ def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
     floor = (ROUNDING * float(np.abs(losses).max())) ** 2
     sd = 0.0 if error <= floor else float(np.sqrt(2 * error))
     return Pairs(SeedSpread(sd, df), 1 - error / within if within > floor else None, len(seeds))
-
-
-@dataclass(frozen=True)
-class Trend:
-    """Change of the standard deviation between seeds with tokens: sd ~ tokens^slope."""
-
-    slope: float
-    low: float | None
-    """Lower end of the slope's 95% jackknife interval; None with fewer than three seeds."""
-    high: float | None
-    seeds: int
-    points: int
-
-    def factor(self, tokens: float) -> float:
-        return float(tokens**self.slope)
-
-
-def trend(tokens: np.ndarray, arms: Sequence[Mapping[Seed, np.ndarray]]) -> Trend | None:
-    """Fit a line to log standard deviation over log tokens, with a jackknife over seeds for its
-    error, because values along a run depend on each other.
-
-    Returns None with fewer than two points, or if seeds do not vary at one of the points.
-
-    Args:
-        tokens: (points,), rising.
-        arms: loss by seed, (points,) each.
-    """
-    whole = slope_of_spread(tokens, arms)
-    if whole is None:
-        return None
-    seeds = sorted({seed for arm in arms for seed in arm})  # type: ignore[type-var]
-    without = [
-        slope_of_spread(tokens, [{s: y for s, y in arm.items() if s != seed} for arm in arms])
-        for seed in seeds
-    ]
-    known = np.array([each for each in without if each is not None])
-    n = len(seeds)
-    if n < FEWEST or len(known) < n:
-        return Trend(whole, None, None, n, len(tokens))
-    error = float(np.sqrt((n - 1) / n * ((known - known.mean()) ** 2).sum()))
-    return Trend(whole, *t_interval(whole, error, n - 1), n, len(tokens))
-
-
-def slope_of_spread(tokens: np.ndarray, arms: Sequence[Mapping[Seed, np.ndarray]]) -> float | None:
-    """Return the slope of log sd over log tokens by least squares; None as for `trend`."""
-    several = [np.stack(list(arm.values())) for arm in arms if len(arm) > 1]
-    if not several or len(tokens) < 2:
-        return None
-    variance, _ = pooled_variance(several)
-    if not (variance > 0).all():
-        return None
-    x = np.log(np.asarray(tokens, np.float64))
-    x -= x.mean()
-    return float((x * np.log(variance) / 2).sum() / (x**2).sum())

@@ -11,7 +11,7 @@ from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, LEAST_SEEDS, bootstrap
 from diffllm.statistics.estimates import Times, sooner
 from diffllm.statistics.gap_tests import equivalence, holm, paired, seed_correlation, welch
 from diffllm.statistics.power_analysis import pairing_pays_above
-from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled, trend
+from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 
 
 def by_seed(values):
@@ -166,22 +166,6 @@ def test_pairs_of_two_arms_are_the_paired_differences():
     assert (same.differences.sd, same.correlation) == (0, pytest.approx(1))
     assert pairs([own]) is None
     assert pairs([own, {7: 1.0, 0: 2.0}]) is None
-
-
-def test_a_power_law_of_the_spread_is_found():
-    tokens = np.array([1e5, 2e5, 4e5, 8e5])
-    rng = np.random.default_rng(0)
-    arms = [
-        {seed: 4 + rng.normal() * 0.02 * (tokens / 1e5) ** -0.5 for seed in range(8)}
-        for _ in range(3)
-    ]
-    found = trend(tokens, arms)
-    assert (found.slope, found.low, found.high) == pytest.approx((-0.5, -0.5, -0.5))
-    assert found.factor(4) == pytest.approx(0.5)
-    few = trend(tokens, [{seed: arms[0][seed] for seed in (0, 1)}])
-    assert few.slope == pytest.approx(-0.5)
-    assert few.low is few.high is None
-    assert trend(tokens, [{0: tokens, 1: tokens}]) is None
 
 
 # Documents and seeds

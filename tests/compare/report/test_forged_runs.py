@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from diffllm import cli as tools
 from diffllm.compare.report.curves import over_seeds
 from diffllm.compare.report.figures import RowStyle, draw_curves
 from diffllm.compare.report.runs import Metrics, Series, load_run
-from diffllm.compare.study.pilot import trend_of
 from diffllm.compare.study.planned_runs import deciding_runs, ended_loss
 from diffllm.core.errors import CheckpointError
 from diffllm.metrics.records import LARGEST, read_metrics_line, read_record
@@ -87,21 +85,6 @@ def test_welch_does_not_depend_on_the_unit(unit: float):
 def test_power_of_extreme_gaps_is_certain_or_chance(test: Callable[..., float]):
     assert test(1e308, 5e-324, 3) == 1
     assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
-
-
-def test_trend_that_is_too_steep_is_not_extrapolated():
-    tokens = np.arange(1000, 1005)
-    runs = [
-        SimpleNamespace(
-            seeds=(seed, seed),
-            final_loss=1.0,
-            series=lambda _, seed=seed: Series(tokens, seed * 1e9 ** (tokens - 1000.0)),
-        )
-        for seed in (1, 2, 4)
-    ]
-    assert trend_of([SimpleNamespace(finished=runs)])[1].endswith(
-        "too steep to hold at other lengths"
-    )
 
 
 @pytest.mark.parametrize("values", [[1e-320, LARGEST], [-1.0, -2.0], [1e-39, 1e-39]])
