@@ -54,8 +54,6 @@ class Cell:
     """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
     icon: str = ""
     """HTML before the text; other formats omit it."""
-    shade: float | None = None
-    """Strength of the background in HTML, 0 to 1."""
 
     @property
     def line(self) -> str:
@@ -187,13 +185,9 @@ class Table:
         first, *others = row
         cells = [f'<th scope="row">{first.html()}</th>']
         for cell, column in zip(others, self.columns[1:], strict=True):
-            style = ""
-            if cell.shade is not None:
-                share = f"var(--accent) {60 * cell.shade:.0f}%"
-                style = f' style="background: color-mix(in srgb, {share}, transparent)"'
             kind = attribute("class", "text" if column.left else "")
             title = attribute("data-title", column.head)
-            cells.append(f"<td{kind}{title}{style}>{cell.html()}</td>")
+            cells.append(f"<td{kind}{title}>{cell.html()}</td>")
         return "".join(cells)
 
 

@@ -58,11 +58,6 @@ class Layers(Plot):
 
 
 @dataclass(frozen=True)
-class Heatmap(Plot):
-    """A map of layers over tokens for every row."""
-
-
-@dataclass(frozen=True)
 class Column:
     """A number of report.csv: one a run, from its steps and layers, then one a row of runs."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.metric import Column, Curve, Heatmap, Layers, Metric, Section
+from diffllm.metrics.metric import Column, Curve, Layers, Metric, Section
 
 LOSS = Section("Loss", "Learning", "Losses in nats a token, over training tokens.{incomparable}")
 SPIKES = Section("Spikes", "Stability")
@@ -200,7 +200,7 @@ METRICS: list[Metric] = [
     Metric(
         "context_rms/*", CONTEXT, "RMS over channels of what enters attention's output projection, "
         "or a head norm before it; mean over tokens and heads", "RMS", combine="mean",
-        plots=(Heatmap("Mean context RMS, by layer and time", f"Mean over tokens and heads. "
+        plots=(Layers("Mean context RMS, by layer", f"Mean over tokens and heads. "
                        f"{UNIFORM}, a single key 1, and DIFF V2 at most √2; a model's values are "
                        "not normalised, so it may lie on either side."),),
     ),
@@ -276,7 +276,7 @@ METRICS: list[Metric] = [
 
     Metric(
         "lambda_mean/*", LAMBDA, "Mean lambda over tokens and heads", "lambda", combine="mean",
-        plots=(Heatmap("Mean lambda, by layer and time", "Mean over tokens and heads. Between 0 "
+        plots=(Layers("Mean lambda, by layer", "Mean over tokens and heads. Between 0 "
                        "and 1 under a sigmoid; DIFF V1's, and a raw projection, can leave that "
                        "range. At 0 the second map has no weight."),),
     ),

@@ -17,8 +17,6 @@ Array = np.ndarray
 LOSS = "eval/loss"
 POINTS = 300
 """Most places at which the band of a curve is drawn."""
-STRETCHES = 100
-"""Most stretches of tokens that a map tells apart."""
 MACHINE = ("device", "ranks", "torch", "compiled")
 """Facts of run.json that have to agree where times are compared."""
 
@@ -163,24 +161,6 @@ def seed_noise(rows: list[Row]) -> Series | None:
     return Series(x[known], half[known]) if known.any() else None
 
 
-def over_time(row: Row, quantity: str, edges: Array) -> Array | None:
-    """A quantity of every layer in stretches of tokens, as last logged; mean over `shown_at_end`.
-
-    Args:
-        edges: (n + 1,) tokens.
-
-    Returns:
-        (L, n), NaN where a run has no value, or has ended; None if never logged.
-    """
-    maps = []
-    for run in shown_at_end(row):
-        tokens, values = run.by_layer(quantity)
-        if len(tokens):
-            at = np.searchsorted(tokens, edges[1:], side="right") - 1
-            maps.append(np.where((at >= 0) & (edges[:-1] < tokens[-1]), values[at].T, np.nan))
-    return np.stack(maps).mean(axis=0) if maps else None
-
-
 class Budget(NamedTuple):
     """Something that training uses up."""
 
@@ -297,13 +277,3 @@ def spent_band(row: Row, budget: Budget) -> Band | None:
         y[np.isfinite(x)] for y in (band.mean, band.low, band.high, *band.singles)
     )
     return Band(x[np.isfinite(x)], mean, low, high, singles, stops)
-
-
-def map_grids(rows: list[Row], quantity: str) -> tuple[list[Array | None], float]:
-    """Return the maps of a quantity, (L, n) of every row: layers, stretches of tokens, None without
-    a finite value; and the tokens at which time ends."""
-    logged = [run.by_layer(quantity).tokens for row in rows for run in row.runs]
-    most, end = max(map(len, logged)), max(tokens.max(initial=0) for tokens in logged)
-    edges = np.linspace(0, end, min(most, STRETCHES) + 1)
-    grids = [over_time(row, quantity, edges) if most else None for row in rows]
-    return [grid if grid is not None and np.isfinite(grid).any() else None for grid in grids], end

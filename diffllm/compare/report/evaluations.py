@@ -10,12 +10,10 @@ from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
-from diffllm.statistics.estimates import Estimate, Times, estimate
+from diffllm.statistics.estimates import Estimate, estimate
 
 Seeds = tuple[int, int]
 ALL = "mean of all levels"
-LEVEL = 0.9
-"""The share of right answers whose first time is told."""
 
 
 class ScoreCell(NamedTuple):
@@ -36,16 +34,6 @@ class ScoreLine(NamedTuple):
     """One a row; None where it has not been measured."""
 
 
-class Grid(NamedTuple):
-    """The scores of a row by a fact of the examples, as depth, and by level."""
-
-    fact: str
-    row: int
-    levels: list[str]
-    lines: list[tuple[str, list[float | None]]]
-    """A value of the fact, and the mean over seeds at each level."""
-
-
 class Checkpoint(NamedTuple):
     """A checkpoint that was evaluated."""
 
@@ -60,7 +48,6 @@ class Evaluated(NamedTuple):
     name: str
     unit: str
     lines: list[ScoreLine]
-    grids: list[Grid]
     equal: list[ScoreLine]
     """The scores at `loss`; empty if there are not two rows with any."""
     loss: float | None
@@ -95,7 +82,7 @@ def gathered(
             if name not in steps.get(step, {}):
                 continue
             newest = steps[step][name]
-            question = json.dumps([step * tokens_per_step(run), question_asked(newest)])
+            question = json.dumps([step * run.tokens_per_step, question_asked(newest)])
             asked, unit = asked or question, unit or newest["unit"]
             if question == asked:
                 own[run.seeds] = checkpoints(run, name, steps)
@@ -116,11 +103,7 @@ def gathered(
         read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
         if sum(any(own.values()) for own in read) > 1:
             equal = score_lines(read, bases)
-    return Evaluated(name, unit, lines, grids(newest_scores), equal, loss)
-
-
-def tokens_per_step(run: Run) -> int:
-    return run.cfg.global_batch_size * run.cfg.seq_len
+    return Evaluated(name, unit, lines, equal, loss)
 
 
 def question_asked(result: Line) -> Line:
@@ -133,7 +116,7 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
     logged = dict(zip(tokens.tolist(), losses.tolist(), strict=True))
     newest = question_asked(steps[max(steps)][name])
     return [
-        Checkpoint(finite(logged.get(step * tokens_per_step(run))), by_name(steps[step][name]))
+        Checkpoint(finite(logged.get(step * run.tokens_per_step)), by_name(steps[step][name]))
         for step in sorted(steps)
         if name in steps[step] and question_asked(steps[step][name]) == newest
     ]
@@ -155,8 +138,7 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
     """Return the lowest loss that every run has reached at a checkpoint or between two; None if no
     run's lies between two, so that there is nothing to read beyond the checkpoints."""
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
-    loss = max(lowest, default=0.0)
-    return loss if min(lowest, default=loss) < loss else None
+    return max(lowest) if len({*lowest}) > 1 else None
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
@@ -178,7 +160,6 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
 
 
 def between(before: Line, after: Line, share: float) -> Line:
-    """Return a score so far on the way from one to another; no value where one has none."""
     first, last = finite(before.get("value")), finite(after.get("value"))
     value = None if first is None or last is None else (1 - share) * first + share * last
     return {"of": after["of"], "value": value, "chance": after.get("chance")}
@@ -206,46 +187,6 @@ def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> l
         if any(cells):
             lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))
     return lines
-
-
-def grids(results: list[dict[Seeds, Lines]]) -> list[Grid]:
-    """Gather what scores say by further facts, their keys beginning with "by_"."""
-    every = [score for own in results for scores in own.values() for score in scores.values()]
-    facts = dict.fromkeys(
-        k
-        for score in every
-        for k, v in score.items()
-        if k.startswith("by_") and isinstance(v, dict)
-    )
-    found = []
-    for fact in facts:
-        levels = list(dict.fromkeys(score["of"] for score in every if fact in score))
-        values = list(dict.fromkeys(v for score in every for v in score.get(fact, ())))
-        for row, own in enumerate(results):
-            lines = [(v, [seed_mean(own, of, fact, v) for of in levels]) for v in values]
-            if any(x is not None for _, cells in lines for x in cells):
-                found.append(Grid(fact.removeprefix("by_"), row, levels, lines))
-    return found
-
-
-def seed_mean(own: dict[Seeds, Lines], of: str, fact: str, value: str) -> float | None:
-    """Return the mean over seeds at a level and a value of a fact; None without any."""
-    found = [scores[of].get(fact, {}).get(value) for scores in own.values() if of in scores]
-    known = [x for each in found if (x := finite(each)) is not None]
-    return sum(known) / len(known) if known else None
-
-
-def reaching(rows: Sequence[Row]) -> list[tuple[str, list[Times | None]]]:
-    """Gather when the runs of each row first answered `LEVEL` of a task right in training, by task;
-    None where a row was not asked."""
-    logged = [name for row in rows for run in row.runs for name in run.metrics.columns]
-    names = [name for name in dict.fromkeys(logged) if name.startswith("tasks/")]
-    found = []
-    for name in names:
-        reached = [[x for run in row.runs if (x := run.reached(name, LEVEL))] for row in rows]
-        times = [Times.of(known) if known else None for known in reached]
-        found.append((name.removeprefix("tasks/"), times))
-    return found
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""Figures of a report: styles of rows, curves with bands, gaps with intervals, maps of layers.
+"""Figures of a report: styles of rows, curves with bands, gaps with intervals.
 
 All are SVG images on white.
 """
@@ -55,10 +55,6 @@ LANES = 48
 """Pixels of all lanes of spikes."""
 FEW = 24
 """Points up to which each is marked."""
-WIDE = 20
-"""Ratio of largest to smallest from which colours are on a logarithmic scale."""
-BESIDE, PANEL, LAYER = 3, 320, 14
-"""Most maps beside each other; pixels: width of one of several, and height of a layer."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
     "svg.fonttype": "none", "svg.hashsalt": "diffllm",
@@ -334,52 +330,6 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
     low, high = min(0.0, *shown), max(0.0, *shown)
     margin = 0.12 * (high - low) or 1.0
     return low - margin, high + margin
-
-
-def draw_heatmaps(
-    grids: Sequence[np.ndarray | None], end: float, styles: list[RowStyle]
-) -> "Figure":
-    """Draw a panel for each row that has a map, layers upwards, with one scale of colours:
-    diverging about 0 for values on both sides, logarithmic for a wide range.
-
-    Args:
-        grids: (L, n) of every row; at least one has a finite value.
-        end: tokens at which time ends.
-    """
-    from matplotlib.colors import CenteredNorm, LogNorm, Normalize
-
-    found = [(s, grid) for s, grid in zip(styles, grids, strict=True) if grid is not None]
-    seen = np.concatenate([grid[np.isfinite(grid)] for _, grid in found])
-    low, high = float(seen.min()), float(seen.max())
-    norm: Normalize = LogNorm(low, high) if 0 < WIDE * low < high else Normalize(low, high)
-    if low < 0:
-        norm = CenteredNorm(halfrange=max(-low, high))
-    down = -(-len(found) // BESIDE)
-    across = -(-len(found) // down)
-    tall = LAYER * max(8, *(len(grid) for _, grid in found)) + MARGIN
-    figure = new_figure(WIDTH if across == 1 else across * PANEL, down * tall)
-    for place, (style, grid) in enumerate(found, start=1):
-        axes = figure.add_subplot(down, across, place)
-        image = axes.imshow(
-            grid, cmap="RdBu_r" if low < 0 else "viridis", norm=norm, origin="lower",
-            aspect="auto", interpolation="none", extent=(0, end or 1, -0.5, len(grid) - 0.5),
-        )  # fmt: skip
-        axes.grid(visible=False)
-        axes.spines[:].set_visible(False)
-        axes.set_yticks(range(len(grid)))
-        axes.locator_params(axis="x", nbins=4, steps=ROUND)
-        axes.xaxis.set_major_formatter(lambda x, _: compact(x))
-        axes.set_xlabel("tokens", loc="right")
-        axes.set_ylabel("layer")
-        if len(styles) > 1:
-            axes.set_title(shortened(style.label, 40), loc="left", color=FOREGROUND)
-    bar = figure.colorbar(
-        image, ax=figure.axes, format=lambda x, _: short(x, 2), aspect=30, pad=0.02
-    )
-    if bar.solids is not None:
-        bar.solids.set_rasterized(True)
-    bar.outline.set_visible(False)
-    return figure
 
 
 def to_svg(figure: "Figure", title: str) -> bytes:

@@ -7,11 +7,10 @@ from diffllm.compare.report import tables
 from diffllm.compare.report.columns import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.curves import POINTS
-from diffllm.compare.report.evaluations import LEVEL
 from diffllm.compare.report.figures import RC, RowStyle, row_styles
 from diffllm.compare.report.groups import apart_text, in_short
 from diffllm.compare.report.notes import family, finding, holm_sentence, runs_summary, settings
-from diffllm.compare.report.numbers import fixed, percent
+from diffllm.compare.report.numbers import fixed
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.sections import page_sections
 from diffllm.config.help import variant_line
@@ -78,8 +77,6 @@ def page(comparison: Comparison) -> str:
         first=first,
         sections=others,
         fixed=fixed,
-        reaching=tables.reaching_table(rows),
-        level=percent(LEVEL),
         texts=texts(rows, styles),
         several=any(len(row.runs) > 1 for row in rows),
         points=POINTS,

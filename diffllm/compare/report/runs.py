@@ -130,9 +130,12 @@ class Run:
         return "unfinished" if self.summary is None else "finished"
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.cfg.global_batch_size * self.cfg.seq_len
+
+    @property
     def planned_tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.cfg.steps * self.cfg.global_batch_size * self.cfg.seq_len
+        return self.cfg.steps * self.tokens_per_step
 
     @property
     def last_step(self) -> int:

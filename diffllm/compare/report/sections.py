@@ -20,14 +20,13 @@ from diffllm.compare.report.figures import (
     RowStyle,
     draw_curves,
     draw_gaps,
-    draw_heatmaps,
     to_image,
 )
 from diffllm.compare.report.groups import keys_apart
 from diffllm.compare.report.notes import family, survives
 from diffllm.compare.report.numbers import plural, short
 from diffllm.compare.report.runs import Run, Series, shortlist
-from diffllm.metrics.metric import Curve, Heatmap, Layers, Metric, Plot, Section
+from diffllm.metrics.metric import Curve, Layers, Metric, Plot, Section
 from diffllm.metrics.table import (
     ATTENTION,
     CONTEXT,
@@ -70,8 +69,6 @@ class Card(NamedTuple):
     title: str
     caption: str
     image: Markup
-    wide: bool = False
-    """Whether it has panels beside each other."""
     folded: bool = False
 
 
@@ -169,8 +166,6 @@ class Figures:
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
         """The figures of one entry of the table: one, one a group of parameters, or none."""
-        if isinstance(plot, Heatmap):
-            return self.maps(plot, metric)
         if isinstance(plot, Layers):
             return self.layers(plot, metric)
         assert isinstance(plot, Curve)
@@ -297,18 +292,6 @@ class Figures:
             how["mark"] = (plot.mark, short(plot.mark))
         image = to_image(draw_curves(bands, self.styles, unit, log=log, **how), plot.title)
         return Card(plot.title, caption, image, folded=plot.folded)
-
-    def maps(self, plot: Heatmap, metric: Metric) -> list[Card]:
-        """One figure with a panel for every row that logged it."""
-        grids, end = curves.map_grids(self.rows, metric.quantity)
-        drawn = sum(grid is not None for grid in grids)
-        if not drawn:
-            return []
-        caption = self.caption(plot, metric)
-        if len(self.runs) > len(self.rows):
-            caption += " Mean over a row's seeds, as far as all of them got."
-        image = to_image(draw_heatmaps(grids, end, self.styles), plot.title)
-        return [Card(plot.title, caption, image, drawn > 1, plot.folded)]
 
 
 def finite_values(bands: Bands) -> np.ndarray:

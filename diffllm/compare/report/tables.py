@@ -3,7 +3,7 @@
 import os
 
 from diffllm.compare.report.columns import cost_columns
-from diffllm.compare.report.evaluations import Grid, ScoreCell, ScoreLine, reaching
+from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.figures import RowStyle
 from diffllm.compare.report.groups import Group
 from diffllm.compare.report.notes import gap_tag, p_text
@@ -19,7 +19,6 @@ from diffllm.compare.report.numbers import (
 from diffllm.compare.report.rows import Row
 from diffllm.core.printing import Cell, Column, Table
 from diffllm.statistics.arm_comparison import ArmComparison
-from diffllm.statistics.estimates import Times
 
 MATRIX = 8
 """Groups up to which each has a column of the table of what differs."""
@@ -102,25 +101,6 @@ def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
         for line in lines
     ]
     return Table.of(heads, cells)
-
-
-def grid_table(grid: Grid) -> Table:
-    lines = [
-        [Cell(value), *(Cell(fixed(x, 2), shade=x) for x in cells)] for value, cells in grid.lines
-    ]
-    return Table.of([grid.fact, *grid.levels], lines)
-
-
-def reaching_table(rows: list[Row]) -> Table | None:
-    """The tokens after which rows answered tasks right; None where no task was logged."""
-
-    def cell(times: Times | None) -> Cell:
-        if times is None:
-            return Cell(MISSING)
-        return Cell(compact(times.median), small=(f"{times.count} of {len(times.tokens)}",))
-
-    lines = [[Cell(task), *map(cell, times)] for task, times in reaching(rows)]
-    return Table.of(["Task", *(row.label for row in rows)], lines) if lines else None
 
 
 def runs_table(rows: list[Row]) -> Table:

@@ -1,4 +1,4 @@
-"""Results of evaluations in the report: means, gaps paired by seed, maps, and what is left out."""
+"""Results of evaluations in the report: means, gaps paired by seed, and what is left out."""
 
 import csv
 import io
@@ -12,7 +12,6 @@ from runs.written import write_run
 
 from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
-from diffllm.compare.report.evaluations import reaching
 from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
 from diffllm.compare.report.text import whole_text
@@ -42,9 +41,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for seed in range(3):
             run = place / f"{variant}{seed}"
             write_run(run, f"attention={variant}", f"seed={seed}")
-            depths = {"by_depth": {"0.0": EASY[variant][seed] / 2, "1.0": 0.9}}
-            easy = score("pairs 4", EASY[variant][seed], **depths)
-            write_result(run, easy, score("pairs 8", HARD[variant][seed]))
+            easy, hard = EASY[variant][seed], HARD[variant][seed]
+            write_result(run, score("pairs 4", easy), score("pairs 8", hard))
     return place
 
 
@@ -83,7 +81,6 @@ def test_page_table_and_text_have_them(runs: Path) -> None:
     assert "Evaluations" in html
     assert "mqar, share of right answers" in html
     assert "+0.117 (" in html  # pairs 4
-    assert "by depth" in html
     text = whole_text(comparison)
     assert "mqar  standard  0.400\nmqar  diff_v2   0.525  +0.125 (" in text
     first, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
@@ -102,15 +99,6 @@ def test_small_gaps_keep_digits_and_no_more_than_their_interval_bears() -> None:
         "+0.0000 (−0.0100 to +0.0100)"
     )
     assert with_interval(Estimate(0.0, 0.0, 0.0)) == "0.0000 (0.0000 to 0.0000)"
-
-
-def test_a_fact_is_a_map_of_each_row(runs: Path) -> None:
-    (mqar,) = compared(runs).evaluated
-    standard, diff_v2 = mqar.grids
-    assert (standard.fact, standard.row, diff_v2.row) == ("depth", 0, 1)
-    assert standard.levels == ["pairs 4"]
-    assert [value for value, _ in standard.lines] == ["0.0", "1.0"]
-    assert standard.lines[0][1] == [pytest.approx(0.3)]
 
 
 def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(runs: Path) -> None:
@@ -147,12 +135,10 @@ def test_a_score_that_is_no_number_is_in_no_mean(runs: Path) -> None:
 
 def test_names_in_a_result_are_no_markup(runs: Path) -> None:
     for run in runs.iterdir():
-        forged = {"of": "<b>", "value": 0.5, "by_<i>": {"<i>": 0.5}}
-        write_result(run, forged, {"of": "x", "value": 0.1})
+        write_result(run, {"of": "<b>", "value": 0.5}, {"of": "x", "value": 0.1})
     html = page(compared(runs))
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
-    assert "<i>" not in html
 
 
 @pytest.mark.parametrize(
@@ -225,24 +211,3 @@ def test_report_reads_results_of_removed_evaluations(runs: Path) -> None:
     for line, factor in ((harness.lines[0], 1), (harness.lines[1], 2), (phonebook.lines[-1], 1)):
         assert [cell and cell.mean.mean for cell in line.cells] == [0.5 * factor, 0.75 * factor]
     assert "lm_eval-mine, metric of lm-eval" in page(comparison)
-
-
-def test_tokens_to_a_level_are_told(runs: Path) -> None:
-    for variant, reached in (("standard", [None, 20, None]), ("diff_v2", [10, 20, 20])):
-        for seed, at in enumerate(reached):
-            lines = [
-                {"step": step, "tokens": 256 * step, "tasks/mqar": 0.95 if at == step else 0.5}
-                for step in (10, 20)
-            ]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (runs / f"{variant}{seed}" / "metrics.jsonl").write_text(text)
-    comparison = compared(runs)
-    ((name, (standard, diff_v2)),) = reaching(comparison.rows)
-    assert name == "mqar"
-    assert standard
-    assert diff_v2
-    assert (standard.count, standard.median) == (1, None)
-    assert (diff_v2.count, diff_v2.median) == (3, 5120)
-    html = page(comparison)
-    assert "Tokens to 90%" in html
-    assert "<span>5.12k</span><small>3 of 3</small>" in html

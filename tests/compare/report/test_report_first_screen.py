@@ -106,7 +106,7 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
     assert "1:01" in page_of
 
 
-def test_gradient_norms_by_group_are_folded_and_maps_name_rows_and_layers():
+def test_gradient_norms_by_group_are_folded_and_figures_by_layer_name_rows_and_layers():
     text = page(sample.compared(sample.FOUR, 1, 12, probes=True))
     details = re.findall(
         r"<details>\s*<summary>More figures: (.*?)</summary>(.*?)</details>", text, re.S
@@ -114,7 +114,7 @@ def test_gradient_norms_by_group_are_folded_and_maps_name_rows_and_layers():
     ((groups, inside),) = details
     assert groups.split(", Gradient norm, ")[1:] == ["embedding", "ffn"]
     assert inside.count("<figure>") == 3
-    words = words_of(figures_of(text)["Mean context RMS, by layer and time"])
+    words = words_of(figures_of(text)["Mean context RMS, by layer"])
     assert {*map(str, range(sample.LAYERS)), *sample.FOUR} <= set(words)
 
 

@@ -141,7 +141,7 @@ def test_figures_name_their_rows():
     assert set(labels[1:]) <= set(words_of(figures["Gap to standard at the end"]))
     lambdas = [name for name in labels if name.startswith("diff_v") and "no_lambda" not in name]
     assert words_of(figures["Largest lambda, by layer"])[-5:] == lambdas
-    assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer and time"]))
+    assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer"]))
     for name, style in zip(labels, row_styles(comparison_of("nine rows").rows), strict=True):
         assert style.colour in figures["Held-out loss"], name
 
@@ -336,21 +336,6 @@ def test_layers_show_finished_runs_or_a_common_step():
     for run in row.runs:
         run.summary = None
     assert curves.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
-
-
-def test_maps_end_where_a_seed_diverges():
-    row = CASES["four variants"]().rows[0]
-    lines = sample.lines_of(row.runs[1])
-    for line in lines[20:]:
-        line["context_rms/layer_00"] = None
-    row.runs[1].metrics = Metrics(lines)
-    tokens = row.runs[0].by_layer("context_rms").tokens
-    edges = np.concatenate([[0], tokens])
-    values = curves.over_time(row, "context_rms", edges)
-    assert np.isfinite(values[0]).tolist() == [True] * 20 + [False] * (len(tokens) - 20)
-    assert np.isfinite(values[1:]).all()
-    every = [run.by_layer("context_rms").values[3, 2] for run in row.runs]
-    assert values[2, 3] == pytest.approx(np.mean(every))
 
 
 def test_captions_say_which_runs_are_shown():
