@@ -23,7 +23,7 @@ def test_a_sweep_of_two_variants_and_two_seeds(
     comparison, _ = read([sweep])
     assert comparison.title == "pair"
     assert [row.label for row in comparison.rows] == ["standard", "diff_v2"]
-    assert comparison.differences == {}
+    assert comparison.differences == []
     (note,) = comparison.notes
     assert "more parameters than standard; model.match_params_to=diff_v2" in note
     losses = {

@@ -8,7 +8,7 @@ import numpy as np
 from diffllm.compare.report.columns import row_values
 from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
-from diffllm.compare.report.groups import Group, differing_keys, make_groups
+from diffllm.compare.report.groups import Group, make_groups
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
 from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.compare.report.rows import Row, make_rows
@@ -30,9 +30,8 @@ class Comparison:
     rows: list[Row]
     baseline: str | None
     """The variant that gaps are measured from."""
-    differences: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Keys that make rows incomparable ("steps", "data.dataset", "corpus"): each value, as text,
-    and the labels of the rows that have it."""
+    differences: list[str] = field(default_factory=list)
+    """Keys that make rows incomparable: "steps", "data.dataset", "corpus"."""
     groups: list[Group] = field(default_factory=list)
     """The rows that can be compared with each other, in the order of `rows`."""
     notes: list[str] = field(default_factory=list)
@@ -86,16 +85,12 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
     if alone and len(rows) > 1:
         notes.append(f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys.")
-    if len(rows) > 1 and not pairs and len({row.keys["attention"] for row in rows}) == 1:
-        swept = ", ".join(key for key in rows[0].keys if key != "attention")
-        notes.append(f"There is no gap: all rows are of {chosen}, and they differ in {swept}.")
     notes += fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
     evaluated = evaluations(rows, notes)
     for i, row in enumerate(rows):
         row.equal, row.incomparable = equal_gaps(row), keys.incomparable
         row.values = row_values(row) | columns(evaluated, i)
-    apart = differing_keys(groups, keys.incomparable)
-    return Comparison(title, rows, chosen, apart, groups, notes, evaluated)
+    return Comparison(title, rows, chosen, keys.incomparable, groups, notes, evaluated)
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:

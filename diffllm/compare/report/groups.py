@@ -1,9 +1,8 @@
 """Groups of rows whose losses can be compared with each other, and the names of rows."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count, product
 from string import ascii_uppercase
+from textwrap import shorten
 
 from diffllm.compare.report.keys import (
     ATTENTION,
@@ -34,10 +33,6 @@ class Group:
     values: dict[str, str] = field(default_factory=dict)
     """Keys that tell the group from others, and its values as text."""
 
-    @property
-    def variants(self) -> set[str]:
-        return {row.keys["attention"] for row in self.rows if row.loss is not None}
-
 
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     """The groups, those with most variants to compare first, with the labels of their rows.
@@ -51,10 +46,10 @@ def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
         same = shown_value([row.differing[key] for key in keys.incomparable])
         together.setdefault(same, []).append(row)
     groups = [Group("", members) for members in together.values()]
-    groups.sort(key=lambda group: -to_compare(group))
+    groups.sort(key=rows_to_compare, reverse=True)
     several = len(groups) > 1
-    for group, letter in zip(groups, letters(), strict=False):
-        group.letter = letter if several else ""
+    for i, group in enumerate(groups):
+        group.letter = ascii_uppercase[i % 26] * (i // 26 + 1) if several else ""
         for row in group.rows:
             row.group = group.letter
     shown_together = keys_of_model_choice(runs, keys)
@@ -70,16 +65,11 @@ def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     return groups
 
 
-def letters() -> Iterable[str]:
-    for length in count(1):
-        yield from map("".join, product(ascii_uppercase, repeat=length))
-
-
-def to_compare(group: Group) -> int:
-    """How many rows can be compared: none with a single variant, or on runs that were changed."""
-    if group.rows[0].differing.get(CHANGED) or len(group.variants) < 2:
-        return 0
-    return sum(row.loss is not None for row in group.rows)
+def rows_to_compare(group: Group) -> int:
+    """Count the rows with a loss; 0 with a single variant, or on runs that were changed."""
+    variants = [row.keys["attention"] for row in group.rows if row.loss is not None]
+    changed = group.rows[0].differing.get(CHANGED)
+    return 0 if changed or len({*variants}) < 2 else len(variants)
 
 
 def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = False) -> str:
@@ -117,12 +107,8 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
         {**each, "choice": run.cfg.run.choices["model"]}
         for each, run in zip(keys.values, runs, strict=True)
     ]
-    found = {
-        key
-        for key in keys.swept
-        if key.startswith("model.") and not key.startswith(ATTENTION)
-        if decides(["choice"], key, values)
-    }
+    of_model = (k for k in keys.swept if k.startswith("model.") and not k.startswith(ATTENTION))
+    found = {key for key in of_model if decides(["choice"], key, values)}
     return found if len(found) > 1 and decides(found, "choice", values) else set()
 
 
@@ -136,17 +122,12 @@ def distinguishing(
         row: any of the group that they are for.
         shown_together: keys that `model=<choice>` stands for.
     """
-
-    def values(key: str) -> list[set[str]]:
-        return [{shown_value(each.differing.get(key)) for each in group.rows} for group in groups]
-
-    names = [*keys.incomparable, *(key for key in keys.swept if key not in keys.incomparable)]
-    apart = [key for key in names if all(len(v) == 1 for v in values(key))]
-    apart = [key for key in apart if len(set().union(*values(key))) > 1 and key != "attention"]
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
-    return found | {
-        key: value_text(key, row.differing.get(key)) for key in sorted(apart, key=telling)
-    }
+    for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
+        values = [{shown_value(r.differing.get(key)) for r in group.rows} for group in groups]
+        if {*map(len, values)} == {1} and len(set.union(*values)) > 1:
+            found[key] = value_text(key, row.differing.get(key))
+    return found
 
 
 def telling(key: str) -> tuple[int, str]:
@@ -154,36 +135,22 @@ def telling(key: str) -> tuple[int, str]:
 
 
 def in_short(group: Group, width: int) -> str:
-    """ "model=tiny steps=120 and 3 more", what tells it from other groups, in about that many
-    characters."""
-    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in group.values.items()]
-    shown = 1
-    while shown < len(parts) and len(" ".join(parts[: shown + 1])) <= width:
-        shown += 1
-    return " ".join(parts[:shown]) + (f" and {n} more" if (n := len(parts) - shown) else "")
+    """ "model=tiny steps=120 ...", what tells it from other groups."""
+    parts = (f"{key.rpartition('.')[2]}={value}" for key, value in group.values.items())
+    return shorten(" ".join(parts), width, placeholder=" ...")
 
 
-def apart_text(groups: list[Group], incomparable: list[str], most: int = 5) -> str:
-    """Which keys keep rows from being compared."""
-    return (
-        f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
-        f"{shortlist(keys_apart(groups, incomparable), most)}"
-    )
-
-
-def keys_apart(groups: list[Group], incomparable: list[str]) -> list[str]:
+def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
     """The keys that keep groups apart, `model` for those that its choice decides."""
     keys = set(incomparable)
     if groups and "model" in groups[0].values:
         keys = {key for key in keys if not key.startswith("model.")} | {"model"}
-    return sorted(keys, key=telling)
+    return shortlist(sorted(keys, key=telling), most)
 
 
-def differing_keys(groups: list[Group], incomparable: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Keys that no loss can be compared across: each value, as text, and the labels of its rows."""
-    found: dict[str, dict[str, list[str]]] = {key: {} for key in incomparable}
-    for group in groups:
-        for key in incomparable:
-            labels = found[key].setdefault(group.values[key], [])
-            labels += [row.label for row in group.rows]
-    return found
+def apart_text(groups: list[Group], incomparable: list[str]) -> str:
+    """Which keys keep rows from being compared."""
+    return (
+        f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
+        f"{keys_apart(groups, incomparable, 5)}"
+    )

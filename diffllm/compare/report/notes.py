@@ -14,14 +14,12 @@ from diffllm.compare.report.numbers import (
     clock,
     compact,
     finite,
-    fixed,
     plural,
     share_words,
     with_interval,
 )
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist, skipped_text
-from diffllm.config.matching import width_of
 from diffllm.statistics.gap_tests import ALPHA
 
 NAMED = 4
@@ -43,7 +41,7 @@ LINES = {
     ),
     "Model": (
         "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.head_dim",
-        *MATCHES,
+        "model.ffn_dim", *MATCHES,
     ),
     "Held-out": ("data.heldout_fraction", "heldout_tokens", "eval.sequences"),
     "Machine": ("device", "ranks", "precision", "compute_dtype", "torch"),
@@ -62,10 +60,8 @@ def survives(row: Row) -> bool:
 
 def p_text(p: float | None) -> str:
     """ "0.031", "0.0012", "<0.0001"."""
-    if p is None:
-        return MISSING
-    if p < 0.0001:
-        return "<0.0001"
+    if p is None or p < 0.0001:
+        return MISSING if p is None else "<0.0001"
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
@@ -125,15 +121,9 @@ def finding(row: Row) -> str:
         return ", ".join(filter(None, [*parts, divergence(base, f" of {base.label}")]))
     if row.loss is None or finite(row.loss.mean) is None:
         return f"{row.label}: {divergence(row) or 'not finished'}"
-    parts = [f"{row.label} held-out loss {with_interval(row.loss)}"]
-    entropy = finite(row.runs[0].facts.get("heldout_unigram_entropy"))
-    if row.is_baseline:
-        parts.append("the baseline")
-    elif entropy is not None:
-        side = "under" if row.loss.mean <= entropy else "over"
-        apart = fixed(abs(entropy - row.loss.mean), 2)
-        parts.append(f"{apart} {side} the unigram entropy {fixed(entropy, 3)}")
-    return ", ".join(filter(None, [*parts, plural(row.loss.seeds, "seed"), divergence(row)]))
+    loss = f"{row.label} held-out loss {with_interval(row.loss)}"
+    parts = [loss, "the baseline" if row.is_baseline else "", plural(row.loss.seeds, "seed")]
+    return ", ".join(filter(None, [*parts, divergence(row)]))
 
 
 def run_notes(run: Run) -> list[str]:
@@ -159,20 +149,16 @@ def run_notes(run: Run) -> list[str]:
 
 def fact_notes(runs: list[Run]) -> list[str]:
     """Name runs whose run.json does not record what they were, and what that forbids."""
-    everywhere = [fact for fact in FACTS if all(run.facts.get(fact) is None for run in runs)]
-    notes = []
-    if unsaid := [fact for fact in everywhere if fact != HELDOUT]:
-        notes.append(
-            f"No run.json records {', '.join(unsaid)}: the config keys behind it are compared "
-            "instead, and these may be equal where the runs are not."
-        )
+    facts = [f for f in FACTS if f != HELDOUT or any(run.facts.get(f) for run in runs)]
+    missing: dict[str, list[str]] = {}
     for run in runs:
-        if unknown := [f for f in FACTS if run.facts.get(f) is None and f not in everywhere]:
-            notes.append(
-                f"{run.path}/run.json does not record {', '.join(unknown)}, as an older version "
-                "wrote it: no gap is measured to runs that do."
-            )
-    return notes
+        if unknown := [fact for fact in facts if run.facts.get(fact) is None]:
+            missing.setdefault(", ".join(unknown), []).append(str(run.path))
+    return [
+        f"{shortlist(paths, NAMED)}: run.json does not record {unknown}. No gap is measured to "
+        "runs that do; among the others, the config keys are compared instead."
+        for unknown, paths in missing.items()
+    ]
 
 
 def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
@@ -184,15 +170,13 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
     notes = []
     for row, base in gaps:
         size, other = (each.fact("parameters") for each in (row, base))
-        if size and other and abs(size / other - 1) > TOLERANCE:
-            larger, models = (
-                row if size > other else base,
-                [r.runs[0].cfg.model for r in (row, base)],
-            )
-            advice = f"; model.match_params_to={larger.runs[0].variant} makes runs of equal size"
-            if any(model.match_params_to or model.match_flops_to for model in models):
-                advice = ""
-            notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
+        if not size or not other or abs(size / other - 1) <= TOLERANCE:
+            continue
+        advice, models = "", [each.runs[0].cfg.model for each in (row, base)]
+        if not any(model.match_params_to or model.match_flops_to for model in models):
+            larger = (row if size > other else base).runs[0].variant
+            advice = f"; model.match_params_to={larger} makes runs of equal size"
+        notes.append(f"{row.label} has {size_against(row, base)} than {base.label}{advice}.")
     return notes
 
 
@@ -222,12 +206,6 @@ def settings(rows: list[Row]) -> dict[str, str]:
                 parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
         if parts:
             lines[heading] = ", ".join(parts)
-    widths: dict[int, dict[str, None]] = {}
-    for row in rows:
-        for run in row.runs:  # of a mixture of experts, the width of one expert
-            widths.setdefault(width_of(run.cfg.model), {})[row.label] = None
-    texts = [f"{width} in {', '.join(names)}" for width, names in sorted(widths.items())]
-    lines["FFN width"] = "; ".join(texts) if len(widths) > 1 else str(*widths)
     commits = dict.fromkeys(filter(None, map(commit_text, runs)))
     return lines | ({"Code": " or ".join(commits)} if commits else {})
 
@@ -257,7 +235,4 @@ def runs_summary(rows: list[Row]) -> str:
         if known:
             ends = dict.fromkeys(map(how, (min(known), max(known))))
             parts.append(f"{' to '.join(ends)}{unit}")
-    for group in ("model", "data"):
-        chosen = sorted({run.cfg.run.choices[group] for run in runs})
-        parts.append(f"{group} {', '.join(chosen)}")
     return "; ".join(parts) + "."

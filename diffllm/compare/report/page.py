@@ -60,7 +60,7 @@ def page(comparison: Comparison) -> str:
         comparison=comparison,
         tables=tables,
         summary=runs_summary(rows),
-        apart=apart_text(groups, list(comparison.differences)) if groups else "",
+        apart=apart_text(groups, comparison.differences) if groups else "",
         groups=groups,
         findings=findings(comparison, styles),
         open=min(len(comparison.groups[0].rows), MOST) if hidden else MOST,

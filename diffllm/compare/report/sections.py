@@ -25,7 +25,7 @@ from diffllm.compare.report.figures import (
 from diffllm.compare.report.groups import keys_apart
 from diffllm.compare.report.notes import family, survives
 from diffllm.compare.report.numbers import plural, short
-from diffllm.compare.report.runs import Run, Series, shortlist
+from diffllm.compare.report.runs import Run, Series
 from diffllm.metrics.metric import Curve, Layers, Metric, Plot, Section
 from diffllm.metrics.table import (
     ATTENTION,
@@ -133,7 +133,7 @@ class Figures:
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
         """Tokens a sequence, where all runs agree."""
-        keys = shortlist(keys_apart(comparison.groups, list(comparison.differences)), 3)
+        keys = keys_apart(comparison.groups, comparison.differences, 3)
         self.fields = {
             "smoothing": f"Running mean over {points} logged steps" if points > 1
             else "At logged steps",

@@ -20,8 +20,6 @@ from diffllm.compare.report.rows import Row
 from diffllm.core.printing import Cell, Column, Table
 from diffllm.statistics.arm_comparison import ArmComparison
 
-MATRIX = 8
-"""Groups up to which each has a column of the table of what differs."""
 TESTS = (
     "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",
     ("Unpaired gap", "Welch, 95%"), ("p", "Welch"), ("Documents and seeds", "bootstrap, 95%"),
@@ -73,16 +71,14 @@ def cost_table(rows: list[Row], baseline: str | None) -> Table:
     return Table([labels, *cost_columns(kept)])
 
 
-def groups_table(groups: list[Group]) -> tuple[Table, str]:
-    """What differs between groups, a column a group, or of many a row a group; and its style."""
-    lines = [["Group", "rows", *groups[0].values]]
-    for group in groups:
-        labels = ", ".join(row.label for row in group.rows)
-        lines.append([group.letter, labels, *group.values.values()])
-    if len(groups) > MATRIX:
-        return Table.of(lines[0], lines[1:], range(len(lines[0]))), "cards matrix always"
-    heads, *rows = zip(*lines, strict=True)
-    return Table.of(heads, rows, range(len(heads))), "cards matrix"
+def groups_table(groups: list[Group]) -> Table:
+    """What differs between groups, a row a group."""
+    heads = ["Group", "rows", *groups[0].values]
+    lines = [
+        [group.letter, ", ".join(row.label for row in group.rows), *group.values.values()]
+        for group in groups
+    ]
+    return Table.of(heads, lines, range(len(heads)))
 
 
 def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:

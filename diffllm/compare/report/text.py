@@ -45,12 +45,12 @@ def table_text(comparison: Comparison) -> str:
     if lost := [f"{row.label}: {said}." for row in rows if (said := divergence(row))]:
         text += [*lost, "Runs that diverged are in no loss or gap; in brackets their share."]
     if len(groups) > 1:
-        text += ["", *wrap(f"{apart_text(groups, list(comparison.differences))}:", WIDTH)]
+        text += ["", *wrap(f"{apart_text(groups, comparison.differences)}:", WIDTH)]
     for group in groups if len(groups) > 1 else []:
         runs = [run.path for row in group.rows for run in row.runs]
         where = runs[0] if len(runs) == 1 else os.path.commonpath([run.parent for run in runs])
         name = f"  {group.letter}  {where}: "
-        text.append(name + in_short(group, max(WIDTH - len(name) - len(" and 20 more"), 20)))
+        text.append(name + in_short(group, max(WIDTH - len(name), 20)))
     return "\n".join(map(ascii_minus, text))
 
 

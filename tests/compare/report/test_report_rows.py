@@ -80,7 +80,7 @@ def test_a_sweep_of_variants_and_seeds_is_a_row_a_variant(four):
     assert found.title == "four"
     assert found.baseline == "standard"
     assert labels(found) == ["standard", "gated", "diff_v1", "diff_v2"]
-    assert (found.differences, found.notes) == ({}, [])
+    assert (found.differences, found.notes) == ([], [])
     for row in found.rows:
         variant = row.keys["attention"]
         assert row.keys == {"attention": variant}
@@ -276,7 +276,7 @@ def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
     paths = [*sweep(tmp_path / "a", both), *sweep(tmp_path / "b", both, override)]
     found = compare(loaded(paths))
     assert len(found.rows) == 4
-    assert found.differences == {}
+    assert found.differences == []
     key = override.partition("=")[0]
     assert all(set(row.keys) == {"attention", key} for row in found.rows)
     assert all(f" {key.rpartition('.')[2]}=" in row.label for row in found.rows)
@@ -325,7 +325,7 @@ def test_where_and_how_fast_a_run_ran_tells_nothing_apart(tmp_path, override):
     found = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
     assert labels(found) == [variant]
     assert found.rows[0].loss.seeds == 2
-    assert found.differences == {}
+    assert found.differences == []
 
 
 # What forbids a comparison
@@ -379,8 +379,8 @@ def test_a_fact_that_forbids_a_comparison_is_named(tmp_path, fact):
     found = compare(written(tmp_path, *runs))
     assert list(found.differences) == [fact]
     changed = f"{fact}=01234567"
-    rows_with_it = found.differences[fact]["01234567"]
-    assert rows_with_it == [f"standard {changed}", f"diff_v2 {changed}"]
+    (group,) = (each for each in found.groups if each.values[fact] == "01234567")
+    assert [row.label for row in group.rows] == [f"standard {changed}", f"diff_v2 {changed}"]
     assert all(row.gap is None for row in found.rows)  # the only like pair has no common seed
 
 
@@ -416,9 +416,9 @@ def test_without_facts_the_config_decides(tmp_path):
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
     found = compare(runs[:2])
-    assert found.differences == {}
+    assert found.differences == []
     assert found.rows[1].gap is not None
-    (note,) = said(found, "No run.json records corpus, tokenizer, compute_dtype")
+    (note,) = said(found, "run.json does not record corpus, tokenizer, compute_dtype.")
     assert note in found.notes
     assert list(compare(runs).differences) == ["data.dataset"]
     runs[0] = replace(runs[0], facts=facts_of("attention=standard"))
@@ -431,9 +431,10 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     runs[2:] = [replace(run, facts={}) for run in runs[2:]]
     found = compare(runs[:2] + runs[3:])
-    assert list(found.differences) == ["compute_dtype", "corpus", "heldout_tokens", "tokenizer"]
-    for values in found.differences.values():
-        assert values["unknown"] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
+    assert found.differences == ["compute_dtype", "corpus", "heldout_tokens", "tokenizer"]
+    unknown = dict.fromkeys(found.differences, "unknown")
+    (group,) = (each for each in found.groups if each.values == unknown)
+    assert [row.label for row in group.rows] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
     assert [row.gap is not None for row in found.rows] == [False, True, False]
     assert found.rows[2].values["parameters"] is None
     assert said(found, "d/run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
@@ -451,15 +452,16 @@ def test_a_loss_of_a_sample_is_not_compared_with_one_of_the_whole_split(tmp_path
     )
     for pair in ([older, older_gated], [whole, gated]):
         found = compare(pair)
-        assert found.differences == {}
+        assert found.differences == []
         assert found.rows[1].gap is not None
         assert not said(found, "record")
     found = compare([older, gated])
     assert [row.gap for row in found.rows] == [None, None]
-    assert found.differences["heldout_tokens"].keys() == {"unknown", "5000"}
-    (note,) = said(found, "does not record heldout_tokens, as an older version wrote it")
+    assert {group.values["heldout_tokens"] for group in found.groups} == {"unknown", "5000"}
+    (note,) = said(found, "does not record heldout_tokens")
     assert str(older.path) in note
-    assert compare([whole, other]).differences["heldout_tokens"].keys() == {"5000", "12345678901"}
+    values = {group.values["heldout_tokens"] for group in compare([whole, other]).groups}
+    assert values == {"5000", "12345678901"}
 
 
 def test_asking_for_more_tokens_than_there_are_is_the_whole_split(tmp_path):
@@ -744,7 +746,7 @@ def test_a_changed_run_is_measured_from_nothing_and_displaces_nothing(tmp_path):
     assert labels(after) == ["standard", "diff_v2", "diff_v2 changed"]
     assert [row.gap for row in after.rows[:2]] == [row.gap for row in before.rows]
     assert after.rows[2].gap is None
-    assert list(after.differences) == ["changed"]
+    assert after.differences == ["changed"]
     assert said(after, "b was changed on its way (steps 10 to 20 after step 10)")
     assert not said(after, "is left out")
 
