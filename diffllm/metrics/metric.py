@@ -43,9 +43,6 @@ class Curve(Plot):
     """A running mean."""
     clip: bool = False
     """The scale leaves out the first steps and spikes, which would flatten all else."""
-    spikes: tuple[str, str] | None = None
-    """A count of `spikes_detrended` whose rises are marked below the curves, and the name of what
-    spiked."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,6 @@ class Column:
     """Header in the report's table; empty for a column of report.csv alone."""
     unit: str = ""
     percent: bool = False
-    second: str = ""
-    """A metric that stands in small print below, after its column's unit: the count behind a
-    share, or the other end of a range."""
 
 
 @dataclass(frozen=True)

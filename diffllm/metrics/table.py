@@ -5,7 +5,6 @@ report's figures and columns, and docs/metrics.md are made from these rows. A ne
 is computed, and its row.
 """
 
-from dataclasses import replace
 from functools import cache
 
 from diffllm.core.errors import ConfigError
@@ -68,18 +67,18 @@ SECTIONS = [
 """In the order of the dashboard, the report and docs/metrics.md."""
 
 DEFINITIONS = {
-    "spikes": ("over mean + 6 sigma of the 128 before", "128 steps"),
-    "spikes_olmo2": ("7 sigma or more from the mean of the 1,000 before", "OLMo 2"),
-    "spikes_detrended": ("4 sigma over the line through the 32 before", "detrended"),
+    "spikes": "over mean + 6 sigma of the 128 before",
+    "spikes_olmo2": "7 sigma or more from the mean of the 1,000 before",
+    "spikes_detrended": "4 sigma over the line through the 32 before",
 }
-"""Definitions of a spike, by the first part of a metric's name, and what a table calls it."""
+"""Definitions of a spike, by the first part of a metric's name."""
 EVENTS = "spikes_detrended"
 """The definition that counts events, spikes without 8 quiet steps between them being one."""
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:
     """The row of a count of spikes in `series`, "loss" or "grad"."""
-    rule, short = DEFINITIONS[definition]
+    rule = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
     events = definition == EVENTS
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
@@ -92,13 +91,7 @@ def spikes(definition: str, series: str, what: str) -> Metric:
         meaning = f"Events {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
         meaning += f", those without 8 quiet steps between them as one{of}"
     column = None
-    if what == "score" and not events:
-        column = Column("last", "max", "mean", unit=short, percent=True)
-        if definition == "spikes":
-            title = f"{value.split()[0].capitalize()} spikes"
-            second = f"spikes_olmo2/{series}_score"
-            column = replace(column, title=title, unit="of steps", second=second)
-    elif what in ("total", "judged", "score"):
+    if what in ("total", "judged", "score"):
         column = Column("last", "max", "mean")
     name = f"{definition}/{series}_{what}"
     return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
@@ -114,7 +107,7 @@ METRICS: list[Metric] = [
         "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
         summary="min",
         plots=(Curve("Training loss", "{smoothing}, in nats a token.{incomparable}", smooth=True,
-                     clip=True, spikes=("spikes_detrended/loss_total", "the loss")),),
+                     clip=True),),
     ),
     Metric(
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`", "nats a token",
@@ -161,8 +154,7 @@ METRICS: list[Metric] = [
         "train/grad_norm", NORMS,
         "L2 norm of the gradient before clipping; often largest in the first steps", "L2 norm",
         summary="max",
-        plots=(Curve("Gradient norm", log=True,
-                     spikes=("spikes_detrended/grad_total", "the gradient norm")),),
+        plots=(Curve("Gradient norm", log=True),),
         column=Column("all", "max", "max", "Gradient norm", "largest"),
     ),
     Metric(
@@ -209,12 +201,12 @@ METRICS: list[Metric] = [
         combine="min", summary="min",
         plots=(Layers("Smallest context RMS, by layer", f"Smallest over tokens and heads. {UNIFORM}"
                       "; a model's values are not normalised.", log=True, uniform=True),),
-        column=Column("last", "min", "min", "Context RMS", "smallest", second="context_rms_max"),
+        column=Column("last", "min", "min", "Context RMS", "smallest"),
     ),
     Metric(
         "context_rms_max/*", CONTEXT, "Largest context RMS of a token and head", "RMS",
         combine="max", summary="max", plots=(Layers("Largest context RMS, by layer", log=True),),
-        column=Column("last", "max", "max", unit="largest"),
+        column=Column("last", "max", "max", "Largest context RMS"),
     ),
     Metric(
         "context_over_value_rms/*", CONTEXT, "Context RMS of a token and head over the RMS of its "

@@ -14,7 +14,7 @@ from disks import small_disk
 from wandb_file import examples
 
 from diffllm.core.errors import CheckpointError
-from diffllm.metrics.metric import Curve, Layers
+from diffllm.metrics.metric import Layers
 from diffllm.metrics.sinks import MetricsFile, Sinks
 from diffllm.metrics.table import METRICS, SECTIONS, metric_of
 
@@ -213,8 +213,6 @@ def test_every_row_says_what_it_is_and_where_it_is_shown():
         layered = metric.name.endswith("/*") and metric.name != "grad_norm/*"
         for plot in metric.plots:
             assert layered or not isinstance(plot, Layers)
-            if isinstance(plot, Curve) and plot.spikes:
-                metric_of(plot.spikes[0])
         if metric.probe:
             assert metric.combine
         column = metric.column

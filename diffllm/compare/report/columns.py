@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +18,9 @@ from diffllm.compare.report.numbers import (
     share_words,
     short,
 )
-from diffllm.compare.report.rows import Row, column_metrics, row_value
+from diffllm.compare.report.rows import Row, row_value
 from diffllm.core.printing import Cell, Column, Table
-from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import DEFINITIONS, metric_of
+from diffllm.metrics.table import METRICS
 
 
 class ReportColumn(NamedTuple):
@@ -35,8 +33,6 @@ class ReportColumn(NamedTuple):
     """Its head on the page, where `{}` stands for the baseline; empty if it has no place there."""
     unit: str = ""
     cell: Callable[[Row], Cell] | None = None
-    second: str = ""
-    """A column that the cell shows in small print."""
 
 
 def at(path: str) -> Callable[[Row], Any]:
@@ -57,28 +53,25 @@ def at(path: str) -> Callable[[Row], Any]:
     return read
 
 
-def number_cell(
-    how: Callable[[Any], str], name: str, *more: Callable[[Row], str]
-) -> Callable[[Row], Cell]:
+def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
     """Make the function that shows a value of a row; NaN and infinity are not the same as none.
 
     Args:
         how: writes the value.
-        more: texts in small print.
     """
 
     def cell(row: Row) -> Cell:
         value = row.values.get(name)
         odd = value is not None and finite(value) is None
-        small = tuple(text for each in more if (text := each(row)))
-        return Cell(how(value), finite(value), small, "not finite" if odd else "")
+        return Cell(how(value), finite(value), tag="not finite" if odd else "")
 
     return cell
 
 
-def active_text(row: Row) -> str:
-    total, active = (row.values.get(name) for name in ("parameters", "active_parameters"))
-    return f"{compact(active)} active" if finite(active) and active != total else ""
+def active_cell(row: Row) -> Cell:
+    """The active parameters of a row, if they are not all."""
+    active = row.values["active_parameters"]
+    return Cell(MISSING if active == row.values["parameters"] else compact(active), finite(active))
 
 
 def loss_cell(row: Row) -> Cell:
@@ -124,37 +117,13 @@ def seeds_cell(row: Row) -> Cell:
     return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds, tag=tag)
 
 
-def metric_cell(row: Row, metric: Metric) -> Cell:
-    """A metric's number, that of a second metric in small print."""
-    assert metric.column
-    second = row.values.get(metric.column.second)
-    column = metric_of(metric.column.second).column if finite(second) is not None else None
-    detail = f"{column.unit} {(percent if column.percent else short)(second)}" if column else ""
-    how = percent if metric.column.percent else short
-    cell = number_cell(how, metric.quantity, lambda row: detail)(row)
-    # 0 says that a column can be omitted: then the number in small print has to be 0 too
-    return replace(cell, value=finite(second)) if cell.value == 0 and second else cell
-
-
-def series_of(name: str) -> str:
-    """The series that a score of spikes is of: "loss" or "grad"; empty for other columns."""
-    definition, _, series = name.removesuffix("_score").partition("/")
-    return series if definition in DEFINITIONS and name.endswith("_score") else ""
-
-
-def spikes_cell(row: Row, names: list[str]) -> Cell:
-    """Spike events a thousand judged steps, with their interval; below, the published scores."""
-    scores = []
-    for name in names:
-        if finite(value := row.values.get(name)) is not None:
-            definition = DEFINITIONS[name.partition("/")[0]][1].removesuffix(" steps")
-            scores.append(f"{definition}: {percent(value)}")
-    rate = row.events(series_of(names[0]))
-    if not rate:
-        return Cell(MISSING, small=tuple(scores))
+def events_cell(row: Row, series: str) -> Cell:
+    """Spike events per thousand judged steps, with their interval."""
+    if not (rate := row.events(series)):
+        return Cell(MISSING)
     # the upper end is never 0: no column of events is omitted because all are
     interval = f"{short(rate.low, 2)} to {short(rate.high, 2)}"
-    return Cell(short(rate.value, 2), rate.high, (interval, *scores))
+    return Cell(short(rate.value, 2), rate.high, (interval,))
 
 
 COLUMNS = {
@@ -164,10 +133,11 @@ COLUMNS = {
     ),
     "parameters": ReportColumn(
         "of the whole decoder", lambda row: row.fact("parameters"), "Parameters",
-        cell=number_cell(compact, "parameters", active_text), second="active_parameters",
+        cell=number_cell(compact, "parameters"),
     ),
     "active_parameters": ReportColumn(
-        "that one token passes through", lambda row: row.fact("active_parameters")
+        "that one token passes through", lambda row: row.fact("active_parameters"),
+        "Active parameters", cell=active_cell,
     ),
     "flops_per_token": ReportColumn(
         "training FLOPs a token, forward and backward, attention counted causally",
@@ -264,15 +234,18 @@ COLUMNS = {
     **{
         f"{series}_events{end}": ReportColumn(
             meaning.format(what), lambda row, series=series, path=path:  # type: ignore[misc]
-            getattr(row.events(series), path, None),
+            getattr(row.events(series), path, None), title.format(name), "events per 1,000 steps",
+            partial(events_cell, series=series),
         )
-        for series, what in (("loss", "loss"), ("grad", "log gradient norm"))
-        for end, path, meaning in (
-            ("", "count", "spike events of the {} without its trend, all ended seeds together"),
-            ("_judged", "steps", "steps of these seeds at which the {} could be judged"),
-            ("_per_1000", "value", "these events a thousand of these steps"),
-            ("_low", "low", "lower end of its exact 95% interval (Garwood)"),
-            ("_high", "high", "upper end of it"),
+        for series, what, name in (
+            ("loss", "loss", "Loss"), ("grad", "log gradient norm", "Gradient"),
+        )
+        for end, path, title, meaning in (
+            ("", "count", "", "spike events of the {} without its trend, all ended seeds together"),
+            ("_judged", "steps", "", "steps of these seeds at which the {} could be judged"),
+            ("_per_1000", "value", "{} spikes", "these events a thousand of these steps"),
+            ("_low", "low", "", "lower end of its exact 95% interval (Garwood)"),
+            ("_high", "high", "", "upper end of it"),
         )
     },
     "seconds": ReportColumn(
@@ -286,9 +259,10 @@ COLUMNS = {
     **{
         metric.quantity: ReportColumn(
             metric.column_meaning, partial(row_value, metric=metric), metric.column.title,
-            metric.column.unit, partial(metric_cell, metric=metric), metric.column.second,
+            metric.column.unit,
+            number_cell(percent if metric.column.percent else short, metric.quantity),
         )
-        for metric in column_metrics() if metric.column
+        for metric in METRICS if metric.column
     },
 }  # fmt: skip
 """Columns by their names in report.csv, in order. All but the swept keys and the sizes are of
@@ -314,18 +288,13 @@ def csv_text(rows: list[Row]) -> str:
 def table_columns(rows: list[Row], baseline: str | None) -> list[Column]:
     """The columns of the page that some row has a value for, without the labels of rows."""
     made = []
-    for name in [*FIRST_SHOWN, *(name for name in COLUMNS if name not in FIRST_SHOWN)]:
+    for name in sorted(COLUMNS, key=lambda name: name not in FIRST_SHOWN):
         column = COLUMNS[name]
         if not column.title or not column.cell:
             continue
-        names, unit, cell = [name, *filter(None, [column.second])], column.unit, column.cell
-        if (series := series_of(name)) and any(row.events(series) for row in rows):
-            cell, unit = partial(spikes_cell, names=names), "events per 1,000 steps"
-            names = [f"{series}_events_per_1000", *names]
-        meaning = "; ".join(f"{each}: {COLUMNS[each].meaning}" for each in names)
-        cells = [cell(row) for row in rows]
-        if any(each != Cell(MISSING) for each in cells):
-            made.append(Column(column.title.format(baseline), cells, unit, meaning))
+        cells, meaning = [column.cell(row) for row in rows], f"{name}: {column.meaning}"
+        if any(cell.text != MISSING or cell.tag for cell in cells):
+            made.append(Column(column.title.format(baseline), cells, column.unit, meaning))
     return made
 
 
@@ -352,6 +321,6 @@ def fold_constant(columns: list[Column]) -> tuple[list[Column], list[str]]:
     if zero:
         said.append(f"All zero: {', '.join(each.title for each in zero)}.")
     if same:
-        values = [" ".join([each.title, each.unit, each.cells[0].text]) for each in same]
-        said.append(f"The same in all rows: {', '.join(' '.join(v.split()) for v in values)}.")
+        parts = (filter(None, (each.title, each.unit, each.cells[0].text)) for each in same)
+        said.append(f"The same in all rows: {', '.join(map(' '.join, parts))}.")
     return [each for each in columns if each not in zero and each not in same], said

@@ -109,16 +109,6 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
     return band.x[starts], low, high
 
 
-def rises(row: Row, name: str) -> Array:
-    """Tokens at which a count had risen since the logged step before, all seeds together."""
-    tokens = [np.zeros(0, np.int64)]
-    for run in row.runs:
-        count = run.series(name)
-        known = np.isfinite(count.values)
-        tokens.append(count.tokens[known][np.diff(count.values[known], prepend=0) > 0])
-    return np.concatenate(tokens)
-
-
 def gap_band(row: Row) -> Band | None:
     """Return held-out loss minus that of the baseline's run with the same seeds; None without a
     baseline."""

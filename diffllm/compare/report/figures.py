@@ -51,8 +51,6 @@ MARGIN, GAP_LINE = 60, 26
 """Pixels above and below all gaps, and of a gap."""
 OUTLYING = 4
 """Times the median reach of a gap and its interval that the scale of all goes to at most."""
-LANES = 48
-"""Pixels of all lanes of spikes."""
 FEW = 24
 """Points up to which each is marked."""
 ROUND = [1, 2, 2.5, 5, 10]
@@ -174,7 +172,6 @@ def draw_curves(
     unit: str,
     across: str = "tokens",
     labels: Sequence[str] = (),
-    spikes: Sequence[np.ndarray] = (),
     log: bool = False,
     top: float | None = None,
     mark: tuple[float, str] | None = None,
@@ -187,19 +184,14 @@ def draw_curves(
         unit: stands above the scale.
         across: the name of the horizontal axis.
         labels: of the places 0, 1, ... on the horizontal axis; without, it has numbers.
-        spikes: of every row, the places to mark in a lane below the curves.
         log: omits what is not positive.
         top: where a linear scale ends; None shows everything.
         mark: a value to draw a dotted line at, and its name.
         floor: half the width of a band that is drawn around zero behind the curves.
     """
     drawn = [style for band, style in zip(bands, styles, strict=True) if band is not None]
-    lanes = LANES if any(map(len, spikes)) else 0
-    figure = new_figure(WIDTH, HEIGHT + lanes, drawn)
-    ratios = [HEIGHT, lanes] if lanes else [1]
-    axes, *_ = every = figure.subplots(
-        len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False
-    )[:, 0]
+    figure = new_figure(WIDTH, HEIGHT, drawn)
+    axes = figure.subplots()
     for band, style in zip(bands, styles, strict=True):
         if band is not None:
             draw_band(axes, band, style, log)
@@ -217,18 +209,13 @@ def draw_curves(
         logarithmic(axes)
     elif top is not None:
         axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
-    if lanes:
-        colours = [style.colour for style in styles]
-        every[-1].eventplot([*map(np.unique, spikes)], colors=colours, linelengths=0.8)
-        every[-1].set(yticks=[], ylim=(len(styles) - 0.4, -0.6))
-        every[-1].grid(visible=False)
-    every[-1].set_xlabel(across, loc="right")
+    axes.set_xlabel(across, loc="right")
     if labels:
         step = -(-len(labels) // 12)
-        every[-1].set_xticks(range(0, len(labels), step), labels[::step])
+        axes.set_xticks(range(0, len(labels), step), labels[::step])
     else:
-        every[-1].locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
-        every[-1].xaxis.set_major_formatter(lambda x, _: compact(x))
+        axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
+        axes.xaxis.set_major_formatter(lambda x, _: compact(x))
     return figure
 
 

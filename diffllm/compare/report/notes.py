@@ -11,7 +11,6 @@ from diffllm.compare.report.keys import (
 )
 from diffllm.compare.report.numbers import (
     MISSING,
-    clock,
     compact,
     finite,
     plural,
@@ -219,7 +218,7 @@ def commit_text(run: Run) -> str:
 
 
 def runs_summary(rows: list[Row]) -> str:
-    """How many runs of what size and time, without a verdict."""
+    """How many runs of what length, without a verdict."""
     runs = [run for row in rows for run in row.runs]
     finished = sum(run.summary is not None for run in runs)
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
@@ -227,12 +226,7 @@ def runs_summary(rows: list[Row]) -> str:
         f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}: "
         f"{finished} of {plural(len(runs), 'run')} finished"
     ]
-    for name, unit, how in (
-        ("tokens", " tokens a run", compact), ("parameters", " parameters", compact),
-        ("seconds", " a run", clock),
-    ):  # fmt: skip
-        known = [row.values[name] for row in rows if row.values.get(name) is not None]
-        if known:
-            ends = dict.fromkeys(map(how, (min(known), max(known))))
-            parts.append(f"{' to '.join(ends)}{unit}")
+    if known := [row.values["tokens"] for row in rows if row.values.get("tokens") is not None]:
+        ends = dict.fromkeys(map(compact, (min(known), max(known))))
+        parts.append(f"{' to '.join(ends)} tokens a run")
     return "; ".join(parts) + "."

@@ -9,16 +9,12 @@ from diffllm.compare.report.keys import Keys, shown_value
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.runs import Run
 from diffllm.metrics.metric import Metric
-from diffllm.metrics.table import METRICS, metric_of
+from diffllm.metrics.table import metric_of
 from diffllm.statistics.arm_comparison import ArmComparison, Share
 from diffllm.statistics.estimates import Estimate, Rate, estimate
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 """Rows begin with these; other variants follow by name."""
-
-
-def column_metrics() -> list[Metric]:
-    return [metric for metric in METRICS if metric.column]
 
 
 @dataclass(frozen=True)

@@ -253,15 +253,6 @@ class Figures:
         values = finite_values(bands)
         if not values.any():
             return []
-        if plot.spikes is not None:
-            counter, what = plot.spikes
-            how["spikes"] = found = [curves.rises(row, counter) for row in self.rows]
-            if any(map(len, found)):
-                caption += (
-                    " Strokes below, a lane a row in the table's order, its seeds together: an "
-                    f"event of {what} since the previous logged step, on what is left without its "
-                    "trend."
-                )
         highest, top = float(values.max()), top_of(bands)
         if plot.clip and highest > top:
             how["top"] = top

@@ -6,10 +6,9 @@ from textwrap import wrap
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.groups import apart_text, in_short
 from diffllm.compare.report.notes import divergence, holm_sentence
-from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed, with_interval
+from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, with_interval
 from diffllm.compare.report.rows import Row
 from diffllm.core.printing import Table
-from diffllm.evaluation.evaluation import SHARE
 
 WIDTH = 100
 """Columns of a terminal that a table takes at most."""
@@ -18,12 +17,11 @@ NOTES = 10
 
 
 def whole_text(comparison: Comparison) -> str:
-    """The table, the scores of tasks, and the first notes below, a line each."""
+    """The table, and the first notes below, a line each."""
     notes = [f"note: {note}" for note in comparison.notes[:NOTES]]
     if more := len(comparison.notes[NOTES:]):
         notes.append(f"note: the page has {more} more notes")
-    scores = evaluations_text(comparison)
-    return "\n".join([table_text(comparison), *scores, *[""] * bool(notes), *notes])
+    return "\n".join([table_text(comparison), *[""] * bool(notes), *notes])
 
 
 def table_text(comparison: Comparison) -> str:
@@ -61,22 +59,6 @@ def row_cells(row: Row) -> list[str]:
     seeds = f"{row.seeds}" if row.seeds == len(row.runs) else f"{row.seeds} of {len(row.runs)}"
     seeds += f", {row.diverged} diverged" if row.diverged else ""
     return [row.label, loss, gap, seeds, compact(row.values.get("parameters"))]
-
-
-def evaluations_text(comparison: Comparison) -> list[str]:
-    """Shares of right answers of all levels of a task together, a line a row and task."""
-    lines = [
-        [each.name, row.label, fixed(cell.mean.mean, 3),
-         with_interval(cell.gap, signed=True) if cell.gap else ""]
-        for each in comparison.evaluated
-        if each.unit == SHARE
-        for row, cell in zip(comparison.rows, each.lines[0].cells, strict=True)
-        if cell
-    ]  # fmt: skip
-    if not lines:
-        return []
-    text = [ascii_minus(line) for line in aligned([["task", "", "right", "gap"], *lines])]
-    return ["", *text, "Shares of right answers, means over levels and seeds; the page has each."]
 
 
 def aligned(lines: list[list[str]]) -> list[str]:

@@ -11,7 +11,6 @@ import numpy as np
 import diffllm
 from diffllm.compare.report.comparison import Comparison, compare
 from diffllm.compare.report.groups import Group
-from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Metrics, Run
 from diffllm.config import TrainConfig
 from diffllm.metrics.spikes import SpikeMonitor
@@ -155,13 +154,6 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
         " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
     )
     return compare(runs, variants[0] if variants[1:] else None, title)
-
-
-def forget_events(row: Row) -> None:
-    """Make the runs of a row older than the count of spike events."""
-    for run in row.runs:
-        for name in [name for name in run.metrics.columns if name.startswith("spikes_detrended/")]:
-            del run.metrics.columns[name]
 
 
 def incomparable() -> Comparison:
