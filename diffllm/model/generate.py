@@ -26,14 +26,13 @@ def generate(
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Return prompts with continuations, made all at once; each gets what it would get alone.
+    """Return prompts with continuations, each the same as if generated alone.
 
-    ValueError is raised for a prompt that is empty or longer than the model reads, and for a number
-    that means nothing.
+    Raises ValueError for a prompt that is empty or longer than the model reads, and for a number
+    outside its range.
 
     Args:
-        prompts: B of them, of any lengths >= 1. Once more the same prompt is another sample of
-            it: what it would get alone from the next seed.
+        prompts: B prompts of any lengths >= 1. A repeated prompt uses the next seed.
         max_new_tokens: for each; fewer where `model.cfg.seq_len` leaves no room.
         temperature: 0 (below 1e-6) takes the most likely token.
         top_p: above 0; sample among the fewest tokens whose probabilities sum to at least this
@@ -83,10 +82,8 @@ def generate(
 def read_prompts(
     model: Transformer, prompts: list[list[int]], caches: list[KVCache], device: torch.device
 ) -> Tensor:
-    """Fill empty caches with prompts of any lengths; the logits behind each, (B, V).
-
-    Shorter prompts are padded behind their end, where no token of theirs looks.
-    """
+    """Fill empty caches with prompts of any lengths, padded at their end; return the logits of the
+    last token of each, (B, V)."""
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     last = torch.tensor(lengths, device=device) - 1

@@ -29,7 +29,6 @@ Shard = Callable[[Tensor], LocalBlock]
 
 
 def unsharded(param: Tensor) -> LocalBlock:
-    """Return the block of an unsharded parameter: all of it."""
     return param, (0,) * param.ndim, param.shape
 
 
@@ -69,8 +68,10 @@ class Initializer:
             """Draw rows start to stop of the parameter into rows low to high held here."""
             start, stop, low, high = block
             complete = (high - low, width) == (stop - start, row_size)
+            text = f"{self.seed}:{self.names[param]}:{start // rows}".encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
             generator = torch.Generator(device="cpu")
-            generator.manual_seed(self._seed(self.names[param], start // rows))
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
             if complete and in_place:
                 fill_normal(target[low:high].view(-1), std, truncate, generator)
                 return
@@ -101,10 +102,6 @@ class Initializer:
                     "fill it, by init.constant_ or init.normal_"
                 )
 
-    def _seed(self, name: str, block: int) -> int:
-        text = f"{self.seed}:{name}:{block}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
     """Return the global row indices that a block of a tensor has parts of, ascending, int64.
@@ -129,8 +126,7 @@ def fill_normal(
     values.normal_(0.0, std, generator=generator)
     if truncate is None:
         return
-    # NumPy's operations are short to call, so threads rarely wait for the interpreter, and start
-    # no threads of their own, as torch's would.
+    # NumPy, unlike torch, starts no threads of its own.
     here, bound = values.numpy(), np.float32(truncate * std)
     missing = np.flatnonzero(np.abs(here) > bound)
     while len(missing):
@@ -141,16 +137,11 @@ def fill_normal(
 
 def in_threads(work: Callable[[T], None], items: list[T]) -> None:
     """Do `work` for every item, in `torch.get_num_threads()` threads; raise what it raises."""
-    workers = min(torch.get_num_threads(), len(items))
-    if workers < 2:
-        for item in items:
-            work(item)
-        return
     inference = torch.is_inference_mode_enabled()
 
     def work_on(item: T) -> None:
         with torch.inference_mode(inference):  # each thread has a mode of its own
             work(item)
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(work_on, items))

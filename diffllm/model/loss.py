@@ -65,9 +65,8 @@ def chunk_loss(
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """Subtract valid (n,) from probs (n, V) at index (n, 1), and may overwrite `probs`.
 
-    A compiler fuses a comparison with what is before and after it, where a scatter would make it
-    write float32 probabilities out and read them again. Uncompiled, the comparison is several
-    passes over (n, V), and the scatter touches n values.
+    Compiled, a comparison is fused, and a scatter would write float32 probabilities and read them
+    again. Uncompiled, a scatter touches n values only.
     """
     if torch.compiler.is_compiling():
         vocabulary = torch.arange(probs.shape[1], device=probs.device)
@@ -78,8 +77,7 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
     """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
 
-    `total` is overwritten. Without one the product itself is returned, which may have the dtype of
-    the inputs: a sum of one term has nothing to round.
+    `total` is overwritten. Without `total`, the product may have the dtype of the inputs.
     """
     low = hidden.dtype != at_least_float32(hidden.dtype)
     if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself

@@ -56,7 +56,6 @@ def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
 
 
 def over_channels(x: Tensor) -> Tensor:
-    """Compute the RMS over the last dimension, float32."""
     return x.float().square().mean(-1).sqrt()
 
 
@@ -108,13 +107,11 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
     """Measure one layer's maps at probed positions, float32: scalars, and `lambda_head` (h,).
 
     attn_logit_top1: largest q k / sqrt(d) over visible keys. attn_entropy: of the softmax maps,
-    in nats; a sink's share is left out. sink_mass: weight of the effective, signed map on the
-    first token that the query sees, its document's; a document's first token sees itself alone.
-    attn_negative_share: magnitude of the effective map's negative weights over that of all.
-    lambda_head: mean over all tokens; absent where lambda does not depend on the head.
-    The others are means over sequences, heads and probed positions. Where the maps of a pair
-    weight different values (`attention.maps_note`), their difference is still what is measured.
-    The layer read x (B, T, D).
+    in nats, without a sink. sink_mass: weight of the effective, signed map on the first token that
+    the query sees. attn_negative_share: magnitude of the effective map's negative weights over
+    that of all. lambda_head: mean over all tokens, if lambda depends on the head. The others are
+    means over sequences, heads and probed positions. The effective map is the difference of a pair
+    of maps, also if they weight different values. x (B, T, D) is the input of the attention.
     """
     x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
@@ -165,11 +162,8 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the part of a model that a parameter counts to: finer than its group inside attention.
-
-    It is one of ATTENTION_COMPONENTS or OTHER_COMPONENTS. Any other parameter of an attention goes
-    by its own name, e.g. `sink`.
-    """
+    """Return the part of a model that a parameter counts to: one of ATTENTION_COMPONENTS or
+    OTHER_COMPONENTS, or another parameter's own name, such as `sink`."""
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:
         renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}

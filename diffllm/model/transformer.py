@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -166,12 +166,10 @@ class Transformer(nn.Module):
 
     @property
     def mixtures(self) -> list[MoE]:
-        """The mixtures of experts, those of the last layers."""
         return [layer.ffn for layer in self.layers if layer.routes]
 
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Tell each router how busy its experts were, as `Router.rebalance` takes it: counts are
-        (layers of experts, E)."""
+        """Call `Router.rebalance` of each layer; counts are (layers of experts, E)."""
         for mixture, layer_counts in zip(self.mixtures, counts.unbind(), strict=True):
             mixture.router.rebalance(layer_counts, skipped)
 
@@ -185,7 +183,6 @@ class Transformer(nn.Module):
         return biases.amax(1) - biases.amin(1)
 
     def active_parameters(self) -> int:
-        """Count the parameters of a token: all but those of experts that it does not go to."""
         total = sum(param.numel() for param in self.parameters())
         return total - sum(mixture.idle_parameters() for mixture in self.mixtures)
 
@@ -209,7 +206,6 @@ class Transformer(nn.Module):
         return self.rope.at(cache.lengths.unsqueeze(1)), mask
 
     def check_length(self, positions: int) -> None:
-        """Raise ValueError for more positions than the model has."""
         if positions > self.cfg.seq_len:
             raise ValueError(f"{positions} positions, but model.seq_len is {self.cfg.seq_len}")
 
@@ -219,10 +215,7 @@ class Transformer(nn.Module):
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
     def reset_parameters(self, shard: Shard = unsharded) -> None:
-        """Fill every parameter and buffer; values depend on (init_seed, name) only.
-
-        `shard` finds the block that this process holds of a parameter.
-        """
+        """Fill every parameter and buffer; values depend on (init_seed, name) only."""
         initialise(self, self.cfg, shard=shard)
 
     def new_caches(
@@ -238,8 +231,7 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Decide what is left to `device` when training in `dtype`, by name; with `documents`,
-        queries see their own document only."""
+        """Return the settings that `device` decides for training in `dtype`, by name."""
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
             self.cfg.loss_chunk, device, self.cfg.vocab_size, self.cfg.dim
@@ -291,18 +283,12 @@ def without_storage(cfg: ModelConfig) -> Transformer:
         return Transformer(cfg)
 
 
-class HasModel(Protocol):
-    """The config of a whole run, which is not this room's."""
-
-    model: ModelConfig
-
-
-def build_model(cfg: ModelConfig | HasModel) -> Transformer:
+def build_model(cfg: Any) -> Transformer:
     """Build an initialised decoder in float32 on the current default device; raises ConfigError if
     the attention backend cannot run there.
 
     Args:
-        cfg: of the model, or of the whole run.
+        cfg: a ModelConfig or a TrainConfig.
     """
     cfg = getattr(cfg, "model", cfg)
     if not isinstance(cfg, ModelConfig):

@@ -86,7 +86,7 @@ def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compi
 def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
     """V1's values are 256 wide there, or lie in halves."""
     model = bf16_model(variant, 128, *extra)
-    available(backend, model.layers[0].attention.kernel_width(CUDA), masked)
+    available(backend, model.cfg.attention.kernel_width(model.cfg, CUDA), masked)
     agrees_with_explicit_maps(backend, model, masked, compiled=False)
 
 

@@ -74,12 +74,14 @@ class AttentionConfig:
 
         `dtype` is that of queries and keys; with `documents`, they see their own document only.
         """
+        return {"attention": self.kernel(model, device, dtype, documents)}
+
+    def kernel(
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
+    ) -> AutoSetting:
+        """Choose the `Kernel` of training; arguments as for `choices`."""
         width = self.kernel_width(model, device)
-        return {
-            "attention": training_kernel(
-                self.backend, device, dtype, width, documents, self.explicit_mask
-            )
-        }
+        return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
         """Return this config with `device`'s choices of tensor shapes filled in."""
@@ -101,10 +103,7 @@ class AttentionConfig:
 
 
 class KVCache:
-    """The keys and values of all positions decoded so far, preallocated: (B, heads, S_max, width).
-
-    Heads come before positions, so that a decoding step reads each head's keys in one sweep.
-    """
+    """The keys and values of all decoded positions: (B, heads, S_max, width), preallocated."""
 
     def __init__(
         self,
@@ -145,14 +144,12 @@ class KVCache:
         )
 
     def truncate(self, lengths: list[int]) -> None:
-        """Keep the first positions of each row; what is behind them is never read again."""
         self.length = max(lengths)
         same = len(set(lengths)) == 1
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
-        """Return a cache of `count` rows that begin with this one's only row, with room for so many
-        positions more."""
+        """Copy the only row `count` times, with room for more positions."""
         made = copy.copy(self)
         made.k, made.v = (
             F.pad(x[:, :, : self.length].expand(count, -1, -1, -1), (0, 0, 0, room))
@@ -161,7 +158,6 @@ class KVCache:
         return made
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all rows but these."""
         self.k, self.v = self.k[rows], self.v[rows]
         if self.lengths is not None:
             self.truncate(self.lengths[rows].tolist())
@@ -189,8 +185,7 @@ class Attention(nn.Module):
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
         self.context_scale = model.attention.context_scale
-        self.kernel_width = partial(model.attention.kernel_width, model)
-        self.explicit_mask = model.attention.explicit_mask
+        self.kernel = partial(model.attention.kernel, model)
         context_dim = context_dim or self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
         self.wq = nn.Linear(model.dim, self.n_query_heads * self.head_dim, bias=False)
@@ -205,8 +200,7 @@ class Attention(nn.Module):
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
         """Return a variant's own statistics of this layer, float32 scalars by name; here none.
 
-        Each needs a row in the table of metrics: `diffllm.metrics.table.add_metric`. `aux` has
-        what `context` has put there, under names of its own too.
+        `diffllm.metrics.table.add_metric` must know each name. `aux` contains what `context` adds.
         """
         return {}
 
@@ -266,24 +260,21 @@ class Attention(nn.Module):
         return {"map": attention_scores(q, k)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Call `ops.attend` with the configured backend."""
         return attend(q, k, v, mask, self.backend)
 
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
         """Return the mask that `forward` of any layer takes for a batch of tokens (B, T)."""
-        device, masked = tokens.device, documents is not None
-        width = self.kernel_width(device)
-        kernel = training_kernel(self.backend, device, dtype, width, masked, self.explicit_mask)
-        return training_mask(kernel.value, documents, tokens)
+        kernel = self.kernel(tokens.device, dtype, documents is not None).value
+        return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
         """Fill what a variant has besides matrices and norms, which the decoder fills."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Count training FLOPs a token, forward and backward: those of the projections, and of q k
-        and weights times v over (seq_len + 1) / 2 keys."""
+        """Count training FLOPs per token: projections, q k and weights v over (seq_len + 1) / 2
+        keys."""
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
         width = self.head_dim + self.value_dim
         return 6 * (matrices + self.n_query_heads * width * (seq_len + 1) / 2)
@@ -291,11 +282,10 @@ class Attention(nn.Module):
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        """Return an empty cache of `length` positions."""
         shape = (batch, self.n_kv_heads, length, self.head_dim)
         return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Count the bytes of one position of one sequence in this cache (2 a value in bf16)."""
+        """Count the bytes of one position of one sequence in this cache."""
         cache = self.new_cache(1, 1, torch.float32, "meta")
         return (cache.k.numel() + cache.v.numel()) * bytes_per_value

@@ -62,8 +62,8 @@ and backward (torch/_inductor/template_heuristics/triton.py)."""
 DOCUMENTS_ON_HOPPER = AutoSetting(
     Kernel.flex, "not measured: torch's FlashAttention-2 was written for older GPUs"
 )
-"""The kernel that masks documents on Hopper and Blackwell without flash-attn-4; `Kernel.varlen`
-would do too, and benchmarks put it here."""
+"""The kernel that masks documents on Hopper and Blackwell without flash-attn-4. Benchmarks replace
+it by `Kernel.varlen`."""
 
 
 def training_kernel(
@@ -103,8 +103,7 @@ def training_kernel(
 
 
 def document_kernel(device: torch.device, width: int) -> AutoSetting:
-    """Choose the kernel for masked documents in half precision on a GPU, where none was asked
-    for."""
+    """Choose the kernel for masked documents in half precision on a GPU."""
     if capability(device)[0] not in HOPPER_OR_BLACKWELL:
         return AutoSetting(Kernel.varlen, "documents")
     if not (fault := flash_4_fault(device, width)):
@@ -123,8 +122,7 @@ def prepare_backend(
     dtype: torch.dtype | None = None,
     documents: bool = False,
 ) -> None:
-    """Make `backend` ready on `device`, before anything is built: find its package, and try it;
-    raises ConfigError if it cannot run here."""
+    """Find and try the package of `backend`; raises ConfigError if it cannot run on `device`."""
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
         raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
@@ -159,7 +157,7 @@ def prepare_backend(
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
     """Build the mask of a batch in the form that `kernel` takes; one mask serves all layers.
 
-    `documents` are None where a row is one; of tokens (B, T) only shape and device count.
+    Without `documents`, each row is one document; only shape and device of tokens (B, T) count.
     """
     length = tokens.shape[1]
     if documents is None:
@@ -168,15 +166,13 @@ def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -
         return document_blocks(documents.ids)
     if kernel not in PACKED:
         return documents.mask()
-    # The number of documents differs from batch to batch, and must not compile a graph for each:
-    # it is marked as dynamic, and every batch says that its longest document is a whole row.
+    # One graph for any number of documents: it is dynamic, and the longest is always a whole row.
     torch._dynamo.maybe_mark_dynamic(documents.boundaries, 0)
     return Packed(documents.boundaries, length)
 
 
 @functools.lru_cache(maxsize=8)
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """Build the causal block mask that every row and head shares."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -201,7 +197,6 @@ def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
 
 
 def installed(module: str) -> bool:
-    """Whether `module` could be imported; imports the packages that it is in."""
     return importlib.util.find_spec(module) is not None
 
 
@@ -222,10 +217,7 @@ def flash_version(device: torch.device) -> int:
 
 
 def activate_flash_4() -> None:
-    """Let flash-attn-4 take the place of torch's own flash kernels.
-
-    Through torch's dispatcher it compiles without a graph break.
-    """
+    """Replace torch's own flash kernels by flash-attn-4, which compiles without a graph break."""
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
@@ -235,8 +227,8 @@ def activate_flash_4() -> None:
 
 
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
-    """Make one small call of the flash-attn package, forward and backward, and with `documents`
-    another with these masked; raises anything if it is built for another torch or GPU."""
+    """Make small calls of the flash-attn package, forward and backward, also with masked
+    `documents`; raises any exception if the package is built for another torch or GPU."""
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
     if documents:
@@ -247,10 +239,7 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Return the reason why flash-attn-4 cannot mask documents on `device`, or "" if it can.
-
-    If it can, it takes the place of torch's own flash kernels from here on.
-    """
+    """Activate flash-attn-4; return the reason why it cannot mask documents on `device`, or ""."""
     try:
         if flash_version(device) != 4:
             return "flash-attn-4 is not installed"

@@ -71,7 +71,7 @@ class Documents(NamedTuple):
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; a GPU reads pinned memory, so the host does not wait."""
+    """Copy a CPU tensor to a device; the host does not wait for a GPU."""
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
@@ -107,7 +107,6 @@ causal."""
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for narrower dtypes, else the dtype itself: tests use float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -154,7 +153,6 @@ def repeated(v: Tensor, k: Tensor) -> Tensor:
 
 
 def for_all_heads(mask: Tensor) -> bool:
-    """Whether a boolean mask is the same for every head."""
     return mask.ndim < 3 or mask.shape[-3] == 1
 
 
@@ -176,12 +174,8 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which SDPA on a GPU does without cuDNN.
-
-    cuDNN plans a kernel for every new length of keys, so at every token that is generated, and
-    keeps them all. Entering sets torch's switches for the whole process, which takes some 25 us:
-    do it once a forward pass, not once a layer.
-    """
+    """Return a context in which SDPA on a GPU does not use cuDNN, which would plan and keep a
+    kernel for every length. Entering takes about 25 us: enter once per forward pass."""
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
@@ -214,8 +208,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend in a decoding step, T = 1: the heads of a group are the queries of one kernel call, so
-    each key and value is read once and not once a head."""
+    """Attend with T = 1: one kernel call per value head, so each key and value is read once."""
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
     values = v.transpose(1, 2)
@@ -284,7 +277,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tens
 
 @functools.cache
 def compiled_flex() -> Callable[..., Tensor]:
-    """Return the compiled FlexAttention that all layers which are not compiled themselves share."""
+    """Return the compiled FlexAttention that all uncompiled layers share."""
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -90,26 +90,19 @@ def grouped_product(
 
 
 def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
-    """Whether x has rows, and one grouped product takes them."""
     return len(x) > 0 and grouped_product(x.device, x.dtype, n_experts, widths).value == GROUPED
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Whether a weight's gradient can keep what was in memory where an expert has no rows.
-
-    Blackwell's kernel leaves it; Hopper's and torch's loop write zeros. What comes after
-    Blackwell, and ROCm's kernels, are not trusted to.
-    """
-    if device.type == "cpu":
-        return False
-    return IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9
+    """Whether a weight's gradient may be uninitialised for an expert without rows: Blackwell's
+    kernel leaves it; Hopper's and torch's loop write zeros."""
+    return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
     """Return the mean rows of an expert from which gate and up are one product; None if never.
 
-    One product spares the backward pass the sum of two gradients (M, D). Unless w1 and w3 lie side
-    by side, it copies both, forward and backward.
+    One product saves the sum of two gradients (M, D), but copies weights that are not adjacent.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -125,10 +118,8 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Whether w1 and w3 have the strides of the halves [:, :F] and [:, F:] of one (E, 2 F, D).
-
-    Compilers can ask this; they know nothing of addresses.
-    """
+    """Whether w1 and w3 have the strides of the halves [:, :F] and [:, F:] of one (E, 2 F, D), as
+    far as a compiler can know without addresses."""
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 

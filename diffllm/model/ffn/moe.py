@@ -34,7 +34,6 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer's output (B, T, dim) of x (B, T, dim)."""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
     def flops_per_token(self) -> int:
@@ -114,7 +113,6 @@ class MoE(nn.Module):
         }
 
     def idle_parameters(self) -> int:
-        """Count the parameters of the experts that a token does not go to."""
         each = sum(p.numel() for p in self.experts.parameters()) // self.cfg.n_experts
         return (self.cfg.n_experts - self.cfg.top_k) * each
 

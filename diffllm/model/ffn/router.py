@@ -138,8 +138,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Learn how busy each expert was in an optimizer step, from the tokens of the whole global
-        batch that it got, (E,) int64; a scalar `skipped` of 1.0 leaves all as it is."""
+        """Update bias and load from the tokens of the global batch that each expert got, (E,)
+        int64, unless the scalar `skipped` is 1.0."""
         missing = counts.sum() - len(counts) * counts  # integers: none at exactly the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
         load = counts * (len(counts) / counts.sum())
@@ -148,7 +148,6 @@ class Router(nn.Module):
         self.load.copy_(torch.where(keep, self.load, load))
 
     def reset_buffers(self) -> None:
-        """Start with no bias and equally busy experts."""
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.load)
 
@@ -199,10 +198,8 @@ class SplitProduct(torch.autograd.Function):
 
     It runs on bf16 units without losing precision: three bf16 numbers of 8 significant bits hold a
     float32 of 24, and the product of two bf16 numbers is exact in float32. So only the float32 sums
-    round, as they do in a float32 product.
-
-    The gradient of the weight is float32, and as exact. That of x is one product of bf16 numbers,
-    like the gradients that x gets from elsewhere.
+    round, as they do in a float32 product. The gradient of the weight is as exact; that of x is one
+    product of bf16 numbers.
     """
 
     @staticmethod
