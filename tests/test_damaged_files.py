@@ -90,7 +90,6 @@ def usable_task(found: OwnFile) -> None:
 FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
     "run.json": (FACTS, read_record, usable_record),
     "summary.json": (SUMMARY, read_record, usable_record),
-    "diverged.json": ({"step": 3, "reason": "skips"}, read_record, usable_record),
     "changes.jsonl": (CHANGE, lambda file: read_changes(file.parent), usable_changes),
     "metrics.jsonl": (METRICS, lambda file: read_metrics(file.parent), usable_metrics),
     "config.yaml": (CONFIG, lambda file: load_run_config(file.parent), usable_config),
@@ -126,7 +125,7 @@ FIRST = {
 
 
 COUNTS = np.arange(1, 9)
-LOSSES = DocumentLosses(COUNTS / 3, COUNTS, COUNTS * 2, COUNTS * 3)
+LOSSES = DocumentLosses(COUNTS / 3, COUNTS, COUNTS * 2, COUNTS * 3, COUNTS * 0)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ SHARE = "share of right answers"
 """The unit of tasks."""
 LARGEST = 1e150
 """Limit of scores, whose squares the report adds up."""
-UNVERIFIED = "without a checksum, written by an older version"
 Line = dict[str, Any]
 Lines = Mapping[str, Line]
 """Scores of a run by name, or results of a checkpoint by evaluation."""
@@ -52,7 +50,6 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """The device of its parameters."""
         return self.model.tok_embeddings.weight.device
 
 
@@ -105,14 +102,13 @@ class Evaluation(ABC):
 
 
 def results_of(run: Path, step: int) -> Path:
-    """Return where the results of a run's checkpoint are kept."""
     return run / DIRECTORY / f"step-{step:08d}"
 
 
 def kept(file: Path, key: Mapping[str, Any]) -> Line | None:
     """Read the first line of a result with the same key; None if there is no such result.
 
-    Print one line if the result is damaged, or too old to have a checksum.
+    Print one line if the result is damaged.
     """
     try:
         with readable(file):
@@ -121,9 +117,7 @@ def kept(file: Path, key: Mapping[str, Any]) -> Line | None:
         if not isinstance(error.__cause__, FileNotFoundError):
             to_stderr(f"{error}; evaluating again")
         return None
-    if first["key"] == key and "sha256" not in first:
-        to_stderr(f"{file}: {UNVERIFIED}; evaluating again")
-    return first if first["key"] == key and "sha256" in first else None
+    return first if first["key"] == key else None
 
 
 def keep(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
@@ -150,26 +144,20 @@ def all_results(run: Path, problems: dict[str, list[str]]) -> dict[int, Lines]:
     the oldest first.
 
     Args:
-        problems: gets the files that are skipped or not verified, by reason.
+        problems: gets the files that are skipped, by reason.
     """
     found: dict[int, dict[str, Line]] = {}
-    for file in sorted((run / DIRECTORY).glob("step-*/*.jsonl")):
-        if not re.fullmatch(r"step-\d{8}", file.parent.name):
-            continue
+    for file in sorted((run / DIRECTORY).glob(f"step-{'[0-9]' * 8}/*.jsonl")):
         try:
-            first = read_first(file)
+            found.setdefault(int(file.parent.name[5:]), {})[file.stem] = read_first(file)
         except (OSError, ValueError) as error:
             reason = f"{getattr(error, 'strerror', error)}; it is skipped"
-        else:
-            found.setdefault(int(file.parent.name[5:]), {})[file.stem] = first
-            reason = "" if "sha256" in first else UNVERIFIED
-        if reason:
             problems.setdefault(reason, []).append(str(file))
-    return dict(found)
+    return {step: results for step, results in found.items() if results}
 
 
 def read_first(file: Path) -> Line:
-    """Read the first line of a result, and verify the checksum if it has one.
+    """Read the first line of a result, and verify its checksum.
 
     Raises OSError, or ValueError with words that follow the file's name.
     """
@@ -182,7 +170,7 @@ def read_first(file: Path) -> Line:
         raise ValueError("has no unit or no scores")
     if not all(map(is_score, scores)):
         raise ValueError("has a score with a field of another type")
-    if "sha256" in first and first["sha256"] != checksum(first, lines):
+    if first.get("sha256") != checksum(first, lines):
         raise ValueError("was changed after it was written: its checksum differs")
     return first
 

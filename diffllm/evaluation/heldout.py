@@ -6,11 +6,8 @@ This is the only module of `evaluation` that training imports.
 import io
 import math
 import os
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,12 +24,6 @@ from diffllm.model.attention.ops import Documents
 DIRECTORY = "heldout"
 LARGEST = 2**34
 """Limit of the file in bytes."""
-DAMAGED = (
-    OSError, ValueError, TypeError, KeyError, AttributeError, EOFError, MemoryError,
-    NotImplementedError, OverflowError, RuntimeError, SyntaxError, struct.error, zipfile.BadZipFile,
-    zlib.error,
-)  # fmt: skip
-"""Errors of numpy and zipfile for a file with other content."""
 T = TypeVar("T")
 
 
@@ -132,12 +123,8 @@ class DocumentLosses:
     """Bytes of its text in UTF-8, as its tokens decode to it, int64."""
     texts: np.ndarray
     """The first 8 bytes of the SHA-256 of that text, int64."""
-    sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    sources: np.ndarray
     """The place of its source among those of a mixture, int64; 0 where there is one source."""
-
-    def __post_init__(self) -> None:
-        if not len(self.sources):
-            object.__setattr__(self, "sources", np.zeros_like(self.tokens))
 
     @property
     def loss(self) -> float:
@@ -170,7 +157,6 @@ class DocumentLosses:
 
 
 def path_of(run: Path, step: int) -> Path:
-    """Return the file of the losses after `step` steps."""
     return run / DIRECTORY / f"step-{step:08d}.npz"
 
 
@@ -185,7 +171,7 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(
             f"{run} has no losses of held-out documents{after}: a run has them in {DIRECTORY}/ "
-            "when it has ended, unless an older version made it"
+            "when it has ended"
         )
     names = [f.name for f in fields(DocumentLosses)]
     try:
@@ -193,10 +179,9 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
             open_regular(file, LARGEST) as stream,
             np.load(stream, allow_pickle=False) as content,
         ):
-            # files of older versions have no sources
-            found = DocumentLosses(**{name: content[name] for name in names if name in content})
+            found = DocumentLosses(**{name: content[name] for name in names})
         check(found)
-    except DAMAGED as error:
+    except Exception as error:  # numpy and zipfile raise many kinds
         raise CheckpointError(f"{file} is damaged: {error}") from error
     return found
 

@@ -56,7 +56,7 @@ def test_kept_returns_scores_of_same_key_alone(
         (lambda lines: [lines[0], "null\n"], "its checksum differs"),
         (lambda lines: lines[1:], "is not a result of an evaluation"),
         (lambda lines: [], "is not JSON"),
-        (without_checksum, ": without a checksum, written by an older version"),
+        (without_checksum, "its checksum differs"),
     ],
 )
 def test_kept_names_a_file_that_was_changed(

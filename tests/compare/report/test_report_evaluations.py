@@ -177,20 +177,6 @@ def test_report_skips_a_result_whose_scores_were_edited(runs: Path) -> None:
     assert said in comparison.notes
 
 
-def test_report_reads_results_without_a_checksum_and_says_so(runs: Path) -> None:
-    before = compared(runs)
-    for run in runs.iterdir():
-        file = results_of(run, 20) / "mqar.jsonl"
-        first = json.loads(file.read_text())
-        del first["sha256"]
-        file.write_text(json.dumps(first) + "\n")
-    after = compared(runs)
-    assert after.evaluated == before.evaluated
-    assert any(
-        "and 3 more: without a checksum, written by an older" in note for note in after.notes
-    )
-
-
 def test_report_reads_results_of_removed_evaluations(runs: Path) -> None:
     for run in runs.iterdir():
         right = 0.5 if run.name.startswith("standard") else 0.75

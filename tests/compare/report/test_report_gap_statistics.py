@@ -159,9 +159,8 @@ def with_documents(tmp_path, seeds, texts=40):
     for variant, gap in (("standard", 0.0), ("diff_v2", -0.1)):
         for seed in range(seeds):
             of_documents = 4 + gap + 0.01 * np.random.default_rng(seed).normal(size=texts)
-            losses = DocumentLosses(
-                of_documents * tokens, tokens, 4 * tokens, np.arange(texts, dtype=np.int64)
-            )
+            numbers = np.arange(texts, dtype=np.int64)
+            losses = DocumentLosses(of_documents * tokens, tokens, 4 * tokens, numbers, 0 * numbers)
             path = tmp_path / f"{variant}{seed}"
             path.mkdir(parents=True)
             losses.save(path, 12)
