@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.data import Tokenizer
 from diffllm.data.progress import track
 from diffllm.data.tasks import VERSION
-from diffllm.data.tasks.task import Example, Level, Task
+from diffllm.data.tasks.task import Example, Task
 from diffllm.evaluation.evaluation import (
     SHARE,
     Asked,
@@ -45,6 +46,10 @@ SCORES = 2
 """Changed whenever scores change, so that older results are made anew."""
 
 
+Row = tuple[list[int], list[list[int]]]
+"""A context, and continuations that are scored in one pass: all of one token, or one alone."""
+
+
 @dataclass(frozen=True)
 class Question:
     """Token ids that begin alike, and go on in different ways."""
@@ -60,6 +65,12 @@ class Question:
     @property
     def single(self) -> bool:
         return all(len(ids) == 1 for ids in self.continuations)
+
+    @property
+    def rows(self) -> list[Row]:
+        if self.single:
+            return [(self.context, self.continuations)]
+        return [(self.context, [ids]) for ids in self.continuations]
 
 
 class Scored(NamedTuple):
@@ -83,10 +94,6 @@ def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
     return Question(spelt[0][:same], [ids[same:] for ids in spelt[1:]])
 
 
-Place = tuple[int, int]
-"""A question, and one of its continuations."""
-
-
 @torch.no_grad()
 def score(
     model: Transformer,
@@ -98,7 +105,7 @@ def score(
 
     Args:
         model: in eval mode; a ValueError of its says that a question is too long.
-        advance: called with the number of questions that have been answered since its last call.
+        advance: called with the number of rows that have been scored since its last call.
         cached_from: contexts of so many tokens are read once for all their continuations, and with
             those of neighbours that begin alike.
     """
@@ -110,7 +117,7 @@ def score(
         scores = of_one_text(model, [questions[i] for i in group])
         for i, of_one in zip(group, scores, strict=True):
             of_question[i] = of_one
-            advance(1)
+            advance(len(of_one))
     return [of_question[i] for i in range(len(questions))]
 
 
@@ -127,44 +134,25 @@ def score_batches(
         together: all ranks share every batch, as those of a sharded model must; each returns all.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    found: dict[Place, Scored] = {}
-    for batch in row_batches(model, questions, world_size):
-        own = batch[rank::world_size]
-        scores = of_rows(model, [row(questions, each) for each in own or batch[:1]])
-        for (i, j), of_row in zip(own, scores, strict=False):
-            found |= {(i, j + k): value for k, value in enumerate(of_row)}
-        advance(sum(j == 0 for _, j in batch))
-    if together:
-        parts: list[dict[Place, Scored]] = [{} for _ in range(world_size)]
-        dist.all_gather_object(parts, found)
-        found = {place: value for part in parts for place, value in part.items()}
-    return [[found[i, j] for j in range(len(q.continuations))] for i, q in enumerate(questions)]
-
-
-def row_batches(
-    model: Transformer, questions: Sequence[Question], world_size: int
-) -> Iterator[list[Place]]:
-    """Group rows of about one size: a row is a question whose continuations are single tokens, or
-    one continuation of another."""
+    rows = [row for question in questions for row in question.rows]
     width = model.cfg.vocab_size // LOGITS
 
-    def size(place: Place) -> int:
-        context, continuations = row(questions, place)
+    def size(place: int) -> int:
+        context, continuations = rows[place]
         return max(len(context) + len(continuations[0]), width * len(continuations[0]))
 
-    places = [
-        (i, j)
-        for i, q in enumerate(questions)
-        for j in range(1 if q.single else len(q.continuations))
-    ]
-    return by_length(places, size, TOKENS * world_size)
-
-
-def row(questions: Sequence[Question], place: Place) -> tuple[list[int], list[list[int]]]:
-    """Return a row's context, and the continuations that it is scored with."""
-    question, j = questions[place[0]], place[1]
-    continuations = question.continuations
-    return question.context, continuations if question.single else [continuations[j]]
+    found: dict[int, list[Scored]] = {}
+    for batch in by_length(range(len(rows)), size, TOKENS * world_size):
+        own = batch[rank::world_size]
+        scores = of_rows(model, [rows[place] for place in own or batch[:1]])
+        found |= zip(own, scores, strict=False)
+        advance(len(batch))
+    if together:
+        parts: list[dict[int, list[Scored]]] = [{} for _ in range(world_size)]
+        dist.all_gather_object(parts, found)
+        found = dict(ChainMap(*parts))
+    scored = iter([found[place] for place in range(len(rows))])
+    return [[one for _ in question.rows for one in next(scored)] for question in questions]
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -183,18 +171,16 @@ def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> Iter
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return rows of ids as (B, T) int64, padded behind their ends, where none of them looks."""
+    """Return rows of ids as (B, T) int64, padded at their ends."""
     longest = max(map(len, rows))
     filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
     return torch.tensor(filled, device=device)
 
 
 def of_rows(
-    model: Transformer,
-    rows: Sequence[tuple[list[int], list[list[int]]]],
-    caches: list[KVCache] | None = None,
+    model: Transformer, rows: Sequence[Row], caches: list[KVCache] | None = None
 ) -> list[list[Scored]]:
-    """Score the continuations of each row, all of one token, or one of any number.
+    """Score the continuations of each row.
 
     Args:
         caches: one a layer, of what stands before each row.
@@ -206,17 +192,13 @@ def of_rows(
     ids = padded(inputs, 0, device)
     places = (first + torch.arange(longest, device=device)).clamp_max(ids.shape[1] - 1)
     logs = model(ids, caches=caches, last=places).double().log_softmax(-1)
-    return [
-        [scored(own, ids) for ids in continuations]
-        for own, (_, continuations) in zip(logs, rows, strict=True)
-    ]
-
-
-def scored(logs: Tensor, ids: Sequence[int]) -> Scored:
-    """Score one continuation by log-probabilities (K, V) at its places, K its length or more."""
-    chosen = logs[range(len(ids)), list(ids)]
-    likeliest = logs[: len(ids)].argmax(-1).tolist()
-    return Scored(chosen.sum().item(), likeliest == list(ids))
+    found = []
+    for own, (_, continuations) in zip(logs, rows, strict=True):
+        likeliest = own.argmax(-1).tolist()
+        sums = [own[range(len(ids)), ids].sum().item() for ids in continuations]
+        greedy = [likeliest[: len(ids)] == ids for ids in continuations]
+        found.append(list(map(Scored, sums, greedy)))
+    return found
 
 
 def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
@@ -230,9 +212,9 @@ def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[l
     if length:
         model(text, caches=caches, last=torch.tensor([length - 1], device=device))
     for question in questions:
-        rest = question.context[caches[0].length :]
+        rest = question.context[length:]
         room = len(rest) + max(map(len, question.continuations)) - 1
-        at_once = max(1, CACHE // (caches[0].length + room))
+        at_once = max(1, CACHE // (length + room))
         found: list[Scored] = []
         for start in range(0, len(question.continuations), at_once):
             some = [(rest, [ids]) for ids in question.continuations[start : start + at_once]]
@@ -277,28 +259,26 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings that decide the examples for a model of `seq_len` tokens; raises
-        ConfigError for what does not fit."""
-        levels = self.levels(asked.levels.get(self.name, ()), tokenizer, seq_len)
-        return {
-            "seed": asked.seed,
-            "examples": numbers_of(self.task, levels, asked.limit),
-            "levels": [dict(level) for level in levels],
-        }
-
-    def levels(self, wanted: Sequence[Level], tokenizer: Tokenizer, seq_len: int) -> list[Level]:
-        """Return the levels that are wanted, or without any those that fit a model of `seq_len`
-        tokens; raises ConfigError for what does not fit."""
+        """Return the settings that decide the examples for a model of `seq_len` tokens, which are
+        of the levels that fit if none is wanted; raises ConfigError for what does not fit."""
+        levels = list(asked.levels.get(self.name, ()))
         count, length = counter(tokenizer), seq_len - 1  # the end of a document comes first
-        if not wanted:
-            return self.task.fitting(length, count)
-        self.task.check(wanted, length, count)
-        return list(wanted)
+        if levels:
+            self.task.check(levels, length, count)
+        else:
+            levels = self.task.fitting(length, count)
+        there = [self.task.number(level) for level in levels]
+        numbers = [A_LEVEL if number is None else number for number in there]
+        if asked.limit is not None:
+            each, rest = divmod(asked.limit, len(levels))
+            numbers = [min(n, each + (i < rest)) for i, n in enumerate(numbers)]
+        return {"seed": asked.seed, "examples": numbers, "levels": list(map(dict, levels))}
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         asked = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
-        with track(self.name, len(asked)) as advance:
-            found = score(subject.model, [question for _, _, question in asked], advance)
+        own = [question for _, _, question in asked]
+        with track(self.name, sum(len(question.rows) for question in own)) as advance:
+            found = score(subject.model, own, advance)
         return [
             line(level, example, scores)
             for (level, example, _), scores in zip(asked, found, strict=True)
@@ -314,6 +294,8 @@ class Answers(Evaluation):
                 continue
             right = sum(bool(line["correct"]) for line in own)
             interval = binomtest(right, len(own)).proportion_ci(method="wilson")
+            # a guess among candidates; where there is one alone, it is never right
+            chance = sum(1 / line["candidates"] for line in own if line["candidates"] > 1)
             facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
             found.append(
                 Score(
@@ -321,21 +303,11 @@ class Answers(Evaluation):
                     right / len(own),
                     (interval.low, interval.high),
                     len(own),
-                    chance(own),
+                    chance / len(own),
                     {"level": level, "generated": share(own, "generated"), **facts},
                 )
             )
         return found
-
-
-def numbers_of(task: Task, levels: Sequence[Level], limit: int | None) -> list[int]:
-    """Return how many examples of each level are asked, `limit` at most of all together."""
-    there = [task.number(level) for level in levels]
-    usual = [A_LEVEL if number is None else number for number in there]
-    if limit is None:
-        return usual
-    each, rest = divmod(limit, len(levels))
-    return [min(n, each + (i < rest)) for i, n in enumerate(usual)]
 
 
 def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
@@ -396,11 +368,6 @@ def line(level: int, example: Example, scores: Sequence[Scored]) -> Line:
         "log_likelihoods": [round(x, 5) if math.isfinite(x) else None for x in logs],
         **example.facts,
     }
-
-
-def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of right answers of a guess among candidates; 0 where there is one alone."""
-    return sum(1 / n for n in (line["candidates"] for line in lines) if n > 1) / len(lines)
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:

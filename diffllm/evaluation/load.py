@@ -3,9 +3,8 @@
 Shapes: T sequence length.
 """
 
+import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,8 +77,7 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
 
 
 def own_corpus(run: Path, cfg: TrainConfig) -> str:
-    """Return the hash of the corpus that the run was trained on, without opening the corpus where
-    the run says it."""
+    """Return the hash of the run's corpus, which is opened only if the run does not say it."""
     facts = read_record(run / "run.json") or {}
     return str(facts.get("corpus") or own_data(run, cfg).manifest.corpus)
 
@@ -94,34 +92,26 @@ class HeldoutSequence(NamedTuple):
     documents: Documents | None
     """Its documents, where attention stays inside them."""
 
-    @property
-    def batch(self) -> tuple[Tensor, Documents | None]:
-        return self.inputs, self.documents
 
+def first_sequences(
+    data: Prepared, cfg: TrainConfig, most: int, device: torch.device
+) -> list[HeldoutSequence]:
+    """Read the first sequences of the held-out split, always the same, onto a device.
 
-@dataclass(frozen=True)
-class FirstSequences:
-    """The first sequences of the held-out split, always the same, one at a time on a device."""
-
-    data: Prepared
-    cfg: TrainConfig
-    most: int
-    """There are fewer where the split is shorter."""
-    device: torch.device
-
-    def __len__(self) -> int:
-        return min(self.most, sequences_in(self.data.split("heldout"), self.cfg.seq_len))
-
-    def __iter__(self) -> Iterator[HeldoutSequence]:
-        sequences = StreamSequences(self.data.split("heldout"), self.cfg.seq_len)
-        for i in range(len(self)):
-            inputs, targets = sequences.read(np.array([i]))
-            documents = None
-            if self.cfg.data.mask_documents:
-                documents = Documents.of(inputs, self.data.manifest.eos_id).to(self.device)
-            yield HeldoutSequence(inputs.to(self.device), targets.to(self.device), documents)
+    Args:
+        most: there are fewer where the split is shorter.
+    """
+    stream = data.split("heldout")
+    sequences = StreamSequences(stream, cfg.seq_len)
+    found = []
+    for i in range(min(most, sequences_in(stream, cfg.seq_len))):
+        inputs, targets = sequences.read(np.array([i]))
+        documents = None
+        if cfg.data.mask_documents:
+            documents = Documents.of(inputs, data.manifest.eos_id).to(device)
+        found.append(HeldoutSequence(inputs.to(device), targets.to(device), documents))
+    return found
 
 
 def sequences_for(tokens: int, seq_len: int) -> int:
-    """Return how many whole sequences have at least so many tokens."""
-    return -(-tokens // seq_len)
+    return math.ceil(tokens / seq_len)

@@ -10,7 +10,6 @@ import math
 import re
 import unicodedata
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,7 +101,8 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
         name: values[0, heads].double().cpu().numpy()
         for name, values in (layer.maps | layer.by_query).items()
     }
-    side = map_side(len(labels), len(heads))
+    # a line of text a token, within limits; smaller with more heads
+    side = min(max(len(labels) * SMALL / 72 * 1.3, 1.3), max(5.0 * len(heads) ** -0.35, 2.0))
     widths = [side if name in layer.maps else STRIP for name in columns]
     blocks = blocks_of(len(heads), side, sum(widths))
     rows = len(heads) // blocks
@@ -134,11 +134,6 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
             axes.set_title(caption, size=NORMAL, loc="left", pad=4)
     draw_colour_bar(fig, grid, colours)
     return fig
-
-
-def map_side(n_tokens: int, n_heads: int) -> float:
-    """Inches: a line of text a token, within limits; smaller with more heads."""
-    return min(max(n_tokens * SMALL / 72 * 1.3, 1.3), max(5.0 * n_heads**-0.35, 2.0))
 
 
 def blocks_of(n_heads: int, height: float, width: float) -> int:
@@ -230,29 +225,20 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
     bar.set_label(f"weight, square-root scale{clipped}", size=SMALL, labelpad=1)
 
 
-@cache
-def glyphs() -> frozenset[int]:
-    """Code points that FONT can draw."""
-    from matplotlib.font_manager import findfont, get_font
-
-    return frozenset(get_font(findfont(FONT)).get_charmap())
-
-
 def visible(piece: str) -> str:
     """A piece of the vocabulary in one line, at most LONGEST characters.
 
     White space gets marks. A byte that is no ASCII character, a character that FONT lacks and one
     that shows nothing on its own are escaped, as in \\xf0 or \\u4e2d.
     """
-    byte = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
-    code = int(byte[1], 16) if byte else 0
-    text = f"\\x{code:02x}" if code > 127 else "".join(map(character, chr(code) if byte else piece))
+    from matplotlib.font_manager import findfont, get_font
+
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        piece = chr(int(byte[1], 16))
+    glyphs = {} if byte and piece > "\x7f" else get_font(findfont(FONT)).get_charmap()
+    text = ""
+    for c in piece:
+        alone = c.isprintable() and not unicodedata.category(c).startswith("M")
+        drawn = c if alone and ord(c) in glyphs else c.encode("unicode_escape").decode()
+        text += MARKS.get(c, drawn)
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
-
-
-def character(c: str) -> str:
-    """One character, its mark or its escape."""
-    alone = c.isprintable() and not unicodedata.category(c).startswith("M")
-    if c in MARKS or (alone and ord(c) in glyphs()):
-        return MARKS.get(c, c)
-    return c.encode("unicode_escape").decode()

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, N queries of a piece, h heads of a map, D model width
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,16 @@ from torch import Tensor
 from diffllm.core.errors import CheckpointError
 from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
-from diffllm.evaluation.load import TOKENS, FirstSequences, own_corpus, own_data, sequences_for
+from diffllm.evaluation.load import (
+    TOKENS,
+    HeldoutSequence,
+    first_sequences,
+    own_corpus,
+    own_data,
+    sequences_for,
+)
 from diffllm.model import Transformer
-from diffllm.model.attention.base import Attention, Aux, Maps
-from diffllm.model.attention.ops import Documents
+from diffllm.model.attention.base import Aux, Maps
 from diffllm.model.stats import Probe, kurtosis, over_channels, probe_at, values_rms
 
 PIECE = 2**22
@@ -31,8 +37,6 @@ PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99"
 VERSION = 1
 """Changed whenever lines or scores change, so that older results are made anew."""
 NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
-Place = Mapping[str, Any]
-"""A layer, and where there are several a map."""
 
 
 class Spread:
@@ -148,7 +152,6 @@ class LayerOutliers:
             self.share[name].add(share[others])
 
     def numbers(self) -> dict[str, Any]:
-        """Return all of it by name."""
         return {
             "hidden": {
                 **self.hidden.numbers(),
@@ -171,9 +174,11 @@ class LayerOutliers:
 
 @torch.no_grad()
 def measure(
-    model: Transformer, batches: Iterable[tuple[Tensor, Documents | None]]
+    model: Transformer,
+    sequences: Iterable[HeldoutSequence],
+    advance: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-    """Pass over batches, block by block, and return the numbers of each layer, by name.
+    """Pass over sequences, block by block, and return the numbers of each layer, by name.
 
     `hidden` are the block's outputs: magnitudes, their percentiles, kurtosis of all values together
     and over channels, mean over tokens. `logits` are q k / sqrt(d) of each map, before its softmax,
@@ -182,13 +187,13 @@ def measure(
     that see more than themselves. `context_over_value_rms` is as in the table of metrics.
 
     Args:
-        batches: tokens (B, T) int64 and, where attention stays inside them, their documents; all on
-            the model's device.
+        sequences: (B, T) each, on the model's device.
+        advance: called with 1 after each of them.
 
     Raises CheckpointError for a layer whose values are not finite.
     """
     found = [LayerOutliers() for _ in model.layers]
-    for tokens, documents in batches:
+    for tokens, _, documents in sequences:
         x = model.tok_embeddings(tokens)
         rope, mask = model.whole_sequences(tokens, documents, x.dtype)
         for i, (layer, block) in enumerate(zip(found, model.layers, strict=True)):
@@ -196,7 +201,9 @@ def measure(
             normed = block.attention_norm(x)
             block.attention(normed, rope, mask, aux=aux)
             layer.add_context(aux["context"], aux["v"])
-            for piece in query_pieces(block.attention, tokens):
+            # so many queries at a time that their maps fit
+            size = max(1, PIECE // (tokens.numel() * block.attention.n_query_heads))
+            for piece in torch.arange(tokens.shape[1], device=tokens.device).split(size):
                 probe = probe_at(piece, tokens.shape[1], documents)
                 q, k = aux["q"][:, piece], aux["k"]
                 maps = block.attention.maps(normed[:, piece], q, k, probe.visible)
@@ -205,14 +212,8 @@ def measure(
             if not x.isfinite().all():
                 raise CheckpointError(f"the output of layer {i} has values that are not finite")
             layer.add_hidden(x)
+        advance(1)
     return [layer.numbers() for layer in found]
-
-
-def query_pieces(attention: Attention, tokens: Tensor) -> Iterator[Tensor]:
-    """Yield the positions of the queries (T,), so many at a time that their maps fit."""
-    batch, length = tokens.shape
-    size = max(1, PIECE // (batch * attention.n_query_heads * length))
-    yield from torch.arange(length, device=tokens.device).split(size)
 
 
 class Outliers(Evaluation):
@@ -231,16 +232,10 @@ class Outliers(Evaluation):
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         data = own_data(subject.run, subject.cfg)
-        sequences = FirstSequences(data, subject.cfg, settings["sequences"], subject.device)
+        sequences = first_sequences(data, subject.cfg, settings["sequences"], subject.device)
         with track(self.name, len(sequences)) as advance:
-
-            def batches() -> Iterator[Any]:
-                for sequence in sequences:
-                    yield sequence.batch
-                    advance(1)
-
             try:
-                layers = measure(subject.model, batches())
+                layers = measure(subject.model, sequences, advance)
             except CheckpointError as error:
                 raise CheckpointError(f"{subject.checkpoint}: {error}") from None
         count = len(sequences)
@@ -254,18 +249,12 @@ class Outliers(Evaluation):
             for line in lines
             for name, numbers in line["logits"].items()
         ]
-        count = lines[0]["sequences"]
-        found = [largest(f"hidden {name}", hidden, name, count) for name in NUMBERS]
-        found += [largest(f"logits {name}", logits, name, count) for name in NUMBERS]
-        return [score for score in found if score is not None]
-
-
-def largest(
-    label: str, places: Sequence[tuple[Place, Mapping[str, Any]]], name: str, examples: int
-) -> Score | None:
-    """Return the largest number of this name and its place; None where no place has it."""
-    there = [(numbers[name], where) for where, numbers in places if numbers[name] is not None]
-    if not there:
-        return None
-    value, where = max(there, key=lambda pair: pair[0])
-    return Score(label, value, examples=examples, more=where)
+        found = []
+        for kind, places in (("hidden", hidden), ("logits", logits)):
+            for name in NUMBERS:
+                there = [(own[name], where) for where, own in places if own[name] is not None]
+                if there:
+                    value, where = max(there, key=lambda pair: pair[0])
+                    count = lines[0]["sequences"]
+                    found.append(Score(f"{kind} {name}", value, examples=count, more=where))
+        return found

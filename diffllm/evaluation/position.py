@@ -6,7 +6,6 @@ Shapes: n tokens of a document.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +24,6 @@ VERSION = 1
 """Changed whenever lines or scores change, so that older results are made anew."""
 DOCUMENTS = 200
 """Documents, where no limit says another number."""
-NONE = "none"
-"""The distance of a token that the document has not had before."""
-IGNORED = -1
 
 Sums = dict[str, list[float]]
 """Nats, and the number of targets they are of, for each bin."""
@@ -63,10 +59,9 @@ class Position(Evaluation):
         data, longest = own_data(subject.run, subject.cfg), subject.model.cfg.seq_len
         stream, eos_id = data.split("heldout"), data.manifest.eos_id
         chosen = heldout_documents(stream, eos_id, most=settings["documents"])
-        texts = [
-            stream.tokens(start, start + min(length, longest)).tolist()
-            for start, length in zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True)
-        ]
+        starts = chosen.starts.tolist()
+        ends = (chosen.starts + np.minimum(chosen.lengths, longest)).tolist()
+        texts = [stream.tokens(*place).tolist() for place in zip(starts, ends, strict=True)]
         nats: list[list[float]] = [[] for _ in texts]
         with track(self.name, len(texts)) as advance:
             for places in by_length(range(len(texts)), lambda i: len(texts[i]), TOKENS):
@@ -75,7 +70,7 @@ class Position(Evaluation):
                     nats[i] = of_text
                 advance(len(places))
         found = []
-        for start, text, of_text in zip(chosen.starts.tolist(), texts, nats, strict=True):
+        for start, text, of_text in zip(starts, texts, nats, strict=True):
             if not all(map(math.isfinite, of_text)):
                 raise CheckpointError(
                     f"{subject.checkpoint}: the loss of held-out tokens is not finite"
@@ -92,8 +87,8 @@ class Position(Evaluation):
             for name in sorted({name for line in lines for name in line[kind]}, key=bin_order):
                 own = [line[kind][name] for line in lines if name in line[kind]]
                 nats, tokens = np.array(own).T
-                start = start_of(name)
-                level = {} if start is None else {"level": {kind: start}}
+                word, start = bin_order(name)
+                level = {} if word else {"level": {kind: start}}
                 found.append(
                     Score(
                         f"{kind} {name}".strip(),
@@ -109,7 +104,7 @@ class Position(Evaluation):
 @torch.no_grad()
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
     """Return the loss of every token of each text, all texts read at once."""
-    targets = padded(texts, IGNORED, torch.device("cpu"))
+    targets = padded(texts, -1, torch.device("cpu"))
     inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
     documents = None
     if subject.cfg.data.mask_documents:
@@ -137,7 +132,7 @@ def sums(
         bins = {
             "all": "",
             "position": octave(i),
-            "distance": octave(i - last[token]) if token in last else NONE,
+            "distance": octave(i - last[token]) if token in last else "none",
         }
         last[token] = i
         if i >= 2:
@@ -161,13 +156,7 @@ def octave(number: int) -> str:
     return f"{low}-{2 * low - 1}"
 
 
-def start_of(name: str) -> int | None:
-    """Return the least number of a bin that `octave` has named; None for other bins."""
-    start = name.partition("-")[0]
-    return int(start) if start.isdigit() else None
-
-
-def bin_order(name: str) -> tuple[Any, ...]:
+def bin_order(name: str) -> tuple[int, float]:
     """Return what bins are sorted by: numbers first, then words, "repeated" before "first"."""
-    start = start_of(name)
-    return (1, name == "first") if start is None else (0, start)
+    start = name.partition("-")[0]
+    return (0, int(start)) if start.isdigit() else (1, name == "first")

@@ -26,8 +26,8 @@ from diffllm.evaluation.answers import Answers, Question, line, questions, score
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import (
     TOKENS,
-    FirstSequences,
     HeldoutSequence,
+    first_sequences,
     own_corpus,
     own_data,
     sequences_for,
@@ -178,11 +178,14 @@ class Quantise(Evaluation):
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         data = own_data(subject.run, subject.cfg)
-        first = FirstSequences(data, subject.cfg, settings["sequences"], subject.device)
+        first = first_sequences(data, subject.cfg, settings["sequences"], subject.device)
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
             raise DataError("the held-out sequences have no token that is to be predicted")
-        needles = needle_questions(subject, settings["needle"])
+        needles = []
+        if not isinstance(settings["needle"], str):
+            longest = subject.model.cfg.seq_len
+            needles = questions(TASKS["needle"], settings["needle"], subject.tokenizer, longest)
         found: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:
             for arm in ARMS:
@@ -195,8 +198,7 @@ class Quantise(Evaluation):
         nats = {arm.name: of_arm(lines, arm.name, "nats") for arm in ARMS}
         tokens = of_arm(lines, PLAIN, "tokens")
         loss = float(nats[PLAIN].sum() / tokens.sum())
-        needles = {line["arm"]: line for line in lines if "asked" in line}
-        found = []
+        found: list[Score] = []
         for arm in ARMS[1:]:
             change = nats[arm.name] - nats[PLAIN]
             found.append(
@@ -208,8 +210,14 @@ class Quantise(Evaluation):
                     more={"loss": loss, "level": arm.level},
                 )
             )
-        asked = [arm.name for arm in ARMS[1:] if arm.name in needles]
-        return found + [needle_score(needles[PLAIN], needles[name]) for name in asked]
+        needles = {line["arm"]: line for line in lines if "asked" in line}
+        shares = {arm: line["right"] / line["asked"] for arm, line in needles.items()}
+        for arm in ARMS[1:]:
+            if arm.name in needles:
+                value, asked = shares[arm.name] - shares[PLAIN], needles[arm.name]["asked"]
+                more = {"share": shares[arm.name], "unquantised": shares[PLAIN]}
+                found.append(Score(f"needles, {arm.name}", value, examples=asked, more=more))
+        return found
 
 
 def needle_settings(subject: Subject, seed: int) -> Settings | str:
@@ -244,16 +252,6 @@ def loss_lines(
     return found
 
 
-def needle_questions(
-    subject: Subject, settings: Settings | str
-) -> list[tuple[int, Example, Question]]:
-    """Make the needle questions; none where they are left out."""
-    if isinstance(settings, str):
-        return []
-    longest = subject.model.cfg.seq_len
-    return questions(TASKS["needle"], settings, subject.tokenizer, longest)
-
-
 def needle_lines(
     subject: Subject, arm: str, asked: Sequence[tuple[int, Example, Question]]
 ) -> list[Line]:
@@ -270,10 +268,3 @@ def of_arm(lines: Sequence[Line], arm: str, key: str) -> np.ndarray:
     """Return a number of each sequence of an arm, (sequences,) float64."""
     own = (line for line in lines if line["arm"] == arm and "sequence" in line)
     return np.array([line[key] for line in own], np.float64)
-
-
-def needle_score(plain: Line, own: Line) -> Score:
-    """Return how an arm's share of right answers differs from that of the model as it is."""
-    shares = [line["right"] / line["asked"] for line in (own, plain)]
-    more = {"share": shares[0], "unquantised": shares[1]}
-    return Score(f"needles, {own['arm']}", shares[0] - shares[1], None, own["asked"], more=more)

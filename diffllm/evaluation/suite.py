@@ -1,7 +1,7 @@
 """Suites: stored evaluations of a checkpoint, and the tasks that a model is asked in training."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -88,28 +88,23 @@ def evaluate(
 ) -> Iterator[tuple[str, Result]]:
     """Yield the result of each evaluation, from its file where it has been made before."""
     directory = results_of(subject.run, step_of(subject.checkpoint))
+    manifest = (subject.checkpoint / MANIFEST).read_bytes()
     for each in evaluations:
         settings = each.settings(subject, asked)
-        key = result_key(subject, each.name, settings)
+        key = {
+            "evaluation": each.name,
+            "checkpoint": hashlib.sha256(manifest).hexdigest(),
+            "tokenizer": subject.tokenizer.pieces_hash,
+            **settings,
+        }
         file = directory / f"{each.name}.jsonl"
         first = kept(file, key)
         if first is None:
             lines = each.lines(subject, settings)
-            scores = [flat(score) for score in each.scores(settings, lines)]
+            scores = list(map(flat, each.scores(settings, lines)))
             first = {"key": key, "unit": each.unit, "scores": scores}
             keep(file, first, lines)
         yield each.name, {name: first[name] for name in ("unit", "scores")}
-
-
-def result_key(subject: Subject, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that a result depends on."""
-    manifest = (subject.checkpoint / MANIFEST).read_bytes()
-    return {
-        "evaluation": name,
-        "checkpoint": hashlib.sha256(manifest).hexdigest(),
-        "tokenizer": subject.tokenizer.pieces_hash,
-        **settings,
-    }
 
 
 def flat(score: Score) -> dict[str, Any]:
@@ -120,10 +115,11 @@ def flat(score: Score) -> dict[str, Any]:
     return {**content, "value": finite(score.value), **more}
 
 
-def wanted_tasks(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
-    """Return the tasks that `eval.suites` names, with the levels of each that have to be tried.
+def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
+    """Check eval.suites and eval.levels, and return the maker of the tasks; None without tasks.
 
-    Raises ConfigError for one that there is not, or that needs more than a model.
+    Raises ConfigError for an unknown task, or one that needs more than a model. The maker raises
+    ConfigError for a task that does not fit the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
     for name in cfg.eval.suites:
@@ -139,24 +135,14 @@ def wanted_tasks(cfg: TrainConfig) -> dict[Answers, Sequence[Level]]:
                     f"diffllm evaluate tasks=[{each.name}]"
                 )
             found[each] = asked.levels.get(each.name, ())
-    names = [each.name for each in found]
-    own: dict[str, Sequence[Level]] = {}
+    by_name = {each.name: each for each in found}
     for name, level in cfg.eval.levels.items():
-        if name not in names:
+        if name not in by_name:
             raise ConfigError(f"eval.levels: {name} is not in eval.suites={cfg.eval.suites}")
         try:
-            own[name] = levels_of(level)
+            found[by_name[name]] = levels_of(level)
         except ConfigError as error:
             raise ConfigError(f"eval.levels: {name} {error}") from None
-    return {each: own.get(each.name, levels) for each, levels in found.items()}
-
-
-def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
-    """Check eval.suites, and return the maker of its tasks; None without tasks.
-
-    The maker raises ConfigError for a task that does not fit the run.
-    """
-    found = wanted_tasks(cfg)
     return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None
 
 
@@ -166,21 +152,24 @@ class TasksWhileTraining:
     def __init__(
         self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
     ):
-        self.asked: list[tuple[str, list[tuple[int, Example, Question]], list[str]]] = []
+        self.asked: dict[str, list[tuple[int, Example, Question]]] = {}
+        self.levels: dict[str, list[str]] = {}
+        """Names of a task's levels within a metric's name, as "length_96_needles_2"."""
         for each, levels in found.items():
             asked = Asked(limit=cfg.eval.suites_limit, levels={each.name: levels})
             settings = each.examples(asked, tokenizer, cfg.seq_len)
-            made = questions(each.task, settings, tokenizer, cfg.seq_len)
-            self.asked.append(
-                (each.name, made, [level_name(level) for level in settings["levels"]])
-            )
+            self.asked[each.name] = questions(each.task, settings, tokenizer, cfg.seq_len)
+            self.levels[each.name] = [
+                "_".join(f"{key}_{value}" for key, value in level.items())
+                for level in settings["levels"]
+            ]
 
     def __call__(self, model: Any) -> dict[str, float]:
         """Return `tasks/<name>`, the share of right answers by likelihood, `tasks/<name>/<level>`
         of one level alone, and `tasks_generated/<name>`; every rank calls it."""
         model.eval()
         found: dict[str, float] = {}
-        for name, asked, levels in self.asked:
+        for name, asked in self.asked.items():
             with torch.compiler.set_stance("force_eager"):  # every batch has a shape of its own
                 scores = score_batches(model, [question for _, _, question in asked], together=True)
             lines = [
@@ -189,14 +178,9 @@ class TasksWhileTraining:
             ]
             found[f"tasks/{name}"] = share(lines, "correct")
             found[f"tasks_generated/{name}"] = share(lines, "generated")
-            for i, level in enumerate(levels):
+            for i, level in enumerate(self.levels[name]):
                 own = [each for each in lines if each["level"] == i]
-                if own and len(levels) > 1:
+                if own and len(self.levels[name]) > 1:
                     found[f"tasks/{name}/{level}"] = share(own, "correct")
         model.train()
         return found
-
-
-def level_name(level: Level) -> str:
-    """Name a level within a metric's name, as "length_96_needles_2"."""
-    return "_".join(f"{key}_{value}" for key, value in level.items())

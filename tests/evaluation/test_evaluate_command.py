@@ -15,8 +15,8 @@ from diffllm.data import Tokenizer
 from diffllm.data.preparation.prepare import train_tokenizer
 from diffllm.data.tasks.task import TASKS
 from diffllm.evaluation import suite
-from diffllm.evaluation.answers import Answers, numbers_of
-from diffllm.evaluation.evaluation import Subject
+from diffllm.evaluation.answers import Answers
+from diffllm.evaluation.evaluation import Asked, Subject
 
 FAST = ["tasks=[mqar,icl]", "limit=8"]
 
@@ -260,7 +260,8 @@ def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_a_limit_is_of_all_levels_together(limit: int | None, asked: list[int]) -> None:
-    levels = TASKS["mqar"].levels(128)[:3]
-    numbers = numbers_of(TASKS["mqar"], levels, limit)
+def test_a_limit_is_of_all_levels_together(run: Path, limit: int | None, asked: list[int]) -> None:
+    wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
+    tokenizer = Tokenizer.from_file(run / "tokenizer.model")
+    numbers = Answers(TASKS["mqar"]).examples(wanted, tokenizer, 10_000)["examples"]
     assert [number for number in numbers if number] == asked
