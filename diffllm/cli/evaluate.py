@@ -4,7 +4,7 @@ The suite claims has retrieval and in-context tasks, generated from a seed for t
 and length: needle, mqar, icl. The model chooses among candidates by likelihood; whether it would
 generate the right one is told, too. The suite checkpoint measures on the run's held-out data:
 position (loss by position, distance and repetition), outliers (the pass of diffllm outliers),
-quantise (loss and needles with 8, 6 and 4 bits). Results are kept below <run>/evaluation/, an
+quantise (loss with 8, 6 and 4 bits). Results are kept below <run>/evaluation/, an
 example a line, and not made again.
 
 diffllm evaluate run=outputs/mine

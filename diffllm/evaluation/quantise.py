@@ -1,5 +1,4 @@
-"""The cost of fewer bits: the change of loss and of retrieval where matrices, what they multiply,
-or both are rounded.
+"""The cost of fewer bits: the change of loss if matrices, what they multiply, or both are rounded.
 
 Quantisation is fake: values are rounded to those that a number of bits can tell apart, and products
 stay in the model's own precision. With b bits a value is one of the 2^b - 1 multiples of a scale
@@ -19,10 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diffllm.core.errors import CheckpointError, ConfigError, DataError
+from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.progress import track
-from diffllm.data.tasks.task import TASKS, Example
-from diffllm.evaluation.answers import Answers, Question, line, questions, score
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
 from diffllm.evaluation.load import (
     TOKENS,
@@ -36,11 +33,9 @@ from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
 from diffllm.statistics.bootstrap import of_documents
 
-VERSION = 1
+VERSION = 2
 """Changed whenever lines or scores change, so that older results are made anew."""
 BITS = (8, 6, 4)
-NEEDLES = 50
-"""Needle questions, all levels together."""
 PLAIN = "unquantised"
 KEPT = ("w_lambda",)
 """Linear layers of a block that stay as they are: a scalar a head, as a router's is one an expert.
@@ -157,23 +152,21 @@ ARMS = [Arm(PLAIN), *(arm for kind in zip(*map(kinds_of_arm, BITS), strict=True)
 
 
 class Quantise(Evaluation):
-    """Measures the loss over the sequences of the pass over outliers in each arm, and needles.
+    """Measures the loss over the sequences of the pass over outliers in each arm.
 
     A score is the loss of an arm minus that of the model as it is, over the same sequences; with
-    it stands the latter, so that models can be compared where their losses are equal. Scores that
-    begin with "needles" are the share of needle questions with a right answer minus that of the
-    model as it is. One sequence, or one question with its candidates, is read at a time.
+    it stands the latter, so that models can be compared where their losses are equal. One sequence
+    is read at a time.
     """
 
     name = "quantise"
-    unit = "change of loss, nats a token, and of the share of needles found"
+    unit = "change of loss, nats a token"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:
         return {
             "version": VERSION,
             "sequences": asked.limit or sequences_for(TOKENS, subject.cfg.seq_len),
             "corpus": own_corpus(subject.run, subject.cfg),
-            "needle": needle_settings(subject, asked.seed),
         }
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
@@ -182,23 +175,21 @@ class Quantise(Evaluation):
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
             raise DataError("the held-out sequences have no token that is to be predicted")
-        needles = []
-        if not isinstance(settings["needle"], str):
-            longest = subject.model.cfg.seq_len
-            needles = questions(TASKS["needle"], settings["needle"], subject.tokenizer, longest)
         found: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:
             for arm in ARMS:
                 with quantised(subject.model, arm.weights, arm.activations):
                     found += loss_lines(subject, arm.name, sequences, advance)
-                    found += needle_lines(subject, arm.name, needles)
         return found
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
-        nats = {arm.name: of_arm(lines, arm.name, "nats") for arm in ARMS}
-        tokens = of_arm(lines, PLAIN, "tokens")
+        nats = {
+            arm.name: np.array([line["nats"] for line in lines if line["arm"] == arm.name])
+            for arm in ARMS
+        }
+        tokens = np.array([line["tokens"] for line in lines if line["arm"] == PLAIN])
         loss = float(nats[PLAIN].sum() / tokens.sum())
-        found: list[Score] = []
+        found = []
         for arm in ARMS[1:]:
             change = nats[arm.name] - nats[PLAIN]
             found.append(
@@ -210,22 +201,7 @@ class Quantise(Evaluation):
                     more={"loss": loss, "level": arm.level},
                 )
             )
-        needles = {line["arm"]: line for line in lines if "asked" in line}
-        shares = {arm: line["right"] / line["asked"] for arm, line in needles.items()}
-        for arm in ARMS[1:]:
-            if arm.name in needles:
-                value, asked = shares[arm.name] - shares[PLAIN], needles[arm.name]["asked"]
-                more = {"share": shares[arm.name], "unquantised": shares[PLAIN]}
-                found.append(Score(f"needles, {arm.name}", value, examples=asked, more=more))
         return found
-
-
-def needle_settings(subject: Subject, seed: int) -> Settings | str:
-    """Return the settings of a few needle questions, or why there are none."""
-    try:
-        return Answers(TASKS["needle"]).settings(subject, Asked(seed, NEEDLES))
-    except ConfigError as error:
-        return f"left out: {error}"
 
 
 @torch.no_grad()
@@ -250,21 +226,3 @@ def loss_lines(
         found.append({"arm": arm, "sequence": i, "nats": nats, "tokens": tokens})
         advance(1)
     return found
-
-
-def needle_lines(
-    subject: Subject, arm: str, asked: Sequence[tuple[int, Example, Question]]
-) -> list[Line]:
-    """Return a line with how many questions the model as it is now answers right; none without
-    questions."""
-    right = 0
-    for level, example, question in asked:
-        (scored,) = score(subject.model, [question])
-        right += bool(line(level, example, scored)["correct"])
-    return [{"arm": arm, "right": right, "asked": len(asked)}] if asked else []
-
-
-def of_arm(lines: Sequence[Line], arm: str, key: str) -> np.ndarray:
-    """Return a number of each sequence of an arm, (sequences,) float64."""
-    own = (line for line in lines if line["arm"] == arm and "sequence" in line)
-    return np.array([line[key] for line in own], np.float64)

@@ -1,7 +1,6 @@
 """Fake quantisation, element by element, and the evaluation `quantise`."""
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 
 from diffllm import build_model, load_config
 from diffllm.data import prepare
-from diffllm.data.tasks.task import TASKS
-from diffllm.evaluation import quantise
-from diffllm.evaluation.answers import Answers
 from diffllm.evaluation.evaluation import Asked, Subject
 from diffllm.evaluation.quantise import ARMS, Rounding, quantised, rounded
 from diffllm.evaluation.suite import EVALUATIONS
@@ -176,13 +172,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 @torch.no_grad()
 def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
-    measured: Subject, monkeypatch: pytest.MonkeyPatch
+    measured: Subject,
 ) -> None:
-    monkeypatch.setattr(quantise, "NEEDLES", 6)
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}
     settings = QUANTISE.settings(measured, Asked(limit=9))
     assert settings["sequences"] == 9
-    assert sum(settings["needle"]["examples"]) <= 6
     lines = QUANTISE.lines(measured, settings)
     for name, value in measured.model.state_dict().items():
         assert same_bits(value, before[name]), name
@@ -198,7 +192,7 @@ def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
             if bits and param.ndim == 2 and not PLAIN & set(name.split(".")):
                 param.copy_(reference(param, bits, by_row))
         exact.double()
-        own = [line for line in lines if line["arm"] == arm and "sequence" in line]
+        own = [line for line in lines if line["arm"] == arm]
         assert [line["sequence"] for line in own] == list(range(9))
         for i, line in enumerate(own):
             part = torch.tensor(tokens[i * 128 : (i + 1) * 128 + 1])
@@ -207,15 +201,9 @@ def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
             assert line["tokens"] == 128
             assert line["nats"] == pytest.approx(nats, rel=1e-5)
             losses.setdefault(arm, []).append(nats)
-        other = replace(measured, model=exact.float())
-        needles = Answers(TASKS["needle"]).lines(other, settings["needle"])
-        (told,) = (line for line in lines if line["arm"] == arm and "asked" in line)
-        right = sum(line["correct"] for line in needles)
-        assert told == {"arm": arm, "right": right, "asked": len(needles)}
     scores = {score.of: score for score in QUANTISE.scores(settings, lines)}
-    names = [arm.name for arm in ARMS[1:]]
-    assert list(scores) == [*names, *(f"needles, {name}" for name in names)]
-    assert len(scores) == 30
+    assert list(scores) == [arm.name for arm in ARMS[1:]]
+    assert len(scores) == 15
     plain = sum(losses["unquantised"]) / (9 * 128)
     for arm in ("weights 6 per channel", "weights 4 per tensor"):
         score = scores[arm]
@@ -225,25 +213,13 @@ def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
         assert score.interval[0] <= score.value <= score.interval[1]
         assert score.examples == 9
         assert score.more["loss"] == pytest.approx(plain, rel=1e-5)
-        found = scores[f"needles, {arm}"]
-        shares = [needle_share(lines, name) for name in (arm, "unquantised")]
-        assert [found.more["share"], found.more["unquantised"]] == shares
-        assert found.value == pytest.approx(shares[0] - shares[1])
     assert scores["weights 4 per channel"].value != scores["both 4 per channel and token"].value
 
 
-def needle_share(lines: list[dict[str, Any]], arm: str) -> float:
-    (line,) = (line for line in lines if line["arm"] == arm and "asked" in line)
-    return line["right"] / line["asked"]
-
-
-def test_a_model_too_short_for_needles_is_measured_by_its_loss(tmp_path: Path) -> None:
+def test_three_sequences_have_scores_without_intervals(tmp_path: Path) -> None:
     made(tmp_path / "run", *data_words(tmp_path), "seq_len=32")
     subject = subject_of(tmp_path / "run")
     settings = QUANTISE.settings(subject, Asked(limit=3))
-    assert settings["needle"].startswith(
-        "left out: the task needle needs more, and the model reads 31"
-    )
     lines = QUANTISE.lines(subject, settings)
     assert len(lines) == 3 * len(ARMS)
     scores = QUANTISE.scores(settings, lines)
