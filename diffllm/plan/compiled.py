@@ -9,7 +9,7 @@ ready-made kernels read or write, and those of reductions. All others are fused 
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,24 +28,10 @@ from diffllm.model import loss
 aten, prims = torch.ops.aten, torch.ops.prims
 
 FUSED_TOO = {
-    aten.arange,
-    aten.cat,
-    aten.clone,
-    aten.constant_pad_nd,
-    aten.copy,
-    aten.embedding,
-    aten.empty,
-    aten.full,
-    aten.full_like,
-    aten.gather,
-    aten.index,
-    aten.index_select,
-    aten.scalar_tensor,
-    aten.slice_scatter,
-    aten.where,
-    prims.convert_element_type,
-    prims.iota,
-}
+    aten.arange, aten.cat, aten.clone, aten.constant_pad_nd, aten.copy, aten.embedding, aten.empty,
+    aten.full, aten.full_like, aten.gather, aten.index, aten.index_select, aten.scalar_tensor,
+    aten.slice_scatter, aten.where, prims.convert_element_type, prims.iota,
+}  # fmt: skip
 """Operations that a kernel computes in passing though torch does not call them pointwise."""
 
 RANDOM_STATE_BYTES = 16
@@ -105,20 +91,19 @@ class ActedOut(fx.Interpreter):
 
 def allocate_result(node: fx.Node) -> Any:
     """Allocate the memory of a node's result."""
+
+    def memory_for(like: Any) -> Any:
+        if not isinstance(like, Tensor):
+            return like
+        if not all(isinstance(size, int) for size in like.shape):  # symbolic
+            return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
     if "val" in node.meta:
         return tree_map(memory_for, node.meta["val"])
     # An operation that might be random was wrapped to save a state; only its parts have shapes.
     parts = {n.args[1]: allocate_result(n) for n in node.users if n.target is operator.getitem}
     return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
-
-
-def memory_for(like: Any) -> Any:
-    """Allocate the memory of a tensor; return anything else as it is."""
-    if not isinstance(like, Tensor):
-        return like
-    if not all(isinstance(size, int) for size in like.shape):  # what else has no size of its own
-        return torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def written(graph: fx.Graph) -> set[fx.Node]:
@@ -128,7 +113,7 @@ def written(graph: fx.Graph) -> set[fx.Node]:
         kernel = node.op == "call_function" and not fuses(node)  # takes and gives whole tensors
         if kernel or node.op == "output":
             found.update(viewed_node(n) for n in node.all_input_nodes)
-        if kernel or torch.Tag.reduction in tags(node):
+        if kernel or reduces(node):
             found.add(node)
     return {node for node in found if node.op == "call_function"}
 
@@ -144,15 +129,15 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or bool(getattr(node.target, "is_view", False))
 
 
-def tags(node: fx.Node) -> Collection[torch.Tag]:
-    return getattr(node.target, "tags", ())
+def reduces(node: fx.Node) -> bool:
+    return torch.Tag.reduction in getattr(node.target, "tags", ())
 
 
 def fuses(node: fx.Node) -> bool:
     """Whether the compiler's own kernels compute it, and read its inputs wherever they are."""
     packet = getattr(node.target, "overloadpacket", None)
-    tagged = torch.Tag.pointwise in tags(node) or torch.Tag.reduction in tags(node)
-    return is_view(node) or tagged or packet in FUSED_TOO
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_view(node) or pointwise or reduces(node) or packet in FUSED_TOO
 
 
 @contextmanager

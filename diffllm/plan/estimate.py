@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from diffllm.config import Precision, TrainConfig, load_config
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.distributed.mesh import Reduce
+from diffllm.distributed.mesh import ParallelConfig, Reduce
 from diffllm.metrics.profiling import DEVICES, Device, device_called
 from diffllm.plan.memory import Call, Collective
 from diffllm.plan.simulate import Step, simulate
@@ -45,7 +45,6 @@ class Cluster:
     rank: int = bounded(0, help="the rank whose memory is planned; rank 0 holds most", least=0)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that no cluster has."""
         check_bounds("", self)
         if self.rank >= self.gpus:
             raise ConfigError(f"rank={self.rank} must be less than gpus={self.gpus}")
@@ -87,8 +86,6 @@ class Cluster:
 
 
 OWN_KEYS = {f.name: f for f in fields(Cluster)}
-
-
 GIB = 2**30
 DAY = 86400
 
@@ -143,7 +140,7 @@ class RunPlan:
         return round(self.cluster.device.memory_gib * GIB)
 
     def free(self, step: Step) -> int:
-        """Return the bytes that a step leaves free, negative where it does not fit."""
+        """Return the bytes that a step leaves free, negative if it does not fit."""
         return self.memory - self.reserve - step.peak.total
 
     @property
@@ -335,18 +332,16 @@ def options(plan: RunPlan) -> list[list[Words]]:
         [("parallel.reduce=every",)] if waits else [],
         [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
         [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
-        [more_gpus(plan, times) for times in MORE_GPUS],
+        [(f"gpus={times * gpus}", *shards(cfg.parallel, times)) for times in MORE_GPUS],
     ]
     return [kind for kind in kinds if kind]
 
 
-def more_gpus(plan: RunPlan, times: int) -> Words:
-    """Return words for more GPUs, all of which go to shards: more replicas would save nothing."""
-    parallel, words = plan.cfg.parallel, (f"gpus={times * plan.cluster.gpus}",)
+def shards(parallel: ParallelConfig, times: int) -> Words:
+    """Return words that make all of more GPUs shards: more replicas would save nothing."""
     if parallel.shard == -1:
-        return words
-    shard = times * parallel.shard if parallel.replicate == -1 else -1
-    return *words, f"parallel.shard={shard}"
+        return ()
+    return (f"parallel.shard={times * parallel.shard if parallel.replicate == -1 else -1}",)
 
 
 def merged(values: Iterable[Words]) -> Words:

@@ -68,14 +68,14 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
     All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
     """
-    attention = cfg.model.attention.settled(cfg.model, torch.device("cuda"))
+    model, cuda = cfg.model, torch.device("cuda")
+    attention = model.attention.settled(model, cuda)
     if attention.backend in (Backend.flash, Backend.flex):
         attention = replace(attention, backend=Backend.sdpa)
-    model = cfg.model
-    chunk = loss_chunk(model.loss_chunk, torch.device("cuda"), model.vocab_size, model.dim).value
+    chunk = loss_chunk(model.loss_chunk, cuda, model.vocab_size, model.dim).value
     return replace(
         cfg,
-        model=replace(cfg.model, attention=attention, loss_chunk=chunk),
+        model=replace(model, attention=attention, loss_chunk=chunk),
         precision=Precision.bf16 if cfg.precision is Precision.auto else cfg.precision,
         compile=cfg.compile is not False,
     )
@@ -111,9 +111,9 @@ class Watched:
         self.parameters = local_bytes(t.params.values())
         self.optimizer = local_bytes(states)
         self.gradients = 0
-        t.model.register_forward_pre_hook(self.forward_starts, prepend=True)
+        t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD), prepend=True)
         t.model.register_forward_hook(self.forward_ends)
-        t.optimizer.register_step_pre_hook(self.update_starts)
+        t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
     def step(self, count: int) -> Step:
         """Observe one step, of which `count` micro-batches are to be reported."""
@@ -121,7 +121,9 @@ class Watched:
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
         parts = [part for event, _, part in self.parts if event <= peak.event]
-        model = self.t.model
+        # All micro-batches but the last send what the first one sent.
+        starts = [call for _, call, part in self.parts if part == FORWARD]
+        first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
         return Step(
             parameters=self.parameters,
             gradients=self.gradients,
@@ -129,16 +131,10 @@ class Watched:
             activations=self.activations,
             peak=peak,
             when=parts[-1] if parts else "build",
-            calls=self.all_calls(count),
-            flops_per_token=model.flops_per_token(),
+            calls=[*first * max(0, count - len(starts)), *self.calls],
+            flops_per_token=self.t.model.flops_per_token(),
             n_params=sum(p.numel() for p in self.t.params.values()),
         )
-
-    def all_calls(self, count: int) -> list[Call]:
-        """Return the collectives of `count` micro-batches, all but the last as the first one's."""
-        starts = [call for _, call, part in self.parts if part == FORWARD]
-        first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
-        return [*first * max(0, count - len(starts)), *self.calls]
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         cfg = self.t.cfg
@@ -147,30 +143,20 @@ class Watched:
             yield torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
 
     def begin(self, part: str) -> None:
+        grads = [local(p.grad) for p in self.t.params.values() if p.grad is not None]
+        self.memory.label(grads, Kind.gradients)
+        self.gradients = local_bytes(grads)
         self.parts.append((self.memory.now(), len(self.calls), part))
-
-    def forward_starts(self, *_: object) -> None:
-        self.label_gradients()
-        self.begin(FORWARD)
 
     def forward_ends(self, *_: object) -> None:
         self.memory.label_since(self.parts[-1][0], Kind.activations)
         self.activations = self.memory.in_use(Kind.activations)
         self.begin("backward pass")
 
-    def update_starts(self, *_: object) -> None:
-        self.label_gradients()
-        self.begin("update")
-
-    def label_gradients(self) -> None:
-        grads = [local(p.grad) for p in self.t.params.values() if p.grad is not None]
-        self.memory.label(grads, Kind.gradients)
-        self.gradients = local_bytes(grads)
-
 
 FORWARD = "forward pass"
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes of what this rank holds of tensors, without padding."""
+    """Count this rank's bytes of tensors, without padding."""
     return sum(local(tensor).nbytes for tensor in tensors)
