@@ -37,7 +37,7 @@ import math
 from diffllm.checkpoint.manifest import read_state
 from diffllm.config import TrainConfig
 from diffllm.config.schema import OF_WEIGHTS
-from diffllm.data.config import DataConfig, TextConfig
+from diffllm.data.config import TextConfig
 from diffllm.metrics.records import read_record, read_summary
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
@@ -50,8 +50,8 @@ def export(
 ) -> tuple[Layout, int]:
     """Write a checkpoint of a run into a new directory; return its layout and step.
 
-    It is there whole or not at all. Raises CheckpointError, ConfigError, or DataError for a
-    tokenizer that no fast one equals.
+    The directory appears only when complete. Raises CheckpointError, ConfigError, or DataError for
+    a tokenizer that no fast one equals.
 
     Args:
         step: the checkpoint's; 0 is the newest whole one.
@@ -97,15 +97,16 @@ def write_configs(
     directory: Path, layout: Layout, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
     """Write config.json, generation_config.json, tokenizer_config.json, and our modelling file."""
-    carried = layout.architecture == ARCHITECTURE
+    eos = tokenizer.eos_id  # ends a document, the only special token, and pads
+    ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos}
     config = {
         "architectures": [layout.architecture],
         **layout.config,
-        **special_ids(tokenizer),
+        **ids,
         "use_cache": True,
         "dtype": dtype_name(dtype),
     }
-    if carried:
+    if layout.architecture == ARCHITECTURE:
         shutil.copyfile(MODELLING, directory / MODELLING.name)
         config["transformers_version"] = OLDEST
         config["auto_map"] = {
@@ -114,39 +115,20 @@ def write_configs(
             "AutoModelForCausalLM": f"modeling_diffllm.{ARCHITECTURE}",
         }
     write_json(directory / "config.json", config)
-    generation = {**special_ids(tokenizer), "do_sample": False}
-    write_json(directory / "generation_config.json", generation)
-    settings = tokenizer_settings(tokenizer, layout.config["max_position_embeddings"])
+    write_json(directory / "generation_config.json", {**ids, "do_sample": False})
     write_json(
         directory / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **settings},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": tokenizer.eos_token,
+            "pad_token": tokenizer.eos_token,
+            "padding_side": "left",
+            "clean_up_tokenization_spaces": False,
+            "split_special_tokens": True,
+            "model_max_length": layout.config["max_position_embeddings"],
+            "model_input_names": ["input_ids", "attention_mask"],
+        },
     )
-
-
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the ids of special tokens: a document's end is all that there is, and pads, too."""
-    return {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.eos_id,
-    }
-
-
-def tokenizer_settings(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-    """Return the arguments of a fast tokenizer.
-
-    Args:
-        length: most tokens that the model takes.
-    """
-    return {
-        "eos_token": tokenizer.eos_token,
-        "pad_token": tokenizer.eos_token,
-        "padding_side": "left",
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-        "model_max_length": length,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -160,10 +142,9 @@ UNIGRAM, BPE = 1, 2
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """Return a tokenizer that encodes every text as `diffllm.data.Tokenizer` does.
 
-    In its vocabulary a space is a space: U+2581, which sentencepiece writes for one, is then a
-    character like any other, which comes in bytes as it does here. It decodes to the same texts,
-    but for bytes that are no text, each of which is U+FFFD there. Raises DataError for a model that
-    changes texts before it encodes them, that is no BPE, or that cannot spell all bytes.
+    Its vocabulary has spaces in place of sentencepiece's U+2581, so U+2581 itself is encoded as
+    bytes. Decoded texts are the same, except that an invalid byte becomes U+FFFD. Raises DataError
+    for a model that normalises texts, that is no BPE, or that cannot encode all bytes.
     """
     import tokenizers
     from tokenizers import decoders, models
@@ -208,27 +189,24 @@ def merges_of(
 ) -> list[tuple[str, str]]:
     """List all pairs of pieces that make a piece, those of the best piece first.
 
-    Of one piece's pairs that with the longer left side comes first: in a run of one character,
-    where several would do, sentencepiece merges from the left.
+    For one piece, prefer the pair with the longer left side: in a run of one character
+    sentencepiece merges from the left.
     """
+    excluded = (
+        processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
+    )  # fmt: skip
+    texts = {
+        piece: token
+        for piece, token in vocabulary.items()
+        if not any(stands_apart(token) for stands_apart in excluded)
+    }
     found: list[tuple[float, int, int, tuple[str, str]]] = []
-    for piece, token in vocabulary.items():
-        if not normal(processor, token):
-            continue
+    for piece, token in texts.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
-            known = left in vocabulary and right in vocabulary
-            if known and all(normal(processor, vocabulary[part]) for part in (left, right)):
+            if left in texts and right in texts:
                 found.append((-processor.get_score(token), token, -cut, (left, right)))
     return [pair for *_, pair in sorted(found)]
-
-
-def normal(processor: SentencePieceProcessor, token: int) -> bool:
-    """Whether a piece stands for text, and not for a byte or for nothing."""
-    return not (
-        processor.is_byte(token) or processor.is_control(token)
-        or processor.is_unknown(token) or processor.is_unused(token)
-    )  # fmt: skip
 
 
 CARD = """\
@@ -263,6 +241,12 @@ These are the numbers of one run; it has not been evaluated on any task, nor for
 }}
 ```
 """
+RESULTS = (
+    ("training loss, mean of the last steps", "train_loss", " nats a token"),
+    ("held-out loss", "heldout_loss", " nats a token"),
+    ("held-out bits a byte", "heldout_bits_per_byte", ""),
+)
+"""Rows of a card: title, key in summary.json, unit."""
 CARRIED = """ `modeling_diffllm.py`
 computes the model in transformers 5.4 or later; `trust_remote_code=True` runs it, and so does
 `import diffllm.interop`."""
@@ -284,12 +268,10 @@ def write_card(
         "hash of the data": facts.get("corpus"),
     }
     if summary is not None and summary.get("steps") == state["step"]:
-        rows |= {
-            "training loss, mean of the last steps": nats(summary.get("train_loss")),
-            "held-out loss": nats(summary.get("heldout_loss")),
-            "held-out bits a byte": number(summary.get("heldout_bits_per_byte")),
-            "held-out tokens": summary.get("heldout_tokens"),
-        }
+        for title, key, unit in RESULTS:
+            value = summary.get(key)
+            rows[title] = None if value is None else f"{value:.4f}{unit}"
+        rows["held-out tokens"] = summary.get("heldout_tokens")
     carried = layout.architecture == ARCHITECTURE
     card = CARD.format(
         name=name,
@@ -311,36 +293,20 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
         source = f"{imported.get('from')}{revision}"
         return {"weights from": source, "converted to": imported.get("converted")}
     weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
+    of_mixture = [f"{name}: {source_text(of)}" for name, of in cfg.data.sources.items()]
     return {
         "weights from": weights,
         "step": f"{step:,}",
         "tokens trained on": f"{step * cfg.global_batch_size * cfg.seq_len:,}",
-        "data": corpus_text(cfg.data),
+        "data": "; ".join(of_mixture) or source_text(cfg.data),
     }
 
 
-def corpus_text(data: DataConfig) -> str:
-    """Name a corpus: hub datasets with their revision, files without their directories."""
-    if data.sources:
-        return "; ".join(f"{name}: {source_text(of)}" for name, of in data.sources.items())
-    return source_text(data)
-
-
 def source_text(source: TextConfig) -> str:
-    """Name one source of text."""
+    """Name one source of text: a hub dataset with its revision, files without their directories."""
     if source.dataset:
         revision = f" at revision {source.revision}" if source.revision else ""
         return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"
     if source.paths:
         return f"files {', '.join(Path(path).name for path in source.paths[:5])}"
     return str(source.source)
-
-
-def nats(value: Any) -> str | None:
-    found = number(value)
-    return None if found is None else f"{found} nats a token"
-
-
-def number(value: Any) -> str | None:
-    is_number = isinstance(value, int | float) and value == value and abs(value) != float("inf")
-    return f"{value:.4f}" if is_number else None

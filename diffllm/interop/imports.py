@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.hf import converted
-from diffllm.checkpoint.hf.layout import Mapped, same
 from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import write_parameters
@@ -59,7 +57,8 @@ def import_model(
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
         if made is not None:
-            tensors = remade(tensors, made)
+            routers = {name: tensor for name, tensor in tensors.items() if ".router." in name}
+            tensors = routers | {mapped.name: mapped.of(tensors) for mapped in made}
         names = [name for name, _ in without_storage(new.model).named_parameters()]
         write_parameters(hidden / "checkpoints", tensors, names)
         for file, content in tokenizer_files(tokenizer).items():
@@ -73,8 +72,8 @@ def import_model(
 
 
 def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
-    """Return a model's directory on this machine, fetched from the hub if it is there alone, and
-    what is to be told of it; raises ConfigError."""
+    """Return a model's local directory, fetched from the hub if needed, and facts for run.json;
+    raises ConfigError."""
     path = user_path(source, "hf")
     if path.is_dir():
         return path, {"from": source}
@@ -106,18 +105,6 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
         for name in origin.directory.names:
             tensors[name].copy_(origin.directory.tensor(name))
     return tensors
-
-
-def remade(tensors: dict[str, Tensor], made: Sequence[Mapped]) -> dict[str, Tensor]:
-    """Convert parameters; each of the given ones is dropped once it has been read."""
-    last = {source: i for i, mapped in enumerate(made) for source in mapped.sources}
-    found = {}
-    for i, mapped in enumerate(made):
-        found[mapped.name] = mapped.of(tensors)
-        for source in mapped.sources:
-            if last[source] == i and mapped.make is not same:
-                tensors.pop(source, None)
-    return {**{n: t for n, t in tensors.items() if ".router." in n}, **found}
 
 
 def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:

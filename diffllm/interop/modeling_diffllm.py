@@ -12,7 +12,6 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +36,6 @@ from transformers.utils.output_capturing import capture_outputs
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
-SINK_CHANNELS = 8
-"""Channels that queries and keys gain for a sink: kernels want multiples of 8."""
 VLLM = "vllm"
 """vLLM's attention implementation, which stores keys and values itself and takes sinks."""
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -46,6 +43,7 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 
 WITH_MASKS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
 """Implementations whose masks explicit maps can read."""
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "standard": {"query_heads": 1.0, "sink": ("none", "learned", "one")},
@@ -150,8 +148,6 @@ class DiffLLMConfig(PreTrainedConfig):
         variant = given.pop("variant", "standard")
         if variant not in SETTINGS:
             raise ValueError(f"attention.variant={variant!r} must be one of {', '.join(SETTINGS)}")
-        for key in ("backend", "values"):  # older exports contain these choices of kernels
-            given.pop(key, None)
         known = {"context_scale": 1.0, **SETTINGS[variant]}
         self.attention = {"variant": variant, **completed(given, known, "attention")}
         if self.moe:
@@ -195,7 +191,6 @@ class RotaryEmbedding(nn.Module):
         self.fill()
 
     def fill(self) -> None:
-        """Compute the frequencies, radians per position of each channel pair, (d/2,) float64."""
         self.inv_freq, self.scaling = frequencies(self.config, self.head_dim, self.inv_freq.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
@@ -326,11 +321,7 @@ class Attention(nn.Module):
     eager: Kernel = staticmethod(eager_attention_forward)
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
-        """Make the projections.
-
-        Args:
-            contexts: vectors of width d that enter o_proj; as many as query heads by default.
-        """
+        """Make the projections. `contexts` vectors of width d enter o_proj."""
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.settings: dict[str, Any] = config.attention
@@ -375,8 +366,13 @@ class Attention(nn.Module):
         name = self.config._attn_implementation
         # vLLM reads this source: it needs the next line and one call of its result.
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, self.eager)
-        if needs_maps(self.settings):
-            kernel = self.exact(kernel, name, batched="read_index" in kwargs)
+        if needs_maps(self.settings) and not (name == VLLM and self.sink is not None):
+            if name not in WITH_MASKS:
+                raise ValueError(
+                    f"attn_implementation={name!r} cannot compute attention with a sink or a "
+                    "clamped map: use 'sdpa' or 'eager'"
+                )
+            kernel = self.eager
             if "cache" in kwargs:
                 k, v = stored(kwargs.pop("cache"), k, v, self.layer_idx, kwargs)
         context, maps = kernel(
@@ -389,38 +385,13 @@ class Attention(nn.Module):
             context = context * self.context_scale
         return self.o_proj(context.flatten(2)), maps
 
-    def exact(self, kernel: Kernel, name: str, batched: bool) -> Kernel:
-        """Return a kernel that computes a sink or a clamped map.
-
-        Raises ValueError if the implementation prepares no mask that explicit maps can read.
-
-        Args:
-            kernel: the kernel of the implementation.
-            name: the implementation.
-            batched: whether the call belongs to continuous batching.
-        """
-        if name == VLLM and self.sink is not None:
-            return kernel
-        if name not in WITH_MASKS:
-            raise ValueError(
-                f"attn_implementation={name!r} cannot compute attention with a sink or a clamped "
-                "map: use 'sdpa' or 'eager'"
-            )
-        if self.sink is None or batched or name == "eager":
-            return self.eager
-        return partial(with_sink, kernel)
-
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as the kernel and the cache take them."""
         return q, k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return the vectors (B, T, heads, width) that enter o_proj, of those of the kernel.
-
-        Args:
-            x: (B, T, D), normalised.
-            context: (B, T, H, width).
-        """
+        """Return the vectors (B, T, heads, width) that enter o_proj, of the kernel's `context`
+        (B, T, H, width); x (B, T, D) is normalised."""
         return context
 
     def initialise(self, std: float) -> None:
@@ -439,39 +410,6 @@ class StandardAttention(Attention):
     def initialise(self, std: float) -> None:
         if self.sink is not None:
             initialization.zeros_(self.sink)
-
-
-def with_sink(
-    kernel: Kernel,
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    s_aux: Tensor,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Call a kernel that does not know sinks, with a sink of logit s_aux (H,).
-
-    The sink becomes an additional first key with value zero. Queries and keys get additional
-    channels, and the product of the first of them is the sink's logit. If there are several
-    queries, an additional first query keeps the causal map square.
-    """
-    mask, length = attention_mask, q.shape[2]
-    scaled = (s_aux * math.sqrt(q.shape[-1])).to(q.dtype).view(1, -1, 1, 1)
-    scaled = scaled.expand(q.shape[0], -1, length, 1)
-    q = torch.cat((q, scaled, q.new_zeros(*q.shape[:3], SINK_CHANNELS - 1)), dim=-1)
-    marks = k.new_zeros(*k.shape[:2], 1, SINK_CHANNELS)
-    marks[..., 0] = 1
-    first = torch.cat((torch.zeros_like(k[:, :, :1]), marks), dim=-1)
-    k = torch.cat((first, F.pad(k, (0, SINK_CHANNELS))), dim=2)
-    v = F.pad(v, (0, 0, 1, 0))
-    queries = int(length > 1)
-    q = F.pad(q, (0, 0, queries, 0))
-    if mask is not None:
-        mask = F.pad(mask, (1, 0, queries, 0), value=bool(1) if mask.dtype == torch.bool else 0.0)
-    context, maps = kernel(module, q, k, v, mask, **kwargs)
-    return context[:, -length:], maps
 
 
 class GatedAttention(Attention):
@@ -523,7 +461,7 @@ class DiffV1Attention(Attention):
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        for name in LAMBDAS:
             self.register_parameter(name, nn.Parameter(torch.zeros(self.head_dim)))
         self.head_norm = None
         if self.settings["head_norm"]:
@@ -536,33 +474,26 @@ class DiffV1Attention(Attention):
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         one, other = q.unflatten(1, (-1, 2)).unbind(2)
         one, other = F.pad(one, (0, self.head_dim)), F.pad(other, (self.head_dim, 0))
-        return torch.stack((one, other), dim=2).flatten(1, 2), side_by_side(k), side_by_side(v)
+        # adjacent heads (B, 2n, S, d) become one (B, n, S, 2d)
+        k, v = (x.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3) for x in (k, v))
+        return torch.stack((one, other), dim=2).flatten(1, 2), k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
         one, other = context.unflatten(2, (-1, 2)).unbind(3)
-        context = one
-        if not self.settings["clamp"]:  # whose kernel has subtracted
-            context = (one - self.lambda_value() * other).to(x.dtype)
+        clamped = self.settings["clamp"]  # its kernel has subtracted
+        context = one if clamped else (one - self.lambda_value() * other).to(x.dtype)
         if self.head_norm is not None:
             context = self.head_norm(context)
         return (context * (1 - self.lambda_init)).to(x.dtype)
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
-        q1, k1, q2, k2 = (
-            getattr(self, name).float()
-            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-        )
+        q1, k1, q2, k2 = (getattr(self, name).float() for name in LAMBDAS)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
     def initialise(self, std: float) -> None:
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        for name in LAMBDAS:
             initialization.normal_(getattr(self, name), 0.0, 0.1)
-
-
-def side_by_side(heads: Tensor) -> Tensor:
-    """Join adjacent pairs of heads (B, 2n, S, d) to heads (B, n, S, 2d)."""
-    return heads.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
 
 
 class DiffV2Attention(Attention):
@@ -625,7 +556,6 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer's output (..., D) of x (..., D)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -688,7 +618,6 @@ class MoE(nn.Module):
         self.shared = MLP(hidden_size, width) if width else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer's output (B, T, D) of x (B, T, D)."""
         rows = x.flatten(0, 1)
         out = self.experts(rows, *self.router(rows))
         if self.shared is not None:
@@ -716,7 +645,7 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
 
 
 class DiffLLMPreTrainedModel(PreTrainedModel):
-    """The base of the models, which says what transformers may do with them."""
+    """The base of the models: what transformers may do with them."""
 
     config: DiffLLMConfig
     config_class = DiffLLMConfig
@@ -760,7 +689,7 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
     def __init__(self, config: DiffLLMConfig):
         super().__init__(config)
         self.mask_config = config
-        if config.attention.get("clamp"):  # its maps are explicit in every implementation
+        if needs_maps(config.attention) and config._attn_implementation != VLLM:
             self.mask_config = copy.copy(config)
             self.mask_config._attn_implementation = "eager"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
