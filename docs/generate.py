@@ -104,10 +104,10 @@ the run so far. "Kept" is the value of a run that wandb's table of runs shows.
 
 
 def metrics() -> str:
-    """Return docs/metrics.md: one table for each section of the dashboard."""
+    """Return docs/metrics.md: one table for each title of a section."""
     parts = [METRICS_HEAD]
-    for title in dict.fromkeys(section.dashboard for section in SECTIONS):
-        rows = [line_of(metric) for metric in METRICS if metric.section.dashboard == title]
+    for title in dict.fromkeys(section.title for section in SECTIONS):
+        rows = [line_of(metric) for metric in METRICS if metric.section.title == title]
         head = "| Name | Meaning | Unit | Combined | Kept |\n|---|---|---|---|---|"
         parts.append(f"## {title}\n\n{head}\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)

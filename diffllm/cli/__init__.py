@@ -26,12 +26,10 @@ COMMANDS = {
     "study": "a claim, its runs, and the rule that decides it: run, verdict",
     "attention-map": "what the heads of a trained run attend to, as a figure",
     "outliers": "outliers and sinks of a checkpoint over fixed tokens, layer by layer",
-    "dashboard": "a saved wandb view that compares variants",
     "noise-floor": "a signal among noisy logits: standard against differential attention",
 }
 MODULES = {
-    "consolidate": "convert", "export": "convert", "import": "convert",
-    "dashboard": "report", "power": "study",
+    "consolidate": "convert", "export": "convert", "import": "convert", "power": "study",
 }  # fmt: skip
 """The modules of the commands that have none of their own."""
 NO_PLUGINS = ("train", "noise-floor")

@@ -1,10 +1,9 @@
-"""`diffllm report`, runs side by side as a page and a table, and `diffllm dashboard`, in wandb."""
+"""`diffllm report`: runs side by side as a page and a table."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffllm.cli.arguments import argument, flag, parse, plugins_argument, write_out
-from diffllm.core.errors import ConfigError
+from diffllm.cli.arguments import argument, parse, plugins_argument
 from diffllm.core.printing import echo
 
 REPORT = """\
@@ -18,9 +17,6 @@ gap is measured between them.
 
 diffllm report outputs/sweep-20261120-195742
 diffllm report 'outputs/cmp*' baseline=gated out=reports"""
-DASHBOARD = """\
-diffllm dashboard entity=... project=... [--offline]: a saved view of a wandb project, with loss,
-spikes, norms, outliers and lambda over tokens, runs grouped by attention variant"""
 
 
 @dataclass
@@ -31,16 +27,6 @@ class ReportArguments:
     wandb: bool = argument(
         "true: gaps over tokens as a wandb run too, if the runs have theirs", False
     )
-    plugins: str = plugins_argument()
-
-
-@dataclass
-class DashboardArguments:
-    entity: str = argument("wandb user or team")
-    project: str = argument("wandb project")
-    name: str = argument("of the view", "Attention variants")
-    out: str = argument("file it goes to when offline", "dashboard.json", path=True)
-    offline: bool = flag("write to out= instead; so does WANDB_MODE=offline, or no API key")
     plugins: str = plugins_argument()
 
 
@@ -59,35 +45,3 @@ def report_command(argv: list[str]) -> None:
         echo(f"gaps over tokens: {written[0].parent / 'wandb'}")
     for file in written:
         echo(file)
-
-
-def dashboard_command(argv: list[str]) -> None:
-    """Save the view and print its address, or write it to a file."""
-    args = parse(DashboardArguments, argv, DASHBOARD)
-    for key in ("entity", "project", "name", "out"):
-        if not getattr(args, key).strip():
-            raise ConfigError(f"{key}= must not be empty")
-    from diffllm.metrics.wandb_run import WandbConfig, as_json, resolve_mode, workspace
-
-    try:
-        view = workspace(args.entity, args.project, args.name)
-    except ImportError as error:
-        raise ConfigError(
-            f'{error.name or error} is not installed: pip install "diffllm[dashboard]"'
-        ) from None
-    except ValueError:  # the only value that is checked
-        raise ConfigError(
-            f"name={args.name} cannot be used: wandb takes no emoji and no symbols such as = or +"
-        ) from None
-    if args.offline or resolve_mode(WandbConfig()) != "online":
-        write_out(args.out, as_json(view) + "\n")
-        echo(f"offline; the view is in {args.out}")
-        return
-    try:
-        view.save()
-        echo(view.url)
-    except Exception as error:  # wandb's own, its client's, or its network library's
-        why = " ".join(str(error).split())
-        raise ConfigError(
-            f"wandb did not save the view to {args.entity}/{args.project}: {why}"
-        ) from error

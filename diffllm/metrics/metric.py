@@ -12,11 +12,10 @@ see equally many tokens, so means of means are exact. Empty where the global bat
 class Section:
     """Metrics on one subject."""
 
-    dashboard: str
-    """Title in wandb's dashboard and in docs/metrics.md."""
+    title: str
+    """Title in docs/metrics.md."""
     report: str = ""
-    """Title in the report, where neighbours of one title are one; empty where there are no
-    figures."""
+    """Title in the report; neighbours with one title are merged, empty: no figures."""
     intro: str = ""
     """First sentences in the report."""
 
@@ -84,8 +83,6 @@ class Metric:
     """Whether it comes from explicit maps, at `diagnostics.probe_interval`."""
     summary: Literal["last", "min", "max", "mean"] = "last"
     """The value of a run that wandb shows."""
-    panel: str = ""
-    """Metrics of one panel name share a plot of the dashboard; empty for a plot of its own."""
     plots: tuple[Plot, ...] = ()
     column: Column | None = None
 

@@ -1,8 +1,7 @@
 """Every metric, a row each.
 
-What metrics.jsonl may hold, how statistics are combined, wandb's definitions and dashboard, the
-report's figures and columns, and docs/metrics.md are made from these rows. A new metric is where it
-is computed, and its row.
+What metrics.jsonl may hold, how statistics are combined, wandb's definitions, the report's figures
+and columns, and docs/metrics.md are made from these rows.
 """
 
 from functools import cache
@@ -64,7 +63,7 @@ SECTIONS = [
     LOSS, TASKS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE,
     DATA, EXPERTS,
 ]  # fmt: skip
-"""In the order of the dashboard, the report and docs/metrics.md."""
+"""In the order of the report and docs/metrics.md."""
 
 DEFINITIONS = {
     "spikes": "over mean + 6 sigma of the 128 before",
@@ -94,7 +93,7 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     if what in ("total", "judged", "score"):
         column = Column("last", "max", "mean")
     name = f"{definition}/{series}_{what}"
-    return Metric(name, SPIKES, meaning, panel=f"{series}_{what}", column=column)
+    return Metric(name, SPIKES, meaning, column=column)
 
 
 UNIFORM = (

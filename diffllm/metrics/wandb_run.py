@@ -1,4 +1,4 @@
-"""A wandb run whose failures never end training, and the dashboard that compares variants.
+"""A wandb run whose failures never end training.
 
 All calls of wandb run on their own thread, because they block if its service hangs. Training waits
 for the thread only at start and end, for a limited time. A failure is one line on stderr;
@@ -6,7 +6,6 @@ metrics.jsonl has the same values.
 """
 
 import contextlib
-import hashlib
 import math
 import netrc
 import os
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.table import METRICS, SECTIONS
+from diffllm.metrics.table import METRICS
 
 ONLINE_SECONDS = 20
 """How long the server may take to answer before the run is recorded offline."""
@@ -90,23 +89,16 @@ def has_key() -> bool:
         return False
 
 
-def run_tags(tags: list[str], sweep: str | None) -> list[str]:
-    """The tags without repetition, then the sweep's name; a hash ends one that is too long."""
-    if sweep and len(sweep) > LONGEST_TAG:
-        sweep = f"{sweep[: LONGEST_TAG - 9]}-{hashlib.sha256(sweep.encode()).hexdigest()[:8]}"
-    return list(dict.fromkeys([*tags, *([sweep] if sweep else [])]))
-
-
 class WandbRun:
-    """A wandb run that may fail without the training noticing.
+    """A wandb run whose failure does not end training.
 
     Args:
         directory: the run's; wandb writes below it, and its name is the run's.
         choices: the YAML chosen in each group: attention is wandb's group, model its job type.
-        sweep: the sweep that the run belongs to, a tag.
+        sweep: the sweep that the run belongs to; its first 64 characters are a tag.
         config: what wandb shows as the run's config.
         run_id: continues the run of that id; None makes a new one.
-        over_tokens: patterns of names besides those of the table of metrics, drawn over tokens.
+        over_tokens: further patterns of metric names that wandb draws over tokens.
     """
 
     def __init__(
@@ -135,7 +127,7 @@ class WandbRun:
             "name": directory.name,
             "group": cfg.group or choices["attention"],
             "job_type": choices["model"],
-            "tags": run_tags(cfg.tags, sweep),
+            "tags": list(dict.fromkeys(filter(None, [*cfg.tags, (sweep or "")[:LONGEST_TAG]]))),
             "id": self.id,
             "resume": "allow",
             "dir": str(directory),
@@ -233,54 +225,3 @@ def abandon_service() -> None:
 
         wandb.setup()._connection._proc._process.kill()  # type: ignore[union-attr]
     tear_down()
-
-
-OPEN = ("Loss", "Spikes", "Gradient norm")
-"""Sections that are unfolded at first: wandb loads the data of visible panels only."""
-
-
-def panels() -> dict[str, list[tuple[str, ...]]]:
-    """Return the metrics of each plot, by title of its section."""
-    drawn: dict[str, dict[str, tuple[str, ...]]] = {each.dashboard: {} for each in SECTIONS}
-    for metric in METRICS:
-        plots = drawn[metric.section.dashboard]
-        key = metric.panel or metric.name
-        plots[key] = (*plots.get(key, ()), metric.name)
-    return {title: list(plots.values()) for title, plots in drawn.items()}
-
-
-def workspace(entity: str, project: str, name: str) -> Any:
-    """Build the view with sections of line plots over tokens, runs grouped by variant; sends
-    nothing. Raises ImportError if wandb-workspaces is not installed."""
-    import wandb_workspaces.reports.v2 as wr
-    import wandb_workspaces.workspaces as ws
-
-    def plot(metrics: tuple[str, ...]) -> Any:
-        title = ", ".join(metrics)
-        if title.endswith("*"):
-            return wr.LinePlot(title=title, x="tokens", metric_regex=f"^{title[:-1]}.*")
-        return wr.LinePlot(title=title, x="tokens", y=list(metrics))
-
-    sections = [
-        ws.Section(
-            name=title,
-            panels=[plot(metrics) for metrics in drawn],
-            is_open=title in OPEN,
-            panel_settings=ws.SectionPanelSettings(x_axis="tokens"),
-        )
-        for title, drawn in panels().items()
-    ]
-    variant = ws.Config("run.choices.attention")
-    return ws.Workspace(
-        entity=entity,
-        project=project,
-        name=name,
-        sections=sections,
-        settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=100),
-        runset_settings=ws.RunsetSettings(groupby=[variant]),
-    )
-
-
-def as_json(view: Any) -> str:
-    """Return the JSON that saving the view would send, with the layout under "spec"."""
-    return view._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)

@@ -350,7 +350,6 @@ def test_sweep_with_one_bad_job_starts_none(
         (["report", "gone*"], ["gone*", "matches no"]),
         (["noise-floor", "keys=1000000000000000"], ["keys=1000000000000000", "131072"]),
         (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
-        (["dashboard"], ["entity=...", "project=..."]),
     ],
 )
 def test_tool_used_wrongly(workspace: Workspace, words: list[str], named: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import shutil
 from pathlib import Path
 from typing import Any
