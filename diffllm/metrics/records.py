@@ -8,16 +8,9 @@ from typing import Any
 
 from diffllm.core.files import parse_json, read_json, read_lines, readable
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "a whole number": (int,),
-    "a number": (int, float),
-    "text": (str,),
-    "a list": (list,),
-    "an object": (dict,),
-}
-WHOLE, NUMBER, TEXT, LIST, OBJECT = TYPES
+WHOLE, NUMBER, TEXT, LIST, OBJECT = (int,), (int, float), (str,), (list,), (dict,)
 POSITIVE = ("parameters", "active_parameters", "flops_per_token")
-FIELDS: dict[str, dict[str, str]] = {
+FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": {
         "steps": WHOLE,
         "stopped": TEXT,
@@ -30,7 +23,6 @@ FIELDS: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("diffllm", "imported", "environment", "plugin_code"), OBJECT),
     },
-    "diverged.json": {"step": WHOLE, "reason": TEXT},
     "saved.json": {"step": WHOLE},
     "sweep.json": {"keys": LIST, "runs": OBJECT, "jobs": OBJECT},
 }
@@ -47,18 +39,13 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read the summary.json of a run; `stopped` is the reason if the run stopped because it
-    diverged. None if the run has not ended."""
+    """Read a run's summary.json, with `stopped` if it diverged; None if the run has not ended."""
     return read_record(run / "summary.json")
 
 
 def diverged(run: Path) -> bool:
-    """Return whether a run stopped because it diverged; older versions then wrote diverged.json
-    and no summary.json."""
-    found = read_ending(run)
-    if found is None:
-        return read_record(run / "diverged.json") is not None
-    return bool(found.get("stopped"))
+    """Return whether a run stopped because it diverged."""
+    return bool((read_ending(run) or {}).get("stopped"))
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
@@ -90,31 +77,20 @@ def check_record(name: str, content: dict[str, Any]) -> None:
     """Raise ValueError if a field of the file `name` has the wrong type."""
     for field, kind in FIELDS[name].items():
         value = content.get(field)
-        if value is None:
-            if name == "saved.json":
-                raise ValueError(f"has no {field}")
-        elif type(value) not in TYPES[kind]:
-            raise ValueError(f"has no usable {field}: it is not {kind}")
-        elif field in POSITIVE and value <= 0:
-            raise ValueError(f"has no usable {field}: {value:g} is not above 0")
+        missing = value is None and name == "saved.json"
+        wrong = value is not None and type(value) not in kind
+        if missing or wrong or (field in POSITIVE and value is not None and value <= 0):
+            raise ValueError(f"has no usable {field}: {value!r:.100}")
+    for field in {"keys", "jobs", "plugin_code"} & {*FIELDS[name]}:
+        values = content.get(field) or []
+        if not all_text(values.values() if isinstance(values, dict) else values):
+            raise ValueError(f"has no usable {field}: not all of its values are text")
     if name == "sweep.json":
-        check_sweep(content)
-    if name == "run.json" and not all_text((content.get("plugin_code") or {}).values()):
-        raise ValueError("has no usable plugin_code: a version is not text")
-
-
-def check_sweep(content: dict[str, Any]) -> None:
-    """Raise ValueError unless keys are text, runs lists of text by name, and jobs text by name."""
-    if not all_text(content.get("keys") or []):
-        raise ValueError("has no usable keys: they are not text")
-    for name, words in (content.get("runs") or {}).items():
-        inside = PurePosixPath(name)
-        if inside.is_absolute() or ".." in inside.parts or not inside.parts or "\0" in name:
-            raise ValueError("has no usable runs: a name is not a directory below the sweep's")
-        if not isinstance(words, list) or not all_text(words):
-            raise ValueError("has no usable runs: they are not lists of overrides")
-    if not all_text((content.get("jobs") or {}).values()):
-        raise ValueError("has no usable jobs: they are not text")
+        for run, words in (content.get("runs") or {}).items():
+            inside = PurePosixPath(run)
+            below = inside.parts and not inside.is_absolute() and ".." not in inside.parts
+            if not below or "\0" in run or not isinstance(words, list) or not all_text(words):
+                raise ValueError("has no usable runs: they are not overrides by directory name")
 
 
 def all_text(values: Iterable[Any]) -> bool:
@@ -128,21 +104,15 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
     found = []
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         for text in read_lines(file):
-            line = parse_json(text)
-            if not is_change(line):
+            line = parse_json(text)  # {"step": 3, "changes": {"seed": [0, 1]}}
+            numbered = isinstance(line, dict) and type(line.get("step")) is int
+            changes = line.get("changes") if numbered else None
+            if not isinstance(changes, dict) or not all(
+                isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
+            ):
                 raise ValueError("has a line that is no change of a run")
             found.append(line)
     return found
-
-
-def is_change(line: Any) -> bool:
-    """Whether a line is of the form {"step": 3, "changes": {"seed": [0, 1]}}."""
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return False
-    changes = line.get("changes")
-    return isinstance(changes, dict) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
-    )
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:

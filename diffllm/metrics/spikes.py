@@ -70,11 +70,6 @@ class SpikeCounter:
         bound = self.sigmas * window.std()
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
-    @property
-    def judged(self) -> int:
-        """How many values could be spikes: all but the first finite ones."""
-        return self.seen - min(len(self.values), self.least)
-
     def metrics(self) -> dict[str, float]:
         """Return the number of spikes and their share of the values, of all and of the last
         `window` values seen; and how many values could be judged.
@@ -84,7 +79,7 @@ class SpikeCounter:
         rolling = sum(self.recent)
         return {
             "total": float(self.total),
-            "judged": float(self.judged),
+            "judged": float(self.seen - min(len(self.values), self.least)),
             "score": self.total / max(1, self.seen),
             "rolling_total": float(rolling),
             "rolling_score": rolling / max(1, len(self.recent)),
@@ -105,8 +100,7 @@ class SpikeCounter:
 
 
 def window128() -> SpikeCounter:
-    """Count values above mean + 6 standard deviations of the 128 before them, once there are
-    128."""
+    """Count values above mean + 6 standard deviations of the 128 before them."""
     return SpikeCounter(window=128, least=128, sigmas=WINDOW128_SIGMAS)
 
 
@@ -165,7 +159,6 @@ class EventCounter:
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1
-            self._leave_out()
             self._count()
             return True
         if self.log:
@@ -175,10 +168,10 @@ class EventCounter:
         distance = self._distance(value)
         if distance is not None and len(self.distances) >= LEAST:
             self.judged += 1
-            scale = self._scale()
+            root_mean_square = math.hypot(*self.distances) / math.sqrt(len(self.distances))
+            scale = max(root_mean_square, FINEST)
             deviations = as_normal(distance / scale, len(self.distances))
             if deviations > SIGMAS:
-                self._leave_out()
                 self._count()
                 return True
             if deviations < -SIGMAS:  # no drop moves the line, or the scale by much
@@ -193,6 +186,7 @@ class EventCounter:
 
     def _count(self) -> None:
         """Note a spike at this step: an event, unless it belongs to the one before."""
+        self._leave_out()
         self.total += self.last is None or self.seen - self.last > APART
         self.last = self.seen
 
@@ -213,10 +207,6 @@ class EventCounter:
         squares, ahead = centred @ centred, self.seen - middle
         line = values.mean() + ahead * (centred @ values) / squares
         return float((value - line) / math.sqrt(1 + 1 / len(steps) + ahead**2 / squares))
-
-    def _scale(self) -> float:
-        """Return the root mean square of the known distances."""
-        return max(math.hypot(*self.distances) / math.sqrt(len(self.distances)), FINEST)
 
     def metrics(self) -> dict[str, float]:
         """Return the number of events, of steps that could be judged, and events over these."""
@@ -257,27 +247,23 @@ class SpikeMonitor:
         self.skipped_total = self.skipped_in_a_row = 0
         self.longest_skip = 0
         """Most skipped updates in a row since `forget_skips`."""
-        self.counters = {
-            f"{prefix}/{series}": make()
-            for prefix, make in (("spikes", window128), ("spikes_olmo2", olmo2))
-            for series in ("loss", "grad")
-        }
-        self.events = {
+        self.loss, self.grad = window128(), window128()
+        self.counters: dict[str, SpikeCounter | EventCounter] = {
+            "spikes/loss": self.loss,
+            "spikes/grad": self.grad,
+            "spikes_olmo2/loss": olmo2(),
+            "spikes_olmo2/grad": olmo2(),
             "spikes_detrended/loss": EventCounter(),
             "spikes_detrended/grad": EventCounter(log=True),
         }
-
-    @property
-    def all_counters(self) -> dict[str, SpikeCounter | EventCounter]:
-        """Every counter, by definition and series."""
-        return {**self.counters, **self.events}
+        """Counters by definition and series."""
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
         """Take one optimizer step's values, in order of steps."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
-        for name, counter in self.all_counters.items():
+        for name, counter in self.counters.items():
             counter.update(loss if name.endswith("/loss") else grad_norm)
 
     def forget_skips(self) -> None:
@@ -292,29 +278,26 @@ class SpikeMonitor:
         """
         counts = {
             f"{name}_{what}": value
-            for name, counter in self.all_counters.items()
+            for name, counter in self.counters.items()
             for what, value in counter.metrics().items()
         }
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
     def windows(self) -> tuple[list[float], list[float]]:
         """Return the loss and gradient-norm windows of window128 for the next step."""
-        return list(self.counters["spikes/loss"].values), list(self.counters["spikes/grad"].values)
+        return list(self.loss.values), list(self.grad.values)
 
     def recent_loss(self, count: int) -> float:
         """Return the mean of the last `count` finite losses."""
-        losses = list(self.counters["spikes/loss"].values)[-count:]
+        losses = list(self.loss.values)[-count:]
         return sum(losses) / len(losses) if losses else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        counters = {name: counter.state_dict() for name, counter in self.all_counters.items()}
+        counters = {name: counter.state_dict() for name, counter in self.counters.items()}
         return {**counters, **{name: getattr(self, name) for name in SKIPS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, counter in self.counters.items():
             counter.load_state_dict(state[name])
-        for name, events in self.events.items():
-            if name in state:  # older checkpoints have none: their events are counted from here
-                events.load_state_dict(state[name])
         for name in SKIPS:
             setattr(self, name, state[name])

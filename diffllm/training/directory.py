@@ -31,7 +31,7 @@ from diffllm.metrics.records import read_changes, read_ending, read_record, read
 REQUEUE_FILE = "requeue"
 FILES = (
     "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "run.log", "run.json", "changes.jsonl",
-    "summary.json", "diverged.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
+    "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
 )  # fmt: skip
 DIRECTORIES = ("checkpoints", "heldout", "traces", "profile", "tensorboard", "wandb", "evaluation")
 FOR_GOOD = ("init_match", "weights")
@@ -110,7 +110,6 @@ class RunDirectory:
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
             write_atomic(self.path / "changes.jsonl", text)
         (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
-        (self.path / "diverged.json").unlink(missing_ok=True)  # of an older version's
         if not self.checkpoints:
             (self.path / SAVED).unlink(missing_ok=True)  # it claims a checkpoint
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))

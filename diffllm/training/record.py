@@ -19,7 +19,7 @@ from torch import Tensor
 from diffllm.distributed.gradients import Norms
 from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, measured
-from diffllm.metrics.profiling import mfu, peak_flops
+from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.model.stats import group_of
 from diffllm.training.build import Training
@@ -145,8 +145,7 @@ class Record:
         if log.bits_per_nat is not None:
             line["train/bits_per_byte"] = log.bits_per_nat * self.latest["train/loss"]
         if self.peak:
-            share = mfu(self.flops_per_token, speed / dist.get_world_size(), self.peak)
-            line["perf/mfu"] = share
+            line["perf/mfu"] = self.flops_per_token * speed / dist.get_world_size() / self.peak
         return line
 
 

@@ -1,6 +1,5 @@
 """Spike events: the definition in plain steps, its rates on planted spikes and on noise."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -21,7 +20,6 @@ from scipy.special import ndtri, stdtr
 from tiers import slow_but
 
 from diffllm.metrics.spikes import EventCounter, as_normal
-from diffllm.training.state import LoopState
 
 PAGE = (Path(__file__).parents[2] / "docs" / "spikes.md").read_text()
 NOISE = {"0.4 nats": ("micro_standard", "micro_diff_v2"), "0.2 nats": ("tiny_gated",)}
@@ -204,21 +202,3 @@ def test_the_real_runs_have_the_events_of_the_page():
             for kind in (0, 1)
         ]
         assert counts == [int(loss), int(grad)]
-
-
-def test_a_checkpoint_from_before_events_goes_on_and_counts_them_from_there():
-    state = LoopState()
-    for step in range(300):
-        state.spikes.update(3.0 + 0.01 * (-1) ** step, 1.0)
-    saved = json.loads(json.dumps(state.state_dict()))
-    for name in [name for name in saved["spikes"] if name.startswith("spikes_detrended/")]:
-        del saved["spikes"][name]
-    monitor = LoopState.of(saved).spikes
-    assert monitor.metrics()["spikes_detrended/loss_judged"] == 0
-    for step in range(40):
-        monitor.update(3.0 + 0.01 * (-1) ** step, 1.0)
-    monitor.update(9.0, 1.0)
-    metrics = monitor.metrics()
-    assert metrics["spikes/loss_judged"] == 300 + 41 - 128
-    assert metrics["spikes_detrended/loss_judged"] == 41 - 24
-    assert metrics["spikes_detrended/loss_total"] == metrics["spikes/loss_total"] == 1

@@ -301,10 +301,6 @@ def test_a_finished_run_says_so(begun):
 
 def test_a_run_that_diverged_and_stopped_has_ended_until_its_settings_are_others(begun):
     directory = RunDirectory(begun, tiny())
-    (begun / "diverged.json").write_text('{"step": 3, "reason": "skipped"}\n')
-    assert ending(directory.path, directory.cfg) is None, (
-        "a start of an older version: the next one goes on"
-    )
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
     assert read_summary(begun) is None

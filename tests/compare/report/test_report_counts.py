@@ -43,7 +43,7 @@ def diverging(root, *, gave_up=False):
             write_run(root / f"gated{seed}", *words, loss=3.9 + seed / 10)
         elif gave_up:
             write_run(root / "gated2", *words, loss=None)
-            (root / "gated2" / "diverged.json").write_text('{"step": 10, "reason": "skipped"}')
+            (root / "gated2" / "summary.json").write_text('{"steps": 10, "stopped": "skips"}')
         else:
             write_run(root / "gated2", *words, loss=math.nan)
     return compare(loaded(sorted(root.iterdir())))
