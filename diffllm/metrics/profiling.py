@@ -136,8 +136,3 @@ def device_called(name: str) -> Device | None:
     """Find a device by name, ignoring case and separators."""
     by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
     return by_name.get(re.sub(r"[\W_]", "", name.lower()))
-
-
-def mfu(flops_per_token: float, tokens_per_s_per_device: float, peak: float) -> float:
-    """Return the share of the peak in FLOP/s."""
-    return flops_per_token * tokens_per_s_per_device / peak

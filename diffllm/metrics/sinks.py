@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,32 +46,27 @@ class EventFiles:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: SummaryWriter | None = None
-        try:
+        with self._guarded():
             self.writer = SummaryWriter(str(directory), purge_step=last_step + 1)
-        except OSError as error:
-            self._give_up(error)
 
     def log(self, values: dict[str, Any]) -> None:
-        if self.writer is None:
-            return
-        try:
+        with self._guarded():
             for name, value in values.items():
-                if name != "step":
+                if self.writer and name != "step":
                     self.writer.add_scalar(name, value, values["step"])
-        except Exception as error:  # raised by the writer's thread for an earlier line
-            self._give_up(error)
 
     def close(self) -> None:
-        if self.writer is None:
-            return
-        try:
-            self.writer.close()
-        except Exception as error:
-            self._give_up(error)
+        with self._guarded():
+            if self.writer:
+                self.writer.close()
 
-    def _give_up(self, error: Exception) -> None:
-        self.writer = None
-        to_stderr(f"warning: no more TensorBoard event files, training goes on: {error!r}")
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the writer's thread raises it later than the write
+            self.writer = None
+            to_stderr(f"warning: no more TensorBoard event files, training goes on: {error!r}")
 
 
 class MetricsFile:

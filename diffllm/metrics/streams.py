@@ -4,8 +4,6 @@ A run ignores such failures. A command whose result is its output reports them.
 """
 
 import contextlib
-import errno
-import io
 import os
 import sys
 from collections.abc import Iterator
@@ -16,13 +14,6 @@ from diffllm.core.errors import UserError
 
 class ReaderGone(Exception):
     """The reader of standard output, such as `head`, has ended."""
-
-
-class Closed(io.TextIOBase):
-    """Replaces a standard stream that was closed before the start; every write fails."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
 class Unfailing:
@@ -92,7 +83,8 @@ def open_closed_descriptors() -> None:
 def never_fail() -> None:
     """Make writes to stdout and stderr never raise, including the flush at exit."""
     sys.stdout, sys.stderr = (
-        stream if type(stream) is Unfailing else Unfailing(stream or Closed())
+        # None was closed before the start; every write to a file opened to be read fails
+        stream if type(stream) is Unfailing else Unfailing(stream or open(os.devnull))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr)
     )
 
