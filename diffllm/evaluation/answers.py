@@ -83,10 +83,10 @@ class Scored(NamedTuple):
 
 
 def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
-    """Spell an example with a tokenizer, behind the end of a document.
+    """Encode an example after the end of a document.
 
-    Each candidate is encoded together with the prompt, as it would come in a text; the context is
-    what all of them begin with, the prompt at most.
+    Each candidate is encoded together with the prompt, as in a text. The context is their common
+    beginning, at most the prompt.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
@@ -104,10 +104,10 @@ def score(
     """Score each continuation of each question.
 
     Args:
-        model: in eval mode; a ValueError of its says that a question is too long.
+        model: in eval mode; raises ValueError for a question that is too long.
         advance: called with the number of rows that have been scored since its last call.
-        cached_from: contexts of so many tokens are read once for all their continuations, and with
-            those of neighbours that begin alike.
+        cached_from: contexts of at least so many tokens are read once for all continuations, and
+            together with neighbours that begin alike.
     """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= cached_from]
     short = sorted({*range(len(questions))} - {*long})
@@ -156,10 +156,7 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Group items of about one length so that a group has at most so much, padding included.
-
-    Within a length their order stays.
-    """
+    """Group items of similar length; a group has at most `most` tokens, padding included."""
     batch: list[T] = []
     for item in sorted(items, key=length):
         if batch and length(item) * (len(batch) + 1) > most:
@@ -202,8 +199,7 @@ def of_rows(
 
 
 def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of questions whose contexts begin alike; that beginning is read once, and
-    continued by copies of its cache."""
+    """Yield the scores of questions whose contexts begin alike; that beginning is read once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -245,8 +241,8 @@ def by_text(questions: Sequence[Question], places: Sequence[int]) -> Iterator[li
 class Answers(Evaluation):
     """Asks a checkpoint the examples of a task.
 
-    The answer by likelihood is the candidate that the model finds likeliest; that by generation is
-    right where the likeliest tokens, one after the other, are those of the right one.
+    By likelihood, the answer is the likeliest candidate. By generation, the answer is right if
+    greedy decoding yields the tokens of the right candidate.
     """
 
     unit = SHARE
@@ -259,8 +255,10 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings that decide the examples for a model of `seq_len` tokens, which are
-        of the levels that fit if none is wanted; raises ConfigError for what does not fit."""
+        """Return the settings that decide the examples for a model of `seq_len` tokens.
+
+        Without wanted levels, all that fit are used. Raises ConfigError for a level that does not.
+        """
         levels = list(asked.levels.get(self.name, ()))
         count, length = counter(tokenizer), seq_len - 1  # the end of a document comes first
         if levels:
@@ -317,11 +315,10 @@ def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
 def questions(
     task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
 ) -> list[tuple[int, Example, Question]]:
-    """Make the examples of each level, and spell them.
+    """Make the examples of each level, and encode them.
 
     Args:
-        longest: positions of a context; the few examples that are longer than those by which their
-            level was chosen are left out.
+        longest: maximum number of positions; longer examples are skipped.
     """
     count = counter(tokenizer)
     check_spelling(task, settings, tokenizer)
@@ -338,8 +335,7 @@ def questions(
 
 
 def check_spelling(task: Task, settings: Settings, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError where the tokenizer cannot spell the candidates of a task, judged by those
-    of one example of each level."""
+    """Raise ConfigError if the tokenizer cannot spell the candidates of one example per level."""
     for level in settings["levels"]:
         for example in task.examples(level, 1, settings["seed"], counter(tokenizer)):
             for candidate in example.candidates:
@@ -352,8 +348,7 @@ def check_spelling(task: Task, settings: Settings, tokenizer: Tokenizer) -> None
 
 
 def line(level: int, example: Example, scores: Sequence[Scored]) -> Line:
-    """Say what a model made of an example of a level; where there is one candidate alone, only
-    generation can be wrong."""
+    """Return the result line of an example; a single candidate is judged by generation alone."""
     # Of a model that has diverged nothing is likely.
     logs = [x if math.isfinite(x := scored.log_likelihood) else -math.inf for scored in scores]
     likeliest = max(range(len(logs)), key=logs.__getitem__) == example.answer

@@ -1,8 +1,7 @@
-"""An evaluation of a checkpoint, and its results: a line an example or document, and their scores.
+"""An evaluation of a checkpoint, and its results: one line per example or document, and scores.
 
-Results are JSON Lines files below a run, the first line of each with the scores. It has the key of
-all settings, the unit, a dict for each score, and a SHA-256 of the rest of the file, so that a cut,
-a repeated or an edited line is noticed.
+Results are JSON Lines files below a run. The first line has all settings as the key, the unit, a
+dict per score, and a SHA-256 of the rest of the file, which finds cut, repeated or edited lines.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Asked:
-    """The wishes of whoever evaluates, the same for all evaluations."""
+    """The user's choices for all evaluations."""
 
     seed: int = 0
     limit: int | None = None
     """Most examples, or documents, of an evaluation."""
     levels: Mapping[str, Sequence[Level]] = field(default_factory=dict)
-    """Levels of tasks, by name, that have to be tried; other tasks choose those that fit."""
+    """Levels by name of the task; other tasks use all levels that fit."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class Evaluation(ABC):
 
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
-        """Return all that lines depend on beside the checkpoint and its tokenizer, as JSON values;
-        raises ConfigError for what this checkpoint cannot be asked."""
+        """Return all that lines depend on besides checkpoint and tokenizer, as JSON values; raises
+        ConfigError if this checkpoint cannot be measured."""
 
     @abstractmethod
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:

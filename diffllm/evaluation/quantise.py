@@ -9,10 +9,10 @@ Shapes: M rows, E experts, K width that a matrix multiplies.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,34 +120,34 @@ def rounded_inputs(layer: nn.Linear | Experts, how: Rounding) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """A way to round a model."""
 
     name: str
     weights: Rounding | None = None
     activations: Rounding | None = None
-
-    @property
-    def level(self) -> dict[str, Any]:
-        """The number of bits, and what has so few; empty without rounding."""
-        if (rounding := self.weights or self.activations) is None:
-            return {}
-        return {"bits": rounding.bits, "rounded": self.name.replace(f" {rounding.bits}", "", 1)}
+    level: Mapping[str, Any] = {}
+    """The number of bits, and what has so few; empty without rounding."""
 
 
-def kinds_of_arm(bits: int) -> list[Arm]:
-    fine, coarse = Rounding(bits, by_row=True), Rounding(bits, by_row=False)
-    return [
-        Arm(f"weights {bits} per channel", fine),
-        Arm(f"activations {bits} per token", activations=fine),
-        Arm(f"weights {bits} per tensor", coarse),
-        Arm(f"activations {bits} per tensor", activations=coarse),
-        Arm(f"both {bits} per channel and token", fine, fine),
-    ]
+KINDS = {
+    "weights per channel": (True, None),
+    "activations per token": (None, True),
+    "weights per tensor": (False, None),
+    "activations per tensor": (None, False),
+    "both per channel and token": (True, True),
+}
+"""Whether weights and activations have a scale for each row; None: they are not rounded."""
 
 
-ARMS = [Arm(PLAIN), *(arm for kind in zip(*map(kinds_of_arm, BITS), strict=True) for arm in kind)]
+def arm_of(kind: str, bits: int) -> Arm:
+    what, _, how = kind.partition(" ")
+    weights, activations = (None if x is None else Rounding(bits, x) for x in KINDS[kind])
+    level = {"bits": bits, "rounded": kind}
+    return Arm(f"{what} {bits} {how}", weights, activations, level)
+
+
+ARMS = [Arm(PLAIN), *(arm_of(kind, bits) for kind in KINDS for bits in BITS)]
 """The unquantised model, then each kind of arm from many bits to few."""
 
 

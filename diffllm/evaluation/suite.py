@@ -46,13 +46,13 @@ Result = dict[str, Any]
 def chosen(
     suite: str, names: Sequence[str], levels: Sequence[Level]
 ) -> tuple[list[Evaluation], Asked]:
-    """Return the evaluations of a suite, or those named, and the levels that are asked of them.
+    """Return the evaluations of a suite, or those named, and their levels.
 
-    Raises ConfigError for unknown ones, and for a level without the one task that it is of.
+    Raises ConfigError for unknown names, and for levels unless exactly one task is named.
 
     Args:
         names: a task, an evaluation, or the path of a .jsonl or .ndjson file of examples.
-        levels: those of the task that is named alone, none for those that fit.
+        levels: levels of the one named task; empty for all that fit.
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} must be one of {', '.join(SUITES)}")
