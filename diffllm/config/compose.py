@@ -83,15 +83,6 @@ def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose a config, untyped; raises ConfigError."""
-    return composed(overrides)[0]
-
-
-def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
-    """Compose a config, untyped, and return it with the overrides as Hydra takes them.
-
-    There, single values of lists are in brackets, and the source of text and the experiment that
-    they imply are said. Raises ConfigError.
-    """
     with hydra():
         try:
             check_secrets(overrides)
@@ -117,7 +108,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, list[str]]:
     with open_dict(cfg):
         cfg.run.choices = {group: chosen[group] for group in GROUPS}
         del cfg["hydra"]
-    return cfg, overrides
+    return cfg
 
 
 def typed(composed: DictConfig) -> TrainConfig:

@@ -1,14 +1,9 @@
 """The model of a run on its device, sharded over the ranks, with its optimizer."""
 
-import contextlib
-import hashlib
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.config import Precision, TrainConfig
-from diffllm.core.torch_versions import CPU
 from diffllm.distributed.experts import Splits, exchanged_splits
 from diffllm.distributed.fsdp import OneRank, Sharded, Weights, parallelize
 from diffllm.distributed.mesh import Meshes, build_meshes
@@ -224,29 +218,12 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about
     flops = 6 * tokens * weights / dist.get_world_size()
-    if device.type == "cpu" and (cfg.compile or kept or flops >= WORTH_COMPILING):
-        keep_compiled_code()
     choice = chosen_compile(cfg.compile, device, flops, kept)
     everywhere = torch.tensor(int(choice.value), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
     if choice.value and not everywhere:
         return AutoSetting(False, "torch.compile fails on another rank")
     return choice
-
-
-def keep_compiled_code() -> None:
-    """Let Inductor keep compiled code in the user's cache, which survives a restart of the machine.
-
-    Other users may share data.cache_dir, and Inductor runs the code that it finds. Nodes that share
-    a home directory may have different CPUs, so the code of each CPU type has its own folder.
-    """
-    # The home directory may be missing or not writable.
-    with contextlib.suppress(OSError, RuntimeError):
-        cpu = hashlib.sha256(f"{platform.machine()} {sorted(CPU.items())}".encode()).hexdigest()
-        folder = Path("~/.cache/diffllm").expanduser() / f"inductor-{cpu[:8]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def compiler_fault() -> str:

@@ -518,7 +518,7 @@ REAL: list[tuple[list[str], dict[str, str], list[str]]] = [
     (["data.split=\udcff"], {}, ["data.split"]),
     (["--cfg", "jobb"], {}, ["--cfg", "jobb", "job"]),
     (["--cfg", "job", "steps=x"], {}, ["steps=x"]),
-    (["--config-name=other"], {}, ["--config_name"]),
+    (["--config-name=other"], {}, ["--config-name"]),
     (["--multirun", "--cfg", "job"], {}, ["--multirun", "--cfg"]),
     (["--unknown"], {}, ["--unknown"]),
     ([], {"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x'"]),

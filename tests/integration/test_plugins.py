@@ -184,7 +184,7 @@ def test_a_package_offers_its_plugin_by_an_entry_point(tmp_path, environment):
 
 
 ERRORS = {
-    "a syntax error": ("def", "SyntaxError", "bad.py, line 1"),
+    "a syntax error": ("def", "SyntaxError", 'bad.py", line 1'),
     "an error": ("x = 1\nx / 0", "ZeroDivisionError: division by zero", "bad.py, line 2"),
     "an exit": ("import sys\nsys.exit('no')", "SystemExit: no"),
     "a missing module": ("import not_there", "No module named 'not_there'"),
