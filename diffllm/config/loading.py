@@ -34,8 +34,6 @@ def load_config(
             known in this process.
     """
     words = [] if overrides is None else overrides
-    if isinstance(words, str):
-        raise ConfigError(f"load_config takes a list of overrides: [{words!r}]")
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"load_config takes a list of overrides, as text, not {words!r}")
     words = list(words)

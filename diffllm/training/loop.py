@@ -12,7 +12,6 @@ from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data import Prepared, TrainLoader
 from diffllm.distributed.consistency import check_tensors
-from diffllm.distributed.gradients import parameter_norm
 from diffllm.distributed.stop import Agreed, Agreement, raise_together
 from diffllm.distributed.watch import Watch
 from diffllm.metrics.profiling import StepProfiler
@@ -20,7 +19,7 @@ from diffllm.metrics.sinks import Sinks
 from diffllm.training.build import Training
 from diffllm.training.measure import Tasks, measure
 from diffllm.training.process import Process
-from diffllm.training.record import Log, Record
+from diffllm.training.record import Record
 from diffllm.training.state import LoopState, samples_of, save
 from diffllm.training.step import due, train_step
 
@@ -78,12 +77,11 @@ def train(
         if now.sample or now.tasks:
             with record.paused():
                 values, failure = measure(t, data, tasks, now)
-        log = to_log(t, loader) if now.log else None
         ends = bool(now.last or agreed.stopping or agreed.failed or failure)
         saves = ends or now.save or agreed.save
-        if values or log or saves:  # a checkpoint holds the spike counts up to its step
-            record.write(step, values, log)
-        if log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
+        if values or now.log or saves:  # a checkpoint holds the spike counts up to its step
+            record.write(step, values, loader if now.log else None)
+        if now.log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
             skips = state.spikes.longest_skip
             loss, norm = record.latest["train/loss"], record.latest["train/grad_norm"]
             last = f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
@@ -125,17 +123,6 @@ def exchange(
     """
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)
-
-
-def to_log(t: Training, loader: TrainLoader) -> Log:
-    """Collect the values of a logged step that are not in its result. Every rank must call this."""
-    return Log(
-        lr=t.optimizer.param_groups[0]["lr"],
-        read=loader.consumed(),
-        bits_per_nat=loader.bits_per_nat(),
-        waited_s=loader.waited_s,
-        param_norm=parameter_norm(t.params, t.meshes.dense),
-    )
 
 
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:

@@ -10,13 +10,13 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.distributed.gradients import Norms
+from diffllm.data import TrainLoader
+from diffllm.distributed.gradients import Norms, parameter_norm
 from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, measured
 from diffllm.metrics.profiling import peak_flops
@@ -25,20 +25,6 @@ from diffllm.model.stats import group_of
 from diffllm.training.build import Training
 from diffllm.training.state import LoopState
 from diffllm.training.step import StepResult
-
-
-class Log(NamedTuple):
-    """Values of a logged step that are not in its `StepResult`."""
-
-    lr: float
-    param_norm: Tensor
-    """Norm of all parameters, a float32 scalar."""
-    read: dict[str, float]
-    """Metrics of the data read so far."""
-    bits_per_nat: float | None
-    """Bits per byte of text that equal a loss of 1 nat per token; None if unknown."""
-    waited_s: float
-    """Seconds that this rank has waited for data since this start of the run."""
 
 
 class Record:
@@ -51,8 +37,7 @@ class Record:
     """
 
     def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
-        self.device, self.steps, self.tokens_per_step = t.device, t.cfg.steps, t.tokens
-        self.flops_per_token, self.peak = t.model.flops_per_token(), peak_flops(t.device)
+        self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
         self.spikes, self.display, self.sinks = state.spikes, display, sinks
         self.pending: list[tuple[int, Tensor, Stats]] = []
         self.last: StepResult | None = None
@@ -67,8 +52,8 @@ class Record:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time in this context from the speed of training."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.t.device.type == "cuda":
+            torch.cuda.synchronize(self.t.device)
         start = time.perf_counter()
         yield
         self.paused_s += time.perf_counter() - start
@@ -80,23 +65,23 @@ class Record:
         self.last = result
         self.display.advance(step)
 
-    def write(self, step: int, values: dict[str, float], log: Log | None) -> None:
+    def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
         """Read all kept steps, count their spikes, and write their lines.
 
         Every rank must call this. Raises KeyError for a metric that is not in `metrics/table.py`.
 
         Args:
             values: measurements at this step by metric name.
-            log: values of a logged step; adds training, performance and spike metrics.
+            loader: given at a logged step; adds data, training, performance and spike metrics.
         """
-        line = {**values, **(log.read if log else {}), **self._read(step)}
-        if log:
-            line |= self._logged(step, log)
+        line = {**values, **(loader.consumed() if loader else {}), **self._read(step)}
+        if loader:
+            line |= self._logged(step, loader)
         if line and self.sinks:
-            self.sinks.write(step, step * self.tokens_per_step, line)
-        if log:
-            self.display.show(step, line, (self.steps - step) * line["perf/step_ms"] / 1e3)
-            self._begin_interval(step, log.waited_s)
+            self.sinks.write(step, step * self.t.tokens, line)
+        if loader:
+            self.display.show(step, line, (self.t.cfg.steps - step) * line["perf/step_ms"] / 1e3)
+            self._begin_interval(step, loader.waited_s)
         elif said := measured(line):
             self.display.print(f"step {step}: {'  '.join(said)}")
 
@@ -113,7 +98,7 @@ class Record:
             if at == step:
                 found = named_values(stats)
             elif stats and self.sinks:
-                self.sinks.write(at, at * self.tokens_per_step, named_values(stats))
+                self.sinks.write(at, at * self.t.tokens, named_values(stats))
         nll, norm, _ = values[-1]
         self.latest = {"train/loss": nll, "train/grad_norm": norm}
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
@@ -122,28 +107,29 @@ class Record:
         self.pending.clear()
         return found
 
-    def _logged(self, step: int, log: Log) -> dict[str, float]:
+    def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
         """Return the values of training, performance and spikes since the last logged step."""
+        t = self.t
         assert self.last is not None
         assert self.last.update_norm is not None
         count = step - self.logged_step
         elapsed = time.perf_counter() - self.since - self.paused_s
-        speed = count * self.tokens_per_step / elapsed
+        speed = count * self.t.tokens / elapsed
         self.speeds.append(speed)
         line = {
             **self.latest,
-            "train/lr": log.lr,
-            "train/param_norm": log.param_norm.item(),
+            "train/lr": t.optimizer.param_groups[0]["lr"],
+            "train/param_norm": parameter_norm(t.params, t.meshes.dense).item(),
             "train/update_norm": self.last.update_norm.item(),
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
-            "perf/data_ms": 1e3 * (log.waited_s - self.waited_s) / count,
-            "perf/peak_memory_gib": peak_memory_gib(self.device),
+            "perf/data_ms": 1e3 * (loader.waited_s - self.waited_s) / count,
+            "perf/peak_memory_gib": peak_memory_gib(self.t.device),
             **self.spikes.metrics(),
         }
-        if log.bits_per_nat is not None:
-            line["train/bits_per_byte"] = log.bits_per_nat * self.latest["train/loss"]
+        if (bits_per_nat := loader.bits_per_nat()) is not None:
+            line["train/bits_per_byte"] = bits_per_nat * self.latest["train/loss"]
         if self.peak:
             line["perf/mfu"] = self.flops_per_token * speed / dist.get_world_size() / self.peak
         return line
