@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from diffllm.config.compose import compose_config, variants
-from diffllm.config.help import Key, Section, choices, sections_of
+from diffllm.config.help import Key, KeySection, choices, sections_of
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import METRICS, SECTIONS
 
@@ -57,7 +57,7 @@ def shapes() -> str:
 def attention_sections() -> list[str]:
     """Return a table for each config class of attention, with the names that use the class."""
     names: dict[type, list[str]] = {}
-    sections: dict[type, Section] = {}
+    sections: dict[type, KeySection] = {}
     for name in variants():
         cfg = compose_config([f"attention={name}"])
         (section,) = (s for s in sections_of(cfg) if s.name == "model.attention")

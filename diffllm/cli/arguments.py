@@ -39,7 +39,6 @@ def flag(text: str) -> Any:
 
 
 def plugins_argument() -> Any:
-    """Make the field `plugins`; the modules that it names are imported before `parse`."""
     return argument("[module,...] that register what a run was made with, or metrics", "")
 
 

@@ -79,7 +79,6 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
 
 
 def table_of(listed: list[dict[str, Any]]) -> Table:
-    """Tabulate checkpoints, one per row."""
     rows = []
     for one in listed:
         words = {

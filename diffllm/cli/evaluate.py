@@ -121,7 +121,6 @@ GUESSED = ("chance", "generated")
 
 
 def cells(score: dict[str, Any], guessed: bool) -> list[str]:
-    """Return a row behind its task."""
     chance = [decimals(score.get(key)) for key in GUESSED] if guessed else []
     low, high = score.get("interval") or (None, None)
     interval = f"{decimals(low)} to {decimals(high)}" if low is not None else ""

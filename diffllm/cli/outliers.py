@@ -46,7 +46,6 @@ class OutliersArguments:
 
 
 def outliers_command(argv: list[str]) -> None:
-    """Print the tables or the JSON."""
     args = parse(OutliersArguments, argv, WHAT)
     run = Path(args.run)
     cfg = load_run_config(run)
@@ -75,7 +74,6 @@ def outliers_command(argv: list[str]) -> None:
 
 
 def print_outliers(found: dict[str, Any]) -> None:
-    """Print a table of hidden states, one of logits, and one of maps and context."""
     echo(
         f"{found['run']}: {found['variant']}, step {found['step']}, the first {found['tokens']:,} "
         f"held-out tokens ({found['sequences']} sequences), float32"

@@ -26,7 +26,6 @@ class PlanArguments(Cluster):
 
 
 def plan_command(argv: list[str]) -> None:
-    """Print the plan of a training config on a cluster, as text or as JSON."""
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
     change = None if made.fits else nearest_change(made)
@@ -102,7 +101,6 @@ def policy_numbers(made: RunPlan, step: Step) -> dict[str, Any]:
 
 
 def print_plan(made: RunPlan, change: RunPlan | None) -> None:
-    """Print a plan for people."""
     said, cluster = plan_numbers(made, change), made.cluster
     layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
     echo(
@@ -139,7 +137,6 @@ def gib(size: float) -> str:
 
 
 def memory_table(made: RunPlan) -> Table:
-    """Tabulate the parts of the peak with each policy, in GiB."""
     policies = (False, True)
     chosen = made.cfg.activation_checkpointing
     names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]

@@ -47,7 +47,6 @@ def prepared_text(data: Prepared) -> str:
 
 
 def counts_text(split: Split) -> str:
-    """Return the size of a split; bytes where the text is known."""
     said = f"{split.documents:,} documents, {split.tokens:,} tokens"
     if not split.bytes:
         return said

@@ -18,7 +18,6 @@ def run_and_report(cfg: TrainConfig) -> Outcome:
 
 
 def report_on(path: Path) -> str:
-    """Write a run's report; return its path, or the reason why it is missing. Never raises."""
     try:
         return str(write_report([path])[0])
     except Exception as error:

@@ -49,7 +49,6 @@ class Parser(ArgumentParser):
 
 
 def train_command(argv: list[str] | None = None) -> int:
-    """Train, sweep or show; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     never_fail()
     try:

@@ -64,7 +64,6 @@ def yaml_names(group: str) -> list[str]:
 
 
 def variants() -> list[str]:
-    """List the names that `attention=` takes."""
     return yaml_names("attention")
 
 
@@ -111,7 +110,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def typed(composed: DictConfig) -> TrainConfig:
+def typed_config(composed: DictConfig) -> TrainConfig:
     """Turn a composed config into validated dataclasses; raises ConfigError."""
     try:
         cfg = OmegaConf.to_object(composed)
@@ -143,7 +142,7 @@ def checked(cfg: TrainConfig) -> TrainConfig:
         named = [key for key, _, _ in leaves(cfg) if f".{key}".endswith(f".{error.full_key}")]
         key = named[0] if len(named) == 1 else error.full_key
         raise ConfigError(f"{key}: {one_line(error)}") from error
-    again = typed(composed)
+    again = typed_config(composed)
     check_paths(again)
     again.run.schemas = dict(cfg.run.schemas)
     return again

@@ -57,7 +57,7 @@ class Key(NamedTuple):
         return " ".join(filter(None, [first_sentence(self.meaning), allowed]))
 
 
-class Section(NamedTuple):
+class KeySection(NamedTuple):
     """The keys beside each other in one dataclass."""
 
     name: str
@@ -90,7 +90,7 @@ def sections_text(names: Sequence[str]) -> str:
     return "\n\n".join(section_text(section, width_of_output()) for section in chosen)
 
 
-def section_text(section: Section, width: int) -> str:
+def section_text(section: KeySection, width: int) -> str:
     lines = rows(((f"{key.name}={key.default}", key.line) for key in section.keys), width)
     return f"{section.name}: {section.title}\n{lines}" if section.name else lines
 
@@ -127,7 +127,7 @@ def choices() -> dict[str, dict[str, str]]:
     }
 
 
-def sections_of(cfg: DictConfig, name: str = "") -> Iterator[Section]:
+def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
     """Iterate over the sections of a composed config, each before those inside it."""
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
@@ -143,7 +143,7 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[Section]:
             continue
         default, allowed = default_text(node), values_of(hints[field.name])
         keys.append(Key(full, default, allowed, words.get(field.name, "")))
-    yield Section(name, config, keys)
+    yield KeySection(name, config, keys)
     for node, full in inside:
         yield from sections_of(node, full)
 

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from diffllm.config.compose import (
     compose_config,
     steps_to_train,
-    typed,
+    typed_config,
     variant_config,
     variants,
 )
@@ -43,7 +43,6 @@ def load_config(
 
 
 def without_imports(words: list[str]) -> TrainConfig:
-    """Load a configuration as `load_config` does, with the plugins that are imported already."""
     return solved(compose_config(with_origin(words)), words)
 
 
@@ -52,12 +51,12 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
         composed.steps = MOST_STEPS
-    cfg = typed(composed)  # what is wrong is said before a corpus is prepared
+    cfg = typed_config(composed)  # what is wrong is said before a corpus is prepared
     check_paths(cfg)
     cfg.data.check_asked_for()
     if follows:
         composed.steps = steps_to_train(cfg)
-        cfg = typed(composed)
+        cfg = typed_config(composed)
     if cfg.plugins != plugins_in(words):
         raise ConfigError(
             f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "

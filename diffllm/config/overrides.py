@@ -221,7 +221,6 @@ REMOVED = {
 
 
 def removal(key: str, detail: str = "") -> str:
-    """Return the error message for a removed key, with its value or file as detail."""
     return f"{key}{detail} was removed; {REMOVED[key].instead}"
 
 

@@ -55,7 +55,6 @@ def versions_text(versions: dict[str, str], names: Iterable[str]) -> str:
 
 
 def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Return the plugins that runs have in more than one version, each with its versions."""
     names = sorted({name for record in records for name in record})
     found = {name: sorted({each[name] for each in records if name in each}) for name in names}
     return {name: versions for name, versions in found.items() if len(versions) > 1}

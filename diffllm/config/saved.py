@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.config.compose import compose_config, typed
+from diffllm.config.compose import compose_config, typed_config
 from diffllm.config.overrides import without_removed
 from diffllm.config.plugins import LOADED, NAME, version_changes
 from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
@@ -45,7 +45,6 @@ def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
 
 @cache
 def warn_of_plugins(run: Path) -> None:
-    """Print a warning if the run was trained with another version of a plugin."""
     if changes := plugin_changes(run, needs_all=False):
         to_stderr(f"warning: {run} was trained with {what_differs(changes)}")
 
@@ -87,7 +86,7 @@ def load_run_config(path: Path) -> TrainConfig:
             base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
         else:  # a run from before they were noted, whose variants are all ours
             base, values = defaults_of(content["run"]["choices"]["attention"])
-        return typed(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
+        return typed_config(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise CheckpointError(no_run(path)) from None

@@ -230,7 +230,6 @@ def what_differs(changes: Changes) -> str:
 
 
 def changes_text(changes: Changes) -> str:
-    """Describe the first changes: 'seed: 0 there, 1 here; ...'."""
     return listed([f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()])
 
 

@@ -52,7 +52,6 @@ class Training:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the computation; parameters and their gradients are float32."""
         return self.choices["precision"].value
 
     def tensors(self) -> dict[str, Tensor]:

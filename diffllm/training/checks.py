@@ -1,16 +1,13 @@
 """Conditions of a start: equal configs and tokens on all ranks, data, tokenizer and weights that
 fit the model, and a learning rate that changes smoothly."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in, origin_of
-from diffllm.config.saved import flatten, yaml_dict
 from diffllm.config.schema import Changes, is_allowed
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
@@ -21,31 +18,6 @@ from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.optim import Schedule, learning_rate
 from diffllm.training.measure import heldout_samples
-
-# Keys that may differ between machines.
-OF_THE_MACHINE = (
-    "data.cache_dir", "data.paths", "data.tokenizer", "data.num_workers", "data.prefetch_factor",
-)  # fmt: skip
-
-
-def shared_config(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the config by dotted key, without keys that may differ between machines."""
-    return {
-        key: value
-        for key, value in flatten(yaml_dict(cfg)).items()
-        if key not in OF_THE_MACHINE and not re.fullmatch(r"data\.sources\.[^.]+\.paths", key)
-    }
-
-
-def data_order(cfg: TrainConfig, data: Prepared) -> dict[str, Any]:
-    """Return the values that decide which samples a step reads."""
-    return {
-        "seed": cfg.seed,
-        **corpus_facts(data),
-        "seq_len": cfg.seq_len,
-        "global_batch_size": cfg.global_batch_size,
-        "data.packing": cfg.data.packing.name,
-    }
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:

@@ -81,7 +81,6 @@ def in_sweep() -> bool:
 
 
 def log_file(path: Path) -> Path:
-    """Return the log file of the run at `path`; in a sweep, it lies next to the directory."""
     return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
 
 

@@ -4,6 +4,7 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import changed_model, origin_of
 from diffllm.config.plugins import plugin_versions
+from diffllm.config.saved import flatten, yaml_dict
 from diffllm.config.schema import Changes, changes_text
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data import Prepared, packing_counts, prepare
@@ -33,13 +35,16 @@ from diffllm.training.checks import (
     check_same_tokens,
     check_tokenizer_size,
     corpus_facts,
-    data_order,
-    shared_config,
     weights_of,
 )
 from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.process import Process, in_sweep, log_file
 from diffllm.training.state import LoopState, continuation, continued, restore, samples_of
+
+OF_THE_MACHINE = re.compile(
+    r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
+)
+"""Keys that may differ between machines."""
 
 
 class Claimed(NamedTuple):
@@ -64,7 +69,9 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     """Compare code and config of all ranks, and let rank 0 claim the run directory."""
     plugins = plugin_versions(cfg.plugins).items()
     check_same(here.world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
-    check_same(here.world, "config", shared_config(cfg))
+    values = flatten(yaml_dict(cfg)).items()
+    shared = {key: value for key, value in values if not OF_THE_MACHINE.fullmatch(key)}
+    check_same(here.world, "config", shared)
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg))
     directory, saved = kept or (None, None)
     if told["ended"]:
@@ -146,7 +153,14 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
     assert claimed.directory
     if claimed.weights:
         check_same_tokens(cfg, data, claimed.weights)
-    order, path, saved = data_order(cfg, data), claimed.checkpoint, claimed.saved
+    order = {
+        "seed": cfg.seed,
+        **corpus_facts(data),
+        "seq_len": cfg.seq_len,
+        "global_batch_size": cfg.global_batch_size,
+        "data.packing": cfg.data.packing.name,
+    }
+    path, saved = claimed.checkpoint, claimed.saved
     state, changes = LoopState(order=order), Changes()
     if path and saved:
         state, changes = continued(path, saved, order, cfg.run.allow_changes)

@@ -51,7 +51,6 @@ class Due(NamedTuple):
 
     @property
     def diagnose(self) -> bool:
-        """Whether blocks measure anything."""
         return self.statistics or self.probes
 
 

@@ -230,7 +230,6 @@ def heldout_words(summary: dict[str, Any]) -> str:
 
 
 def bits_text(bits: float | None, form: str) -> str:
-    """Format bits per byte in place of the {} of `form`; empty if the text is unknown."""
     return "" if bits is None else form.format(f"{bits:.2f} bits a byte")
 
 
