@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from diffllm.compare.report.columns import row_values
-from diffllm.compare.report.curves import equal_gaps
+from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.groups import Group, make_groups
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
@@ -88,7 +88,9 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     notes += fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
     evaluated = evaluations(rows, notes)
     for i, row in enumerate(rows):
-        row.equal, row.incomparable = equal_gaps(row), keys.incomparable
+        gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
+        row.equal = {name: gap for name, gap in gaps.items() if gap}
+        row.incomparable = keys.incomparable
         row.values = row_values(row) | columns(evaluated, i)
     return Comparison(title, rows, chosen, keys.incomparable, groups, notes, evaluated)
 

@@ -73,22 +73,19 @@ def window(points: int) -> int:
 
 def smoothed(series: Series, points: int) -> Series:
     """The centred running mean over that many logged steps, fewer at the ends."""
-    finite = np.isfinite(series.values)
-    n, half = len(finite), points // 2
-    total = np.concatenate(([0.0], np.cumsum(np.where(finite, series.values, 0))))
-    count = np.concatenate(([0], np.cumsum(finite)))
-    first, last = (np.arange(n) - half).clip(0), (np.arange(n) + half + 1).clip(max=n)
-    means = (total[last] - total[first]) / (count[last] - count[first]).clip(1)
-    return Series(series.tokens, np.where(finite, means, np.nan))
-
-
-def shown_at_end(row: Row) -> list[Run]:
-    return [run for run in row.runs if run.summary is not None] or row.runs
+    known, n = np.isfinite(series.values), len(series.values)
+    total, count = (
+        np.convolve(values, np.ones(points))[points // 2 : points // 2 + n]
+        for values in (np.where(known, series.values, 0), known)
+    )
+    return Series(series.tokens, np.where(known, total / count.clip(1), np.nan))
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """A quantity over layers, at the last logged step that the shown runs have in common."""
-    logged = [(run.layers(quantity), run.by_layer(quantity)) for run in shown_at_end(row)]
+    """A quantity over layers, at the last logged step that the finished runs have in common,
+    or all runs if none has finished."""
+    runs = row.finished or row.runs
+    logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
     logged = [(layers, series) for layers, series in logged if series.values.size]
     if not logged:
         return None
@@ -163,7 +160,6 @@ class Budget(NamedTuple):
 
 
 def flops_spent(run: Run, tokens: Array) -> Array | None:
-    """Training FLOPs, by the model's count a token."""
     each = finite(run.facts.get("flops_per_token"))
     return None if each is None else tokens * each
 
@@ -202,18 +198,16 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
     return Series(spent, losses[known])
 
 
-def equal_gaps(row: Row) -> dict[str, EqualGap]:
-    found = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
-    return {name: gap for name, gap in found.items() if gap is not None}
-
-
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     """The gap to the row's baseline where both had spent the same.
 
     Curves are read in a line over the logarithm of the amount. None without a gap, where an amount
     is unknown, or where it was measured on different machines.
     """
-    if row.gap is None or row.baseline is None or not same_facts(budget, [row, row.baseline]):
+    if row.gap is None or row.baseline is None:
+        return None
+    both = [*row.runs, *row.baseline.runs]
+    if len({str([run.facts.get(fact) for fact in budget.facts]) for run in both}) > 1:
         return None
     bases = {run.seeds: run for run in row.baseline.runs if run.final_loss is not None}
     own = [run for run in row.runs if run.final_loss is not None and run.seeds in bases]
@@ -231,12 +225,6 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     return EqualGap(estimate(gaps), at, float(np.mean(errors)))
 
 
-def same_facts(budget: Budget, rows: list[Row]) -> bool:
-    """Whether the runs of all rows agree on the facts that a budget depends on."""
-    facts = {str([run.facts.get(f) for f in budget.facts]) for row in rows for run in row.runs}
-    return len(facts) == 1
-
-
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
     """Return the loss between two evaluations, in a line over the logarithm of what was spent, and
     how far it may be off.
@@ -251,19 +239,3 @@ def read_curve(curve: Series, at: float) -> tuple[float, float]:
     inner = [i for i in (place - 1, place) if 0 < i < len(x) - 1]
     off = [abs(y[i] - np.interp(x[i], x[[i - 1, i + 1]], y[[i - 1, i + 1]])) for i in inner]
     return float(np.interp(np.log(at), x, y)), float(max(off, default=np.inf))
-
-
-def spent_band(row: Row, budget: Budget) -> Band | None:
-    """Return a row's held-out loss over what its seeds had spent on average; None if unknown."""
-    band = band_of(row, lambda run: run.series(LOSS))
-    if band is None:
-        return None
-    amounts = [found for run in row.runs if (found := budget.spent(run, band.x)) is not None]
-    x = np.ma.masked_invalid(amounts).mean(axis=0).filled(np.nan) if amounts else np.zeros(0)
-    if not np.isfinite(x).any():
-        return None
-    stops = [(x[np.searchsorted(band.x, tokens)], loss) for tokens, loss in band.stops]
-    mean, low, high, *singles = (
-        y[np.isfinite(x)] for y in (band.mean, band.low, band.high, *band.singles)
-    )
-    return Band(x[np.isfinite(x)], mean, low, high, singles, stops)

@@ -68,6 +68,7 @@ def page(comparison: Comparison) -> str:
         gaps=sum(row.gap is not None for row in rows),
         holm=holm_sentence(rows),
         tests=tables.gap_table(rows, styles),
+        costs=tables.cost_table(rows, comparison.baseline),
         family=len(family(rows)),
         documents="; ".join(dict.fromkeys(row.no_documents for row in rows if row.no_documents)),
         hidden=hidden,

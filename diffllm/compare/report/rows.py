@@ -134,18 +134,17 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         row.loss = estimate(losses) if losses else None
         row.diverged = sum(run.diverged for run in same)
         rows.append(row)
-    rows.sort(key=row_order)
-    return rows
+
+    def order(row: Row) -> list[tuple[int, Any]]:
+        variant, *others = row.keys.values()
+        return [variant_order(variant), *map(value_order, others)]
+
+    return sorted(rows, key=order)
 
 
 def variant_order(name: str) -> tuple[int, str]:
     """Sort key of a variant: those of `FIRST`, then the others by name."""
     return (*FIRST, name).index(name), name
-
-
-def row_order(row: Row) -> list[tuple[int, Any]]:
-    variant, *others = row.keys.values()
-    return [variant_order(variant), *map(value_order, others)]
 
 
 def value_order(value: Any) -> tuple[int, Any]:

@@ -5,6 +5,7 @@ A section without data is left out; so is a figure that no run has the metrics f
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from markupsafe import Markup
 
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.curves import BUDGETS, same_facts, spent_band
 from diffllm.compare.report.figures import (
     FEW,
     Bands,
@@ -55,14 +55,6 @@ quantile of the values behind them that the scale goes to at least. Curves of fe
 first steps."""
 
 
-COSTS_INTRO = (
-    "A variant may need more FLOPs or more time for a token. Each curve goes to the end of its own "
-    "run; the table has gaps where both rows had spent the same, read off the curves. A run that "
-    "is read before its end had not let its learning rate fall to the last value, which counts "
-    "against it: model.match_flops_to makes runs that end at equal FLOPs."
-)
-
-
 class Card(NamedTuple):
     """A figure of the page."""
 
@@ -78,20 +70,6 @@ class PageSection(NamedTuple):
     title: str
     intro: str
     figures: list[Card]
-    table: bool = False
-    """Whether the table of gaps at equal cost stands above the figures."""
-
-    @property
-    def shown(self) -> list[Card]:
-        return [card for card in self.figures if not card.folded]
-
-    @property
-    def folded(self) -> list[Card]:
-        return [card for card in self.figures if card.folded]
-
-    @property
-    def folded_title(self) -> str:
-        return f"More figures: {', '.join(card.title for card in self.folded)}"
 
 
 def page_sections(
@@ -106,8 +84,6 @@ def page_sections(
     first = draw.first_screen()
     shown = {card.title for card in first}
     found = []
-    if costs := draw.costs():
-        found.append(PageSection("At equal cost", COSTS_INTRO, costs, table=True))
     of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
     for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
         parts = [(section, draw.cards(section, shown)) for section in group]
@@ -175,8 +151,14 @@ class Figures:
             caption = self.caption(plot, metric)
             if metric.name.endswith("*") and not group:
                 caption += " At each step, of the layer where it is highest."
-            cards += self.curves(named, caption, metric.unit, self.over_tokens(pick, plot.smooth))
+            if plot.smooth:
+                pick = partial(self.smoothed, pick)
+            bands = [curves.band_of(row, pick) for row in self.rows]
+            cards += self.curves(named, caption, metric.unit, bands)
         return cards
+
+    def smoothed(self, pick: Callable[[Run], Series], run: Run) -> Series:
+        return curves.smoothed(pick(run), self.smoothed_over)
 
     def caption(self, plot: Plot, metric: Metric) -> str:
         return plot.caption.format(**self.fields, group="") or f"{metric.meaning}."
@@ -197,11 +179,6 @@ class Figures:
             (name.removeprefix(f"{metric.quantity}/"), lambda run, name=name: run.series(name))  # type: ignore[misc]
             for name in sorted(names)
         ]
-
-    def over_tokens(self, pick: Callable[[Run], Series], smooth: bool = False) -> Bands:
-        if not smooth:
-            return [curves.band_of(row, pick) for row in self.rows]
-        return self.over_tokens(lambda run: curves.smoothed(pick(run), self.smoothed_over))
 
     def intervals(self) -> list[Card]:
         """Every gap with its interval."""
@@ -236,17 +213,6 @@ class Figures:
             )
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.curves(plot, caption, "nats a token", bands, floor=floor)
-
-    def costs(self) -> list[Card]:
-        """Held-out loss over FLOPs and over seconds, where some row has a gap."""
-        cards = []
-        for budget in (BUDGETS["flops"], BUDGETS["seconds"]):
-            if any(row.equal for row in self.rows) and same_facts(budget, self.rows):
-                bands = [spent_band(row, budget) for row in self.rows]
-                plot = Curve(f"Held-out loss against {budget.unit}", clip=True)
-                caption = f"{budget.meaning}.{self.fields['incomparable']}"
-                cards += self.curves(plot, caption, "nats a token", bands, across=budget.unit)
-        return cards
 
     def curves(self, plot: Curve, caption: str, unit: str, bands: Bands, **how: Any) -> list[Card]:
         """One figure over tokens, if there is a value other than 0."""

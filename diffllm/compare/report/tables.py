@@ -64,9 +64,10 @@ def diverged_cell(found: ArmComparison) -> Cell:
     return Cell(text, small=(f"p {p_text(found.p_diverged)}, Fisher",))
 
 
-def cost_table(rows: list[Row], baseline: str | None) -> Table:
-    """The gaps at equal cost, of the rows that have one."""
-    kept = [row for row in rows if row.equal]
+def cost_table(rows: list[Row], baseline: str | None) -> Table | None:
+    """The gaps at equal cost, of the rows that have one; None without any."""
+    if not (kept := [row for row in rows if row.equal]):
+        return None
     labels = Column(f"Gap to {baseline}", [Cell(row.label) for row in kept])
     return Table([labels, *cost_columns(kept)])
 

@@ -29,10 +29,9 @@ def table_text(comparison: Comparison) -> str:
     label alone is longer; where not all rows can be compared, what tells them apart."""
     rows, groups = comparison.rows, comparison.groups
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
-    lines = [heads, *map(row_cells, rows)]
-    if not any(row.gap for row in rows):
-        lines = [[*line[:2], *line[3:]] for line in lines]
-    text = aligned(lines)
+    shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
+    lines = [[row_cells(row)[i] for i in shown] for row in rows]
+    text = Table.of([heads[i] for i in shown], lines, left=range(len(shown))).text(WIDTH)
     if not any(row.loss and row.loss.low is not None for row in rows):
         text.append("Nats a token; one seed has no interval.")
     else:
@@ -59,9 +58,3 @@ def row_cells(row: Row) -> list[str]:
     seeds = f"{row.seeds}" if row.seeds == len(row.runs) else f"{row.seeds} of {len(row.runs)}"
     seeds += f", {row.diverged} diverged" if row.diverged else ""
     return [row.label, loss, gap, seeds, compact(row.values.get("parameters"))]
-
-
-def aligned(lines: list[list[str]]) -> list[str]:
-    """Cells below each other; where that is too wide, the first has a line of its own."""
-    heads, *rows = lines
-    return Table.of(heads, rows, left=range(len(heads))).text(WIDTH)
