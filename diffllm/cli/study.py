@@ -55,7 +55,6 @@ class StudyRunArguments:
     out: str = argument("directory of the study's runs", "", path=True)
     dry_run: bool = flag("check all runs and say what they cost")
     pilot: list[str] = argument("ended runs that tell the speed", [], path=True)
-    probe: bool = argument("speed is no longer probed", False)
     plugins: str = plugins_argument()
 
 
@@ -90,8 +89,6 @@ def study_command(argv: list[str]) -> int:
     launcher = [w for w in args.study if w.startswith(("hydra/launcher=", "hydra.launcher."))]
     files = [word for word in args.study if word not in launcher]
     study, out = study_and_directory(files, args.out)
-    if args.probe:
-        raise ConfigError("probe=true: speed is no longer probed; name ended runs: pilot=DIR")
     if args.dry_run:
         dry_run(study, out, [Path(word) for word in args.pilot])
         return 0

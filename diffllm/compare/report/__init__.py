@@ -22,24 +22,6 @@ def write_report(
     return write(comparison, out or home)
 
 
-def log_gaps(paths: list[Path], baseline: str | None = None, out: Path | None = None) -> bool:
-    """Record the gaps of the runs in `paths` over tokens as a wandb run; false if nothing was.
-
-    Raises ConfigError as `write_report` does.
-
-    Args:
-        paths: run directories, directories of runs, globs.
-        baseline: the variant that gaps are measured from; None takes `standard` if it is there.
-        out: directory that wandb writes below; None is the one that holds all that `paths` name.
-    """
-    from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.wandb_gaps import record_gaps
-
-    comparison, home = read(paths, baseline)
-    place = out or home
-    return place is not None and record_gaps(comparison, place)
-
-
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
     """Means, gaps and 95% intervals of the runs in `paths`, in at most 100 columns, and notes.
 

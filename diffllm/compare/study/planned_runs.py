@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from diffllm.compare.study.file import Rates, Study
+from diffllm.compare.study.file import Study
 from diffllm.config import TrainConfig
 from diffllm.config.compose import LENGTHS, compose_config
 from diffllm.config.loading import solved
@@ -84,14 +84,9 @@ def config_of_arm(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
     return compose_config(with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr]))
 
 
-def study_mark(study: Study, planned: Planned) -> str:
-    """The words that a run of this study begins with, in `run.study`: the file's hash, the stage
-    and the arm."""
-    return f"{study.hash}/{planned.stage}/{planned.arm}"
-
-
 def read_mark(path: Path) -> str | None:
-    """The mark that the run at `path` began with; None where no run has begun.
+    """The mark, `run.study`, that the run at `path` began with: the study file's hash, the stage
+    and the arm; None where no run has begun.
 
     Raises CheckpointError for what is not a run of this version.
     """
@@ -103,9 +98,9 @@ def read_mark(path: Path) -> str | None:
 def start_words(study: Study, planned: Planned, out: Path) -> list[str]:
     """The overrides that start a run, or continue it under the mark that it began with."""
     path = out / planned.name
-    own = read_mark(path)
-    begun = study_mark(study, planned) if own is None else own
-    return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={begun}"]
+    if (mark := read_mark(path)) is None:
+        mark = f"{study.hash}/{planned.stage}/{planned.arm}"
+    return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={mark}"]
 
 
 def is_ended(path: Path) -> bool:
@@ -188,10 +183,6 @@ def choose(study: Study, arm: str, out: Path) -> ChosenRate:
             where = "largest" if side else "smallest"
             return ChosenRate(arm, losses, [], best, f"the best is the {where} of the grid")
         added[side] += 1
-        grid = [*grid, beyond(rates, grid, 1)] if side else [beyond(rates, grid, 0), *grid]
-
-
-def beyond(rates: Rates, grid: list[float], side: int) -> float:
-    """The next rate after an end of a grid, by the ratio that it has there."""
-    first, second = (rates.grid[-2:]) if side else rates.grid[1::-1]
-    return float(f"{(grid[-1] if side else grid[0]) * second / first:.6g}")
+        first, second = rates.grid[-2:] if side else rates.grid[1::-1]
+        lr = float(f"{best * second / first:.6g}")
+        grid = [*grid, lr] if side else [lr, *grid]

@@ -19,7 +19,7 @@ from diffllm.compare.study.planned_runs import (
     strayed,
 )
 from diffllm.compare.sweep.cluster import ClusterLauncher
-from diffllm.compare.sweep.command import Place, join_ranks, run_here, run_jobs
+from diffllm.compare.sweep.command import Place, join_ranks, run_here
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config.matching import totals
@@ -73,7 +73,8 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
             run_here(jobs, world)
             continue
         echo(f"{out}: {len(jobs)} runs to go in this stage", flush=True)
-        stopped, endings = run_jobs(jobs, world, *place)
+        directory, cluster = place
+        stopped, endings = cluster.run(jobs, directory) if cluster else run_here(jobs, world)
         for job in (job for job in jobs if not is_ended(Path(job.path))):
             failed.append(job.name)
             ending = endings.get(job.name)
@@ -180,30 +181,24 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     extensions of the grid, then of deciding.
 
     The time of a run follows from its FLOPs and a median speed that includes evaluations and saves:
-    of the arm's ended runs, or else of all arms' ended runs, or else of the pilot's.
+    of the study's ended runs, or else of the pilot's.
 
     Args:
         out: directory of the study's runs.
         pilot: runs, directories of runs or globs of them, on this machine.
     """
-    stages = {first.arm: stages_of(study, first) for first in first_runs(study)}
-    speeds = {
-        arm: [speed for runs in found for run in runs if (speed := speed_of(out / run.name))]
-        for arm, found in stages.items()
-    }
-    others = [speed for found in speeds.values() for speed in found]
-    if not others and pilot:
-        others = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+    stages = [runs for first in first_runs(study) for runs in stages_of(study, first)]
+    speeds = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
+    if not speeds and pilot:
+        speeds = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
     found = []
-    for arm, of_arm in stages.items():
-        known = speeds[arm] or others
-        for runs in of_arm:
-            cfg = config_of_planned(runs[0])
-            tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
-            flops = tokens * totals(cfg.model)["flops"]
-            ended = sum(is_ended(out / run.name) for run in runs)
-            seconds = flops / statistics.median(known) if known else None
-            found.append(Cost(runs[0].stage, arm, len(runs), ended, tokens, flops, seconds))
+    for runs in stages:
+        cfg = config_of_planned(runs[0])
+        tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
+        flops = tokens * totals(cfg.model)["flops"]
+        ended = sum(is_ended(out / run.name) for run in runs)
+        seconds = flops / statistics.median(speeds) if speeds else None
+        found.append(Cost(runs[0].stage, runs[0].arm, len(runs), ended, tokens, flops, seconds))
     return found
 
 

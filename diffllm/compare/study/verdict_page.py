@@ -25,7 +25,7 @@ from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, percen
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Series
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, StudyArm, Tested, Verdict
+from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
@@ -95,6 +95,8 @@ def arms_table(found: Verdict) -> Table:
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
         mean, interval = arm.mean, MISSING
+        rates = sorted({run.cfg.optim.lr for run in arm.runs})
+        rates = list(dict.fromkeys([*rates[:1], *rates[-1:]]))
         if mean and mean.low is not None and mean.high is not None:
             interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
         rows.append(
@@ -104,15 +106,10 @@ def arms_table(found: Verdict) -> Table:
                 interval,
                 f"{len(arm.finite)}",
                 f"{arm.diverged} of {len(arm.runs)}",
-                rates_text(arm),
+                " to ".join(f"{lr:g}" for lr in rates) or MISSING,
             ]
         )
     return Table.of(heads, rows, left=range(len(heads)))
-
-
-def rates_text(arm: StudyArm) -> str:
-    rates = sorted({run.cfg.optim.lr for run in arm.runs})
-    return " to ".join(f"{lr:g}" for lr in dict.fromkeys([*rates[:1], *rates[-1:]])) or MISSING
 
 
 def power_words(study: Study) -> str:

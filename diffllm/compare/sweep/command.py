@@ -9,7 +9,7 @@ from typing import Any
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
-from diffllm.core.errors import CheckpointError, InUseError, UserError
+from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.printing import echo
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
@@ -49,7 +49,7 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     directory, cluster = planned
     announce(jobs, directory)
     try:
-        stopped, endings = run_jobs(to_run, world, directory, cluster)
+        stopped, endings = cluster.run(to_run, directory) if cluster else run_here(to_run, world)
     except UserError:  # there is no such cluster
         directory.withdraw()
         raise
@@ -63,24 +63,18 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
 def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
     """Plan every run of a sweep; return the fields of its jobs, its directory and its cluster.
 
-    A sweep without a name gets an unused one. If another sweep takes that name at the same moment,
-    the next one is tried.
+    A sweep without a name gets an unused one.
     """
     own, launcher = split_overrides([*experiment_words(words), *words])
     names = [o for o in own if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
-    while True:
-        name = names or split_overrides([f"run.sweep={fresh(path).name}"])[0]
-        cluster = ClusterLauncher.of(launcher, ranks, str(name[0].input_line))
-        every = own if names else [*own, *name]
-        try:
-            directory, runs = plan_sweep(every, cluster.world_size if cluster else ranks)
-        except InUseError:
-            if names:
-                raise
-            continue
-        flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
-        return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
+    if not names:
+        names = split_overrides([f"run.sweep={fresh(path).name}"])[0]
+        own += names
+    cluster = ClusterLauncher.of(launcher, ranks, str(names[0].input_line))
+    directory, runs = plan_sweep(own, cluster.world_size if cluster else ranks)
+    flags = [word for path in config_dirs for word in ("--config-dir", str(path))]
+    return [{**run, "words": [*flags, *run["words"]]} for run in runs], (directory, cluster)
 
 
 def join_ranks() -> World:
@@ -90,14 +84,6 @@ def join_ranks() -> World:
     if world.size > 1:  # the runs meet through the store that this process met through
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return world
-
-
-def run_jobs(
-    jobs: list[Job], world: World, directory: SweepDirectory, cluster: ClusterLauncher | None
-) -> tuple[int, dict[str, Ending]]:
-    """Run jobs on a cluster or here; return the signal that stopped them or 0, and their endings
-    by name."""
-    return cluster.run(jobs, directory) if cluster else run_here(jobs, world)
 
 
 def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
@@ -172,12 +158,16 @@ def write_comparison(directory: Path) -> None:
     """Compare the sweep's runs here and in a page; that this fails is no failure of the sweep."""
     wanted = "comparison of the runs"
     try:
-        from diffllm.compare.report import comparison_text, log_gaps, write_report
+        from diffllm.compare.report.comparison import read
+        from diffllm.compare.report.page import write
+        from diffllm.compare.report.text import whole_text
+        from diffllm.compare.report.wandb_gaps import record_gaps
 
-        echo(f"\n{comparison_text([directory])}\n")
-        page, table = write_report([directory])
+        comparison, _ = read([directory])
+        echo(f"\n{whole_text(comparison)}\n")
+        page, table = write(comparison, directory)
         echo(f"comparison {page}, {table}")
         wanted = "gaps in wandb"
-        log_gaps([directory])
+        record_gaps(comparison, directory)
     except Exception as error:
         echo(f"no {wanted}: {' '.join(str(error).split()) or type(error).__name__}")

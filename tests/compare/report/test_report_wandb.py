@@ -5,7 +5,8 @@ from test_report_budgets import TOKENS, written
 from wandb_file import OfflineRun
 
 from diffllm.cli import main
-from diffllm.compare.report import log_gaps
+from diffllm.compare.report.comparison import read
+from diffllm.compare.report.wandb_gaps import record_gaps
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def swept(tmp_path, monkeypatch):
 
 
 def test_gaps_and_noise_floor_are_drawn_over_tokens(swept):
-    assert log_gaps([swept])
+    assert record_gaps(read([swept])[0], swept)
     run = OfflineRun(swept)
     assert (run.header.run_group, run.header.display_name) == ("comparison", "swept")
     assert run.metrics["gap/*"].step_metric == "tokens"
@@ -41,7 +42,8 @@ def test_the_command_records_them_where_asked(swept, capsys):
 
 def test_runs_that_recorded_nothing_are_not_recorded(swept, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert not log_gaps([swept])
+    assert not record_gaps(read([swept])[0], swept)
     assert not (swept / "wandb").exists()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert not log_gaps([swept / "standard0"]), "there is no gap"
+    single = swept / "standard0"
+    assert not record_gaps(read([single])[0], single), "there is no gap"

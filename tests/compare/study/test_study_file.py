@@ -112,7 +112,7 @@ def test_a_bad_study_is_refused_with_its_key(tmp_path, old, new, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", [["run", "--dry-run", "probe=false"], ["run"], ["verdict"]])
+@pytest.mark.parametrize("command", [["run", "--dry-run"], ["run"], ["verdict"]])
 def test_each_command_ends_a_bad_study_in_one_line(tmp_path, capsys, command):
     path, out = written(tmp_path, GOOD.replace("arm: v2", "arm: v3")), tmp_path / "out"
     assert main(["study", command[0], str(path), f"out={out}", *command[1:]]) == 2
@@ -137,8 +137,7 @@ def test_a_file_without_a_mapping_is_refused(tmp_path, text):
         (["run"], "no study file"),
         (["run", "{path}"], "out=DIR is missing"),
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
-        (["verdict", "{path}", "out=o", "probe=false"], "unknown argument 'probe=false'"),
-        (["run", "{path}", "out=o", "--dry-run", "probe=true"], "name ended runs: pilot=DIR"),
+        (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
         (["verdict", "{path}", "out=o"], "has no run of"),
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x does not exist"),

@@ -385,7 +385,7 @@ def dry_run(study, out, capsys, *words):
 def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, capsys):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
     pilot = tmp_path / "pilot"
-    said = dry_run(study, out, capsys, "probe=false")
+    said = dry_run(study, out, capsys)
     assert "6 runs. To go: 30.72k tokens" in said
     assert "a time that is not known" in said
     assert not out.exists()

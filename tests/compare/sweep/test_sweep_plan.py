@@ -157,21 +157,22 @@ def test_the_report_is_a_table_with_reasons(
 def test_a_report_that_fails_says_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(paths: list[Path]) -> None:
-        raise RuntimeError(f"cannot\nread {paths[0]}")
+    def fails(*_: object) -> None:
+        raise RuntimeError("cannot\nread s")
 
-    monkeypatch.setattr(
-        "diffllm.compare.report.comparison_text", lambda paths: "the table", raising=False
-    )
-    monkeypatch.setattr("diffllm.compare.report.write_report", fails, raising=False)
+    report = "diffllm.compare.report"
+    monkeypatch.setattr(f"{report}.comparison.read", lambda paths: ("compared", None))
+    monkeypatch.setattr(f"{report}.text.whole_text", lambda comparison: "the table")
+    monkeypatch.setattr(f"{report}.page.write", fails)
     write_comparison(Path("s"))
     assert capsys.readouterr().out == ("\nthe table\n\nno comparison of the runs: cannot read s\n")
     written = (Path("s/report.html"), Path("s/report.csv"))
-    monkeypatch.setattr("diffllm.compare.report.write_report", lambda paths: written, raising=False)
+    monkeypatch.setattr(f"{report}.page.write", lambda *_: written)
+    monkeypatch.setattr(f"{report}.wandb_gaps.record_gaps", fails)
     write_comparison(Path("s"))
     page = "\nthe table\n\ncomparison s/report.html, s/report.csv\n"
-    assert capsys.readouterr().out == f"{page}no gaps in wandb: s does not exist\n"
-    monkeypatch.setattr("diffllm.compare.report.log_gaps", lambda paths: True, raising=False)
+    assert capsys.readouterr().out == f"{page}no gaps in wandb: cannot read s\n"
+    monkeypatch.setattr(f"{report}.wandb_gaps.record_gaps", lambda *_: True)
     write_comparison(Path("s"))
     assert capsys.readouterr().out == page
 
