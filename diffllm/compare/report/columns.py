@@ -1,4 +1,4 @@
-"""The columns of a report: each with its value in report.csv, its meaning, and its cell."""
+"""The columns of a report: the values of report.csv, and the columns of the page."""
 
 import math
 from collections.abc import Callable
@@ -18,39 +18,83 @@ from diffllm.compare.report.numbers import (
     share_words,
     short,
 )
-from diffllm.compare.report.rows import Row, row_value
+from diffllm.compare.report.rows import EqualGap, Row, row_value
 from diffllm.core.printing import Cell, Column, Table
 from diffllm.metrics.table import METRICS
 
 
-class ReportColumn(NamedTuple):
-    """A column of report.csv, which the page may show too."""
+class PageColumn(NamedTuple):
+    """A column of the page."""
 
+    title: str
+    """Its head, where `{}` stands for the baseline."""
+    unit: str
     meaning: str
-    value: Callable[[Row], Any]
-    """None, an empty cell, where a number is unknown."""
-    title: str = ""
-    """Its head on the page, where `{}` stands for the baseline; empty if it has no place there."""
-    unit: str = ""
-    cell: Callable[[Row], Cell] | None = None
+    cell: Callable[[Row], Cell]
 
 
-def at(path: str) -> Callable[[Row], Any]:
-    """Read an attribute of an attribute ("loss.mean"), an entry of a dict or of a tuple by its
-    place; None if one of them is missing or empty."""
+def row_values(row: Row) -> dict[str, Any]:
+    """The columns of a row in report.csv, in order; None, an empty cell, for an unknown number.
 
-    def read(row: Row) -> Any:
-        found: Any = row
-        for name in path.split("."):
-            if found is None:
-                return None
-            if isinstance(found, dict):
-                found = found.get(name)
-            else:
-                found = found[int(name)] if name.isdecimal() else getattr(found, name)
-        return None if found in ("", []) else found
+    All but the swept keys, which follow the variant, and the sizes are of finished runs.
+    """
+    found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
+    paired = found and found.paired
+    events = {series: row.events(series) for series in ("loss", "grad")}
+    diverged = row.diverged_share.interval if ended else (None, None)
+    return {
+        "variant": row.keys["attention"],
+        **{key: value for key, value in row.keys.items() if key != "attention"},
+        **{fact: row.fact(fact) for fact in ("parameters", "active_parameters", "flops_per_token")},
+        "tokens": row.runs[0].planned_tokens,
+        "seeds": row.seeds,
+        "seeds_diverged": row.diverged,
+        "seeds_ended": len(ended),
+        "loss": loss and loss.mean,
+        **ends("loss", loss),
+        "gap": gap and gap.mean,
+        **ends("gap", gap),
+        "gap_seeds": gap and gap.seeds,
+        "gap_p": paired and paired.p,
+        "gap_p_holm": row.p_holm,
+        **ends("gap_welch", found and found.welch),
+        **ends("gap_documents", row.documents),
+        "seed_correlation": found and found.correlation,
+        "diverged_low": diverged[0],
+        "diverged_high": diverged[1],
+        "diverged_p": found and found.p_diverged,
+        **{
+            f"gap_at_{name}{end}": value
+            for name in BUDGETS
+            for end, value in equal_values(row.equal.get(name)).items()
+        },
+        "baseline": row.baseline and row.baseline.label,
+        "incomparable": row.incomparable or None,
+        "group": row.group or None,
+        **{
+            f"{series}_events{end}": rate and getattr(rate, field)
+            for series, rate in events.items()
+            for end, field in EVENTS.items()
+        },
+        "seconds": row.mean("seconds"),
+        "bits_per_byte": row.mean("heldout_bits_per_byte"),
+        **{metric.quantity: row_value(row, metric) for metric in METRICS if metric.column},
+    }
 
-    return read
+
+def ends(name: str, found: Any) -> dict[str, Any]:
+    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
+
+
+def equal_values(found: EqualGap | None) -> dict[str, Any]:
+    gap = found and found.gap
+    of = {"_error": found and found.error, "_of": found and found.at}
+    return {"": gap and gap.mean, **ends("", gap), **of}
+
+
+def csv_text(rows: list[Row]) -> str:
+    cells = [[Cell(value=value) for value in row.values.values()] for row in rows]
+    return Table.of(list(rows[0].values), cells).csv()
 
 
 def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
@@ -126,175 +170,68 @@ def events_cell(row: Row, series: str) -> Cell:
     return Cell(short(rate.value, 2), rate.high, (interval,))
 
 
-COLUMNS = {
-    "variant": ReportColumn(
-        "choice of attention=; a column for every other swept key comes after it",
-        at("keys.attention"),
+PAGE = {
+    "loss": PageColumn(
+        "Held-out loss", "nats a token, 95% interval",
+        "held-out loss after the last step, nats a token, mean over seeds", loss_cell,
     ),
-    "parameters": ReportColumn(
-        "of the whole decoder", lambda row: row.fact("parameters"), "Parameters",
-        cell=number_cell(compact, "parameters"),
+    "gap": PageColumn(
+        "Gap to {}", "nats a token, 95% interval, paired",
+        "loss minus the baseline's, mean over the seeds that both have", gap_cell,
     ),
-    "active_parameters": ReportColumn(
-        "that one token passes through", lambda row: row.fact("active_parameters"),
-        "Active parameters", cell=active_cell,
+    "parameters": PageColumn(
+        "Parameters", "", "of the whole decoder", number_cell(compact, "parameters")
     ),
-    "flops_per_token": ReportColumn(
+    "active_parameters": PageColumn(
+        "Active parameters", "", "that one token passes through", active_cell
+    ),
+    "flops_per_token": PageColumn(
+        "FLOPs", "per token",
         "training FLOPs a token, forward and backward, attention counted causally",
-        lambda row: row.fact("flops_per_token"), "FLOPs", "per token",
         number_cell(compact, "flops_per_token"),
     ),
-    "tokens": ReportColumn(
-        "that a whole run trains on: steps x global_batch_size x seq_len",
-        at("runs.0.planned_tokens"), "Tokens", cell=number_cell(compact, "tokens"),
+    "tokens": PageColumn(
+        "Tokens", "", "that a whole run trains on: steps x global_batch_size x seq_len",
+        number_cell(compact, "tokens"),
     ),
-    "seeds": ReportColumn(
-        "finished runs that the loss is the mean of", at("seeds"), "Seeds", cell=seeds_cell
-    ),
-    "seeds_diverged": ReportColumn(
-        "runs that ended without a finite held-out loss, at their last step or because too many "
-        "updates in a row were skipped: in no loss or gap", at("diverged"),
-    ),
-    "seeds_ended": ReportColumn(
-        "runs that ended, finished or diverged", lambda row: len(row.ended)
-    ),
-    "loss": ReportColumn(
-        "held-out loss after the last step, nats a token, mean over seeds", at("loss.mean"),
-        "Held-out loss", "nats a token, 95% interval", loss_cell,
-    ),
-    "loss_low": ReportColumn(
-        "lower end of its 95% interval, Student's t over seeds", at("loss.low")
-    ),
-    "loss_high": ReportColumn("upper end of its 95% interval", at("loss.high")),
-    "gap": ReportColumn(
-        "loss minus the baseline's, mean over the seeds that both have", at("gap.mean"),
-        "Gap to {}", "nats a token, 95% interval, paired", gap_cell,
-    ),
-    "gap_low": ReportColumn(
-        "lower end of its 95% interval, paired Student's t over these seeds", at("gap.low")
-    ),
-    "gap_high": ReportColumn("upper end of its 95% interval", at("gap.high")),
-    "gap_seeds": ReportColumn("how many seeds these are", at("gap.seeds")),
-    "gap_p": ReportColumn(
-        "two-sided p of the paired t test; 1 where seeds do not vary", at("outcome.paired.p")
-    ),
-    "gap_p_holm": ReportColumn(
-        "that p after Holm's correction over all gaps of the report; a gap in favour of the side "
-        "that diverged more enters with 1", at("p_holm"),
-    ),
-    "gap_welch_low": ReportColumn(
-        "lower end of the gap's 95% interval by Welch's t test, unpaired, over all finite seeds of "
-        "both", at("outcome.welch.low"),
-    ),
-    "gap_welch_high": ReportColumn("upper end of it", at("outcome.welch.high")),
-    "gap_documents_low": ReportColumn(
-        "lower end of the gap's 95% interval over held-out documents and seeds together, a "
-        "bootstrap; from 8 seeds on", at("documents.low"),
-    ),
-    "gap_documents_high": ReportColumn("upper end of it", at("documents.high")),
-    "seed_correlation": ReportColumn(
-        "correlation of the losses with the baseline's over common seeds; from three on",
-        at("outcome.correlation"),
-    ),
-    "diverged_low": ReportColumn(
-        "lower end of the 95% interval of the share of runs that diverge, Clopper and Pearson's",
-        lambda row: row.diverged_share.interval[0] if row.ended else None,
-    ),
-    "diverged_high": ReportColumn(
-        "upper end of it", lambda row: row.diverged_share.interval[1] if row.ended else None
-    ),
-    "diverged_p": ReportColumn(
-        "p of Fisher's exact test that as many diverge as of the baseline",
-        at("outcome.p_diverged"),
+    "seeds": PageColumn(
+        "Seeds", "", "finished runs that the loss is the mean of", seeds_cell
     ),
     **{
-        f"gap_at_{name}{end}": ReportColumn(meaning.format(budget.unit), at(f"equal.{name}.{path}"))
-        for name, budget in BUDGETS.items()
-        for end, path, meaning in (
-            ("", "gap.mean", "held-out loss minus the baseline's where both had spent equal {}, "
-             "read off evaluations during training, mean over the seeds that both have"),
-            ("_low", "gap.low", "lower end of its 95% interval, paired Student's t over these "
-             "seeds"),
-            ("_high", "gap.high", "upper end of its 95% interval"),
-            ("_error", "error", "nats a token that it may be off by, for evaluations lie apart"),
-            ("_of", "at", "the {} that both had spent"),
+        f"{series}_events_per_1000": PageColumn(
+            title, "events per 1,000 steps", f"spike events of the {what} without its trend, all "
+            "ended seeds together, a thousand judged steps", partial(events_cell, series=series),
+        )
+        for series, title, what in (
+            ("loss", "Loss spikes", "loss"), ("grad", "Gradient spikes", "log gradient norm"),
         )
     },
-    "baseline": ReportColumn(
-        "label of the row that the gap is measured from; empty where there is no gap",
-        at("baseline.label"),
-    ),
-    "incomparable": ReportColumn(
-        "keys that differ between rows and that no loss can be compared across, as JSON; empty "
-        "where all rows are comparable", at("incomparable"),
-    ),
-    "group": ReportColumn(
-        "letter of the rows that it can be compared with; empty where all rows can be", at("group")
+    "seconds": PageColumn(
+        "Time", "a run", "of wall clock that a finished run took, all its starts together; mean "
+        "over seeds", number_cell(clock, "seconds"),
     ),
     **{
-        f"{series}_events{end}": ReportColumn(
-            meaning.format(what), lambda row, series=series, path=path:  # type: ignore[misc]
-            getattr(row.events(series), path, None), title.format(name), "events per 1,000 steps",
-            partial(events_cell, series=series),
+        metric.quantity: PageColumn(
+            column.title, column.unit, metric.column_meaning,
+            number_cell(percent if column.percent else short, metric.quantity),
         )
-        for series, what, name in (
-            ("loss", "loss", "Loss"), ("grad", "log gradient norm", "Gradient"),
-        )
-        for end, path, title, meaning in (
-            ("", "count", "", "spike events of the {} without its trend, all ended seeds together"),
-            ("_judged", "steps", "", "steps of these seeds at which the {} could be judged"),
-            ("_per_1000", "value", "{} spikes", "these events a thousand of these steps"),
-            ("_low", "low", "", "lower end of its exact 95% interval (Garwood)"),
-            ("_high", "high", "", "upper end of it"),
-        )
-    },
-    "seconds": ReportColumn(
-        "of wall clock that a finished run took, all its starts together; mean over seeds",
-        lambda row: row.mean("seconds"), "Time", "a run", number_cell(clock, "seconds"),
-    ),
-    "bits_per_byte": ReportColumn(
-        "held-out loss after the last step, bits a byte of text, mean over seeds",
-        lambda row: row.mean("heldout_bits_per_byte"),
-    ),
-    **{
-        metric.quantity: ReportColumn(
-            metric.column_meaning, partial(row_value, metric=metric), metric.column.title,
-            metric.column.unit,
-            number_cell(percent if metric.column.percent else short, metric.quantity),
-        )
-        for metric in METRICS if metric.column
+        for metric in METRICS if (column := metric.column) and column.title
     },
 }  # fmt: skip
-"""Columns by their names in report.csv, in order. All but the swept keys and the sizes are of
-finished runs."""
-FIRST_SHOWN = ("loss", "gap")
-"""Columns that the page has before the others."""
+"""Columns of the page by their names in report.csv."""
 CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
 """Columns of the page that need no place where all rows agree."""
-
-
-def row_values(row: Row) -> dict[str, Any]:
-    """The columns of a row in report.csv, the swept keys after the variant."""
-    swept = {key: value for key, value in row.keys.items() if key != "attention"}
-    values = {name: column.value(row) for name, column in COLUMNS.items()}
-    return {"variant": values.pop("variant"), **swept, **values}
-
-
-def csv_text(rows: list[Row]) -> str:
-    cells = [[Cell(value=value) for value in row.values.values()] for row in rows]
-    return Table.of(list(rows[0].values), cells).csv()
+EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
+"""Ends of the names of columns about spike events, and the fields of a rate."""
 
 
 def table_columns(rows: list[Row], baseline: str | None) -> list[Column]:
     """The columns of the page that some row has a value for, without the labels of rows."""
     made = []
-    for name in sorted(COLUMNS, key=lambda name: name not in FIRST_SHOWN):
-        column = COLUMNS[name]
-        if not column.title or not column.cell:
-            continue
-        cells, meaning = [column.cell(row) for row in rows], f"{name}: {column.meaning}"
-        if any(cell.text != MISSING or cell.tag for cell in cells):
-            made.append(Column(column.title.format(baseline), cells, column.unit, meaning))
+    for name, (title, unit, meaning, cell) in PAGE.items():
+        cells = [cell(row) for row in rows]
+        if any(each.text != MISSING or each.tag for each in cells):
+            made.append(Column(title.format(baseline), cells, unit, f"{name}: {meaning}"))
     return made
 
 
@@ -302,7 +239,8 @@ def cost_columns(rows: list[Row]) -> list[Column]:
     """The gaps at equal cost, a column a cost that some row has one for."""
     return [
         Column(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows], "nats a token",
-               f"{budget.meaning}; {COLUMNS[f'gap_at_{name}'].meaning}")
+               f"{budget.meaning}; held-out loss minus the baseline's where both had spent equal "
+               f"{budget.unit}, read off evaluations during training")
         for name, budget in BUDGETS.items() if any(name in row.equal for row in rows)
     ]  # fmt: skip
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from tiers import slow_but
 
 from diffllm.compare.report import curves
-from diffllm.compare.report.columns import COLUMNS, table_columns
+from diffllm.compare.report.columns import table_columns
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of, row_styles, scale_limits
 from diffllm.compare.report.notes import settings
