@@ -10,7 +10,7 @@ from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.evaluation.load import TOKENS, decoder, first_sequences, own_data, sequences_for
+from diffllm.evaluation.load import TOKENS, decoder, first_sequences, sequences_for
 from diffllm.evaluation.outliers import TOP, measure
 
 WHAT = """\
@@ -52,7 +52,7 @@ def outliers_command(argv: list[str]) -> None:
     model, step = decoder(run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     most = sequences_for(args.tokens, cfg.seq_len)
-    sequences = first_sequences(own_data(run, cfg), cfg, most, device)
+    sequences = first_sequences(run, cfg, most, device)
     count = len(sequences)
     try:
         layers = measure(model.to(device), sequences)

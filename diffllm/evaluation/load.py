@@ -94,13 +94,13 @@ class HeldoutSequence(NamedTuple):
 
 
 def first_sequences(
-    data: Prepared, cfg: TrainConfig, most: int, device: torch.device
+    run: Path, cfg: TrainConfig, most: int, device: torch.device
 ) -> list[HeldoutSequence]:
-    """Read the first sequences of the held-out split, always the same, onto a device.
+    """Read at most `most` first sequences of a run's held-out split onto a device.
 
-    Args:
-        most: there are fewer where the split is shorter.
+    Raises ConfigError as `own_data` does.
     """
+    data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
     found = []

@@ -20,7 +20,6 @@ from diffllm.evaluation.load import (
     HeldoutSequence,
     first_sequences,
     own_corpus,
-    own_data,
     sequences_for,
 )
 from diffllm.model import Transformer
@@ -231,8 +230,8 @@ class Outliers(Evaluation):
         }
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        data = own_data(subject.run, subject.cfg)
-        sequences = first_sequences(data, subject.cfg, settings["sequences"], subject.device)
+        asked = settings["sequences"]
+        sequences = first_sequences(subject.run, subject.cfg, asked, subject.device)
         with track(self.name, len(sequences)) as advance:
             try:
                 layers = measure(subject.model, sequences, advance)

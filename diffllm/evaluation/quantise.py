@@ -26,7 +26,6 @@ from diffllm.evaluation.load import (
     HeldoutSequence,
     first_sequences,
     own_corpus,
-    own_data,
     sequences_for,
 )
 from diffllm.model import Transformer
@@ -170,8 +169,8 @@ class Quantise(Evaluation):
         }
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        data = own_data(subject.run, subject.cfg)
-        first = first_sequences(data, subject.cfg, settings["sequences"], subject.device)
+        asked = settings["sequences"]
+        first = first_sequences(subject.run, subject.cfg, asked, subject.device)
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
             raise DataError("the held-out sequences have no token that is to be predicted")
