@@ -81,7 +81,9 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     pairs = [(row, base) for row, base in bases if base is not None and base is not row]
     for row, base in pairs:
         measure_gap(row, base, notes)
-    adjust(rows)
+    tested = [(row, p) for row in rows if row.outcome and (p := row.outcome.p) is not None]
+    for (row, _), p in zip(tested, holm([p for _, p in tested]), strict=True):
+        row.p_holm = p  # all gaps are one family
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
     if alone and len(rows) > 1:
         notes.append(f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys.")
@@ -204,11 +206,3 @@ def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
     if why := withheld(len(seeds), nats.shape[1]):
         return None, why
     return bootstrap(nats[len(seeds) :], nats[: len(seeds)], first.tokens), ""
-
-
-def adjust(rows: list[Row]) -> None:
-    """Set Holm's p of every gap that has a test: all of them are one family."""
-    tested = [(row, p) for row in rows if row.outcome and (p := row.outcome.p) is not None]
-    adjusted = holm([p for _, p in tested])
-    for (row, _), p in zip(tested, adjusted, strict=True):
-        row.p_holm = p

@@ -108,15 +108,11 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
     for i, (row, variant) in enumerate(zip(rows, names, strict=True)):
         hue, dash = hue_and_dash(variant)
         nth, count = names[:i].count(variant), names.count(variant)
-        colour = darkened(hue, DARKEST * nth / max(count - 1, 1))
+        light = 1 - DARKEST * nth / max(count - 1, 1)
+        colour = "#" + "".join(f"{round(int(hue[i : i + 2], 16) * light):02x}" for i in (1, 3, 5))
         dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
         styles.append(RowStyle(row.label, variant, colour, dashes, marker))
     return styles
-
-
-def darkened(colour: str, share: float) -> str:
-    parts = (round(int(colour[i : i + 2], 16) * (1 - share)) for i in (1, 3, 5))
-    return "#" + "".join(f"{part:02x}" for part in parts)
 
 
 def hue_and_dash(variant: str) -> tuple[str, int]:

@@ -119,7 +119,9 @@ def distinguish(runs: list[Run]) -> Keys:
     overridden = {key for run in runs for key in overrides(run)}
     differing = {k for k in differing if not k.startswith(ATTENTION)} | overridden
     swept = ["attention", *sorted(differing - follow - {"attention"})]
-    incomparable = sorted(filter(is_incomparable, differing))
+    incomparable = sorted(
+        key for key in differing if within(key, INCOMPARABLE) and not within(key, SWEEPABLE)
+    )
     kept = {*swept, *incomparable}
     return Keys(swept, incomparable, [{k: each.get(k) for k in kept} for each in values])
 
@@ -169,11 +171,6 @@ def variant_keys(variant: str, schema: str) -> dict[str, Any]:
 
 def within(key: str, sections: Iterable[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def is_incomparable(key: str) -> bool:
-    """Whether a difference in this key forbids comparing losses."""
-    return within(key, INCOMPARABLE) and not within(key, SWEEPABLE)
 
 
 def differs(key: str, values: list[dict[str, Any]]) -> bool:

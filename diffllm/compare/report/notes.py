@@ -27,25 +27,16 @@ TOLERANCE = 0.005
 """Share by which totals of parameters may differ before a note says so."""
 EQUAL = 0.0005
 """Share by which totals of parameters may differ and be called equal."""
-LINES = {
-    "Data": (
-        "data.source", "data.dataset", "data.name", "data.split", "data.paths",
-        "data.packing", "data.mask_documents", "corpus",
-    ),
-    "Tokenizer": ("model.vocab_size", "data.tokenizer"),
-    "Training": ("steps", "global_batch_size", "seq_len", "train.skip_step"),
-    "Optimizer": (
-        "optim.lr", "optim.schedule", "optim.warmup_steps", "optim.min_lr_ratio",
-        "optim.weight_decay", "optim.beta1", "optim.beta2", "optim.clip_norm",
-    ),
-    "Model": (
-        "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.head_dim",
-        "model.ffn_dim", *MATCHES,
-    ),
-    "Held-out": ("data.heldout_fraction", "heldout_tokens", "eval.sequences"),
-    "Machine": ("device", "ranks", "precision", "compute_dtype", "torch"),
-}  # fmt: skip
-"""Headings of the page's settings, and the config keys and facts below each."""
+SETTINGS = (
+    "data.source", "data.dataset", "data.name", "data.split", "data.paths", "data.packing",
+    "data.mask_documents", "corpus", "model.vocab_size", "data.tokenizer", "steps",
+    "global_batch_size", "seq_len", "train.skip_step", "optim.lr", "optim.schedule",
+    "optim.warmup_steps", "optim.min_lr_ratio", "optim.weight_decay", "optim.beta1", "optim.beta2",
+    "optim.clip_norm", "model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads",
+    "model.head_dim", "model.ffn_dim", *MATCHES, "data.heldout_fraction", HELDOUT,
+    "eval.sequences", "device", "ranks", "precision", "compute_dtype", "torch",
+)  # fmt: skip
+"""Config keys and facts of the page's settings."""
 
 
 def family(rows: list[Row]) -> list[Row]:
@@ -193,20 +184,15 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def settings(rows: list[Row]) -> dict[str, str]:
-    """Heading to settings, each with every value that occurs; what no run has set is omitted."""
+    """Each setting with every value that occurs, and the commits; omits what no run has set."""
     runs = [run for row in rows for run in row.runs]
-    lines = {}
-    for heading, keys in LINES.items():
-        parts = []
-        for key in keys:
-            found = [run.facts.get(key, run.config.get(key)) for run in runs]
-            texts = [value_text(key, value) for value in found if value not in (None, [], "")]
-            if texts:
-                parts.append(f"{key.rpartition('.')[2]} {' or '.join(dict.fromkeys(texts))}")
-        if parts:
-            lines[heading] = ", ".join(parts)
-    commits = dict.fromkeys(filter(None, map(commit_text, runs)))
-    return lines | ({"Code": " or ".join(commits)} if commits else {})
+    found = {
+        key: [value_text(key, run.facts.get(key, run.config.get(key))) for run in runs
+              if run.facts.get(key, run.config.get(key)) not in (None, [], "")]
+        for key in SETTINGS
+    }  # fmt: skip
+    found["commit"] = list(filter(None, map(commit_text, runs)))
+    return {key: " or ".join(dict.fromkeys(texts)) for key, texts in found.items() if texts}
 
 
 def commit_text(run: Run) -> str:
@@ -214,7 +200,7 @@ def commit_text(run: Run) -> str:
     git = run.facts.get("git")
     if not isinstance(git, dict) or not isinstance(commit := git.get("commit"), str):
         return ""
-    return f"commit {commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
+    return f"{commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
 
 
 def runs_summary(rows: list[Row]) -> str:

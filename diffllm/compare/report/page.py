@@ -48,7 +48,9 @@ def page(comparison: Comparison) -> str:
         loader=PackageLoader("diffllm.compare.report", "."), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
-    rows, hidden = comparison.rows, hidden_rows(comparison)
+    rows, first_group, hidden = comparison.rows, comparison.groups[0], set()
+    if any(row.gap for row in first_group.rows):  # then the figures omit the other groups
+        hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         first, others = page_sections(comparison, styles, hidden)
@@ -63,7 +65,7 @@ def page(comparison: Comparison) -> str:
         apart=apart_text(groups, comparison.differences) if groups else "",
         groups=groups,
         findings=findings(comparison, styles),
-        open=min(len(comparison.groups[0].rows), MOST) if hidden else MOST,
+        open=min(len(first_group.rows), MOST) if hidden else MOST,
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
         holm=holm_sentence(rows),
@@ -102,15 +104,6 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, A
         group = heads.get(id(row), "")
         found.append({"style": style, "sentence": finding(row), "about": about, "group": group})
     return found
-
-
-def hidden_rows(comparison: Comparison) -> set[int]:
-    """Rows that the figures omit: those of other groups than the first, if that has something to
-    compare."""
-    groups = comparison.groups
-    if len(groups) < 2 or not any(row.gap for row in groups[0].rows):
-        return set()
-    return {i for i, row in enumerate(comparison.rows) if row.group != groups[0].letter}
 
 
 def texts(rows: list[Row], styles: list[RowStyle]) -> list[tuple[str, str]]:

@@ -68,6 +68,10 @@ def read_pilot(paths: list[Path]) -> Pilot:
     Of runs that cannot be compared with each other it takes those of which most is known.
     """
     comparison, _ = read(paths)
+
+    def degrees_of_freedom(group: Group) -> int:
+        return sum(max(0, len(finite_losses(row)) - 1) for row in group.rows)
+
     groups = sorted(comparison.groups, key=degrees_of_freedom, reverse=True)
     rows = groups[0].rows
     arms = [PilotArm(row.label, finite_losses(row), row.diverged) for row in rows if row.ended]
@@ -100,11 +104,6 @@ def read_pilot(paths: list[Path]) -> Pilot:
 
 def finite_losses(row: Row) -> dict[tuple[int, int], float]:
     return {seed: loss for seed, loss in row.losses.items() if loss is not None}
-
-
-def degrees_of_freedom(group: Group) -> int:
-    """Count those of the variance between seeds in a group."""
-    return sum(max(0, len(finite_losses(row)) - 1) for row in group.rows)
 
 
 @dataclass(frozen=True)

@@ -62,20 +62,15 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     launcher: list[str] = []
     for override in overrides:
         word, key = str(override.input_line), override.get_key_element().lstrip("+~")
-        if key in ("run.name", "run.dir"):
-            raise ConfigError(
-                "a sweep names its runs: use run.sweep=<name>, not run.name or run.dir"
-            )
-        if key == "run.swept" or (key.startswith("run.") and override.is_sweep_override()):
-            raise ConfigError(f"{word}: a sweep has one run.sweep and fills in run.swept itself")
-        if key == "hydra/launcher" or key.startswith("hydra.launcher."):
-            if override.is_sweep_override():
-                raise ConfigError(f"{word}: all runs of a sweep have one launcher")
+        swept = override.is_sweep_override()
+        if not swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
             launcher.append(word)
+        elif key in ("run.name", "run.dir", "run.swept") or (swept and key.startswith("run.")):
+            raise ConfigError(f"{word}: a sweep names its runs itself, in one run.sweep=<name>")
         elif key.split(".")[0].split("/")[0] == "hydra":
             raise ConfigError(
-                f"{word}: a sweep takes its values from keys like seed=0,1,2 and its directory "
-                "from run.sweep; of Hydra's keys it has hydra/launcher and hydra.launcher.*"
+                f"{word}: of Hydra's keys a sweep takes hydra/launcher and hydra.launcher.*, with "
+                "one value each, and its values from keys like seed=0,1,2"
             )
         else:
             own[override.get_key_element()] = override

@@ -96,10 +96,10 @@ def test_labels_are_as_short_as_they_can_be(keys: list[str], labels: list[str]) 
         ("run.dir=a,b", "run.sweep"),
         ("run.sweep=a,b", "one run.sweep"),
         ("run.swept=[seed]", "run.swept"),
-        ("hydra.sweep.dir=here", "run.sweep"),
+        ("hydra.sweep.dir=here", "seed=0,1,2"),
         ("hydra/sweeper=optuna", "seed=0,1,2"),
         ("+hydra.sweeper.params.seed=1", "seed=0,1,2"),
-        ("hydra.launcher.partition=a,b", "one launcher"),
+        ("hydra.launcher.partition=a,b", "one value each"),
     ],
 )
 def test_what_a_sweep_decides_itself_is_refused(word: str, named: str) -> None:
