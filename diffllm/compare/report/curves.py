@@ -62,10 +62,6 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
     return Band(x, mean, low, high, singles, stops)
 
 
-def band_of(row: Row, pick: Callable[[Run], Series]) -> Band | None:
-    return over_seeds(pick(run) for run in row.runs)
-
-
 def window(points: int) -> int:
     """Width of a running mean: a fiftieth of a long run, about a tenth of a short one; odd."""
     return 2 * max(points // 100, min(points // 20, 5)) + 1
@@ -74,6 +70,8 @@ def window(points: int) -> int:
 def smoothed(series: Series, points: int) -> Series:
     """The centred running mean over that many logged steps, fewer at the ends."""
     known, n = np.isfinite(series.values), len(series.values)
+    if points == 1 or not n:
+        return series
     total, count = (
         np.convolve(values, np.ones(points))[points // 2 : points // 2 + n]
         for values in (np.where(known, series.values, 0), known)

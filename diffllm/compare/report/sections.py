@@ -3,9 +3,8 @@
 A section without data is left out; so is a figure that no run has the metrics for, or only zeros.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from diffllm.compare.report.groups import keys_apart
 from diffllm.compare.report.notes import family, survives
 from diffllm.compare.report.numbers import plural, short
 from diffllm.compare.report.runs import Run, Series
-from diffllm.metrics.metric import Curve, Layers, Metric, Plot, Section
+from diffllm.metrics.metric import Curve, Layers, Metric, Plot
 from diffllm.metrics.table import (
     ATTENTION,
     CONTEXT,
@@ -86,7 +85,10 @@ def page_sections(
     found = []
     of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
     for title, group in groupby([*ORDER, *of_plugins], key=lambda section: section.report):
-        parts = [(section, draw.cards(section, shown)) for section in group]
+        parts = [
+            (section, draw.cards((m for m in METRICS if m.section is section), shown))
+            for section in group
+        ]
         cards = [card for _, cards in parts for card in cards]
         intro = " ".join(section.intro for section, cards in parts if cards and section.intro)
         if cards:
@@ -122,19 +124,14 @@ class Figures:
     def first_screen(self) -> list[Card]:
         """Gaps and held-out loss; the curves of losses where there is no gap."""
         if any(row.gap for row in self.rows):
-            return [*self.intervals(), *self.of("eval/loss"), *self.gap()]
-        return [card for name in ("train/loss", "eval/loss", "train/lr") for card in self.of(name)]
+            return [*self.intervals(), *self.cards([metric_of("eval/loss")]), *self.gap()]
+        return self.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
 
-    def of(self, name: str) -> list[Card]:
-        metric = metric_of(name)
-        return [card for plot in metric.plots for card in self.plot(metric, plot)]
-
-    def cards(self, section: Section, shown: Collection[str]) -> list[Card]:
-        """The figures of a section in the order of the table, without the titles in `shown`."""
+    def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Card]:
+        """The figures of metrics in the order of the table, without the titles in `shown`."""
         return [
             card
-            for metric in METRICS
-            if metric.section is section
+            for metric in metrics
             for plot in metric.plots
             if plot.title not in shown
             for card in self.plot(metric, plot)
@@ -142,26 +139,21 @@ class Figures:
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
         """The figures of one entry of the table: one, one a group of parameters, or none."""
+        caption = plot.caption.format(**self.fields, group="") or f"{metric.meaning}."
         if isinstance(plot, Layers):
-            return self.layers(plot, metric)
+            return self.layers(plot, caption, metric)
         assert isinstance(plot, Curve)
-        cards = []
+        cards, points = [], self.smoothed_over if plot.smooth else 1
         for group, pick in self.series_of(metric):
             named = replace(plot, title=plot.title.format(group=group))
-            caption = self.caption(plot, metric)
-            if metric.name.endswith("*") and not group:
-                caption += " At each step, of the layer where it is highest."
-            if plot.smooth:
-                pick = partial(self.smoothed, pick)
-            bands = [curves.band_of(row, pick) for row in self.rows]
-            cards += self.curves(named, caption, metric.unit, bands)
+            highest = metric.name.endswith("*") and not group
+            said = " At each step, of the layer where it is highest." if highest else ""
+            bands = [
+                curves.over_seeds(curves.smoothed(pick(run), points) for run in row.runs)
+                for row in self.rows
+            ]
+            cards += self.card(named, caption + said, metric.unit, bands)
         return cards
-
-    def smoothed(self, pick: Callable[[Run], Series], run: Run) -> Series:
-        return curves.smoothed(pick(run), self.smoothed_over)
-
-    def caption(self, plot: Plot, metric: Metric) -> str:
-        return plot.caption.format(**self.fields, group="") or f"{metric.meaning}."
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
         """How to get a metric's series of a run: itself, its highest layer, or one a group."""
@@ -212,43 +204,35 @@ class Figures:
                 "lie, by the deviation between seeds."
             )
         plot = Curve(f"Gap to {self.baseline} over training")
-        return self.curves(plot, caption, "nats a token", bands, floor=floor)
+        return self.card(plot, caption, "nats a token", bands, floor=floor)
 
-    def curves(self, plot: Curve, caption: str, unit: str, bands: Bands, **how: Any) -> list[Card]:
-        """One figure over tokens, if there is a value other than 0."""
+    def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
+        """One figure over layers."""
+        bands = [curves.at_end(row, metric.quantity) for row in self.rows]
+        mark = None
+        if plot.uniform and self.length:
+            mark = self.length**-0.5, "1/√n"
+            caption += " Dotted: uniform attention over a whole sequence."
+        return self.card(plot, caption, metric.unit, bands, across="layer", mark=mark)
+
+    def card(
+        self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
+    ) -> list[Card]:
+        """One figure of curves, if there is a value other than 0."""
         values = finite_values(bands)
         if not values.any():
             return []
-        highest, top = float(values.max()), top_of(bands)
-        if plot.clip and highest > top:
+        low, high, top = float(values.min()), float(values.max()), top_of(bands)
+        if isinstance(plot, Curve) and plot.clip and high > top:
             how["top"] = top
-            caption += f" The scale ends at {short(top)}; values go to {short(highest)}."
-        return [self.card(plot, caption, bands, unit, log=plot.log, **how)]
-
-    def layers(self, plot: Layers, metric: Metric) -> list[Card]:
-        """One figure over layers, if there is a value other than 0."""
-        bands = [curves.at_end(row, metric.quantity) for row in self.rows]
-        if not finite_values(bands).any():
-            return []
-        how: dict[str, Any] = {"across": "layer", "log": plot.log}
-        caption = self.caption(plot, metric)
-        if plot.uniform and self.length:
-            how["mark"] = (self.length**-0.5, "1/√n")
-            caption += " Dotted: uniform attention over a whole sequence."
-        return [self.card(plot, caption, bands, metric.unit, **how)]
-
-    def card(
-        self, plot: Plot, caption: str, bands: Bands, unit: str, log: bool, **how: Any
-    ) -> Card:
-        """A figure of curves."""
-        values = finite_values(bands)
-        if log := log and values.max() > 0:
-            omitted = "; values that are not above 0 leave a gap" if values.min() <= 0 else ""
+            caption += f" The scale ends at {short(top)}; values go to {short(high)}."
+        if log := plot.log and high > 0:
+            omitted = "; values that are not above 0 leave a gap" if low <= 0 else ""
             caption += f" Logarithmic scale{omitted}."
         if plot.mark is not None:
             how["mark"] = (plot.mark, short(plot.mark))
         image = to_image(draw_curves(bands, self.styles, unit, log=log, **how), plot.title)
-        return Card(plot.title, caption, image, folded=plot.folded)
+        return [Card(plot.title, caption, image, plot.folded)]
 
 
 def finite_values(bands: Bands) -> np.ndarray:

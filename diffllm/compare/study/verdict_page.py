@@ -180,7 +180,7 @@ def over_training(found: Verdict, rows: list[Row]) -> tuple[str, str, Bands, dic
     """The study's metric over tokens if it was logged during training, or else the gaps of held-out
     loss to the baseline: title, caption, curves, arguments of `draw_curves`."""
     name = found.study.metric
-    bands = [curves.band_of(row, lambda run: run.series(name)) for row in rows]
+    bands = [curves.over_seeds(run.series(name) for run in row.runs) for row in rows]
     if any(band is not None and len(band.x) > 1 for band in bands):
         levels = [rule.reaches for rule in found.study.rules if rule.reaches is not None]
         mark = (levels[0], short(levels[0])) if levels else None
