@@ -113,13 +113,11 @@ def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
 
 
 def active_cell(row: Row) -> Cell:
-    """The active parameters of a row, if they are not all."""
     active = row.values["active_parameters"]
     return Cell(MISSING if active == row.values["parameters"] else compact(active), finite(active))
 
 
 def loss_cell(row: Row) -> Cell:
-    """A mean with its interval, and how many seeds are not in it."""
     tag = divergence(row, share=False)
     if row.loss is None or finite(row.loss.mean) is None:
         return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
@@ -129,14 +127,12 @@ def loss_cell(row: Row) -> Cell:
 
 
 def lost_seeds(row: Row) -> list[str]:
-    """Say which seeds of a row and of its baseline diverged."""
     base = row.baseline
     of_base = divergence(base, f" of {base.label}", share=False) if base else ""
     return [text for text in (divergence(row, share=False), of_base) if text]
 
 
 def gap_cell(row: Row) -> Cell:
-    """A gap, its interval, and whether it shows a difference."""
     if row.gap is None:
         return Cell("", tag="baseline") if row.is_baseline else Cell(MISSING)
     bounds, mean = in_words(row.gap, signed=True), row.gap.mean
@@ -236,7 +232,6 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[Column]:
 
 
 def cost_columns(rows: list[Row]) -> list[Column]:
-    """The gaps at equal cost, a column a cost that some row has one for."""
     return [
         Column(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows], "nats a token",
                f"{budget.meaning}; held-out loss minus the baseline's where both had spent equal "

@@ -147,8 +147,6 @@ def seed_noise(rows: list[Row]) -> Series | None:
 
 
 class Budget(NamedTuple):
-    """Something that training uses up."""
-
     unit: str
     meaning: str
     spent: Callable[[Run, Array], Array | None]

@@ -17,8 +17,6 @@ ALL = "mean of all levels"
 
 
 class ScoreCell(NamedTuple):
-    """A score of a row."""
-
     mean: Estimate
     """Over the seeds that have it."""
     gap: Estimate | None
@@ -26,8 +24,6 @@ class ScoreCell(NamedTuple):
 
 
 class ScoreLine(NamedTuple):
-    """A score of all rows."""
-
     of: str
     chance: float | None
     cells: list[ScoreCell | None]
@@ -35,16 +31,12 @@ class ScoreLine(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was evaluated."""
-
     loss: float | None
     """On the held-out sample, as it was logged at the same step; nats a token."""
     scores: Lines
 
 
 class Evaluated(NamedTuple):
-    """An evaluation of all rows."""
-
     name: str
     unit: str
     lines: list[ScoreLine]

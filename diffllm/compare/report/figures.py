@@ -216,7 +216,6 @@ def draw_curves(
 
 
 def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool) -> None:
-    """Draw the curve of one row."""
     marker = style.marker if len(band.x) <= FEW else ""
     for y, width in ((band.mean, 1.6), *((y, 0.7) for y in band.singles)):
         axes.plot(

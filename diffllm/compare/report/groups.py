@@ -149,7 +149,6 @@ def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
 
 
 def apart_text(groups: list[Group], incomparable: list[str]) -> str:
-    """Which keys keep rows from being compared."""
     return (
         f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
         f"{keys_apart(groups, incomparable, 5)}"

@@ -95,7 +95,6 @@ class Row:
         return next((v for run in self.runs if (v := run.facts.get(name)) is not None), None)
 
     def mean(self, name: str) -> float | None:
-        """The mean of a number in the summaries of its finished runs."""
         known = [x for run in self.finished if (x := finite((run.summary or {}).get(name)))]
         return float(np.mean(known)) if known else None
 
@@ -143,7 +142,6 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
 
 
 def variant_order(name: str) -> tuple[int, str]:
-    """Sort key of a variant: those of `FIRST`, then the others by name."""
     return (*FIRST, name).index(name), name
 
 

@@ -77,8 +77,6 @@ class Metrics:
 
 @dataclass(eq=False)
 class Run:
-    """A run directory."""
-
     path: Path
     cfg: TrainConfig
     facts: dict[str, Any]

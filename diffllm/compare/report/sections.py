@@ -55,8 +55,6 @@ first steps."""
 
 
 class Card(NamedTuple):
-    """A figure of the page."""
-
     title: str
     caption: str
     image: Markup
@@ -64,8 +62,6 @@ class Card(NamedTuple):
 
 
 class PageSection(NamedTuple):
-    """Figures on one subject."""
-
     title: str
     intro: str
     figures: list[Card]
@@ -97,8 +93,6 @@ def page_sections(
 
 
 class Figures:
-    """Draws the figures of one comparison."""
-
     def __init__(
         self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
     ):
@@ -173,7 +167,6 @@ class Figures:
         ]
 
     def intervals(self) -> list[Card]:
-        """Every gap with its interval."""
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
         title = f"Gap to {self.baseline} at the end"
         caption = (
@@ -191,7 +184,6 @@ class Figures:
         return [Card(title, caption, to_image(figure, title))]
 
     def gap(self) -> list[Card]:
-        """Held-out loss against the baseline's."""
         bands = [curves.gap_band(row) for row in self.rows]
         caption = (
             "Held-out loss minus that of the baseline's run with the same seeds: below 0 the row "
@@ -207,7 +199,6 @@ class Figures:
         return self.card(plot, caption, "nats a token", bands, floor=floor)
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
-        """One figure over layers."""
         bands = [curves.at_end(row, metric.quantity) for row in self.rows]
         mark = None
         if plot.uniform and self.length:

@@ -73,7 +73,6 @@ def cost_table(rows: list[Row], baseline: str | None) -> Table | None:
 
 
 def groups_table(groups: list[Group]) -> Table:
-    """What differs between groups, a row a group."""
     heads = ["Group", "rows", *groups[0].values]
     lines = [
         [group.letter, ", ".join(row.label for row in group.rows), *group.values.values()]

@@ -52,7 +52,6 @@ def table_text(comparison: Comparison) -> str:
 
 
 def row_cells(row: Row) -> list[str]:
-    """The label, and loss, gap, seeds and parameters as text."""
     loss = with_interval(row.loss) if row.loss else MISSING
     gap = with_interval(row.gap, signed=True) if row.gap else ""
     seeds = f"{row.seeds}" if row.seeds == len(row.runs) else f"{row.seeds} of {len(row.runs)}"

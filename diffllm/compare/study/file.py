@@ -51,7 +51,6 @@ class Rule:
     """Probability of a verdict "shown", or "equivalent", without any such difference."""
 
     def words(self, metric: str) -> str:
-        """The rule in a sentence."""
         if self.kind == "log_rank":
             return (
                 f"{metric} of {self.arm} reaches {self.reaches:g} in fewer tokens than that of "
@@ -89,8 +88,6 @@ class Power:
 
 @dataclass(frozen=True)
 class Study:
-    """A study file."""
-
     claim: str
     base: list[str]
     """Overrides of every arm."""
@@ -222,13 +219,11 @@ def check_rule(where: str, rule: Rule) -> None:
 
 
 def check_grid(where: str, grid: list[float]) -> None:
-    """Raise ConfigError unless these are increasing learning rates."""
     if len(grid) < 2 or grid[0] <= 0 or any(b <= a for a, b in pairwise(grid)):
         raise ConfigError(f"{where}={grid} must be two or more increasing rates above 0")
 
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
-    """Raise ConfigError for too few seeds, a repeated seed, or a negative seed."""
     if len({*seeds}) < max(least, len(seeds)) or min(seeds) < 0:
         raise ConfigError(f"{where}={seeds} must be {least} or more different seeds, none below 0")
 

@@ -24,8 +24,6 @@ ARMS = 2
 
 @dataclass(frozen=True)
 class PilotArm:
-    """A row of the pilot."""
-
     label: str
     losses: dict[tuple[int, int], float]
     """Final held-out loss of the runs that ended finite, by seed."""
@@ -159,8 +157,6 @@ def needs(pilot: Pilot, wanted: Wanted) -> list[Need]:
 def need(
     pilot: Pilot, wanted: Wanted, design: str, spread: SeedSpread, test: Callable[..., float]
 ) -> Need:
-    """Compute the need of one design."""
-
     def power(sd: float, seeds: int) -> float:
         return test(wanted.gap, sd, seeds, wanted.alpha / wanted.comparisons, wanted.sides)
 

@@ -51,7 +51,6 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
 
 
 def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
-    """A run that helps to choose the arm's learning rate."""
     assert study.lr
     words = [*study.base, *study.arms[arm]]
     if study.lr.steps is not None:
@@ -104,7 +103,6 @@ def start_words(study: Study, planned: Planned, out: Path) -> list[str]:
 
 
 def is_ended(path: Path) -> bool:
-    """Whether the run at `path` has made its steps, or has diverged and given up."""
     return read_summary(path) is not None or diverged(path)
 
 

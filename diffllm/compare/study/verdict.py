@@ -141,7 +141,6 @@ def fact_values(arms: list[StudyArm], name: str) -> list[str]:
 
 
 def arm_numbers(arm: StudyArm) -> dict[str, Any]:
-    """An arm's numbers as JSON values."""
     mean = arm.mean
     first = arm.runs[0] if arm.runs else None
     return {
@@ -203,7 +202,6 @@ class Verdict:
     """How learning rates were chosen; empty where the study does not choose them."""
 
     def numbers(self) -> dict[str, Any]:
-        """Everything as JSON values, `verdict` among them."""
         return {
             "verdict": self.verdict,
             "would_be": self.would_be,
@@ -268,7 +266,6 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
 
 
 def tested_rule(study: Study, own: StudyArm, base: StudyArm, rule: Rule) -> Tested:
-    """Test a rule by itself."""
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
         times = times_of(study, own, rule), times_of(study, base, rule)
@@ -389,7 +386,6 @@ def exploratory(
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:
-    """A rule and its numbers as JSON values."""
     gap, other = tested.gap, tested.outcome
     interval = gap.interval(1 - tested.rule.alpha) if gap else None
     return {

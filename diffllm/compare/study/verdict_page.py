@@ -64,7 +64,6 @@ def verdict_headline(found: Verdict) -> str:
 
 
 def verdict_text(found: Verdict) -> str:
-    """The verdict for a terminal."""
     lines = [f"{verdict_headline(found).upper()}: {found.study.claim}"]
     lines += [f"  {reason}" for reason in found.reasons]
     lines += ["", conditions(found.numbers())]
@@ -273,7 +272,6 @@ def conditions(numbers: dict[str, Any]) -> str:
 
 
 def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> str:
-    """Write the smallest and the largest value, or one of them if both read the same."""
     return " to ".join(dict.fromkeys(map(write, (min(values), max(values)))))
 
 
@@ -290,7 +288,6 @@ def origin(numbers: dict[str, Any]) -> str:
 
 
 def markdown(found: Verdict) -> str:
-    """The verdict for a repository."""
     study, numbers = found.study, found.numbers()
     return "\n".join(
         [

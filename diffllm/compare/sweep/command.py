@@ -102,7 +102,6 @@ def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
 
 
 def announce(jobs: list[Job], directory: SweepDirectory) -> None:
-    """Say how many runs there are, and which are finished."""
     done = [job for job in jobs if job.finished]
     others = f", {len(done)} of them finished" if done else ""
     echo(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)

@@ -110,7 +110,6 @@ class JobProcess:
         self.signalled = True
 
     def _note(self, text: str) -> None:
-        """Append a line to the log; that a full disk does not take it ends no run."""
         with contextlib.suppress(OSError), os.fdopen(open_to_append(self.log), "a") as log:
             log.write(f"{text}\n")
 
