@@ -194,7 +194,7 @@ def test_config_of_a_planned_run_imports_nothing() -> None:
 
 def test_study_run_with_plugins_on_its_command_line_imports_them(capsys) -> None:
     Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
-    words = ["s.yaml", "out=o", "--dry-run", "probe=false", f"plugins=[{PLUGIN}]"]
+    words = ["s.yaml", "out=o", "--dry-run", f"plugins=[{PLUGIN}]"]
     try:
         assert main(["study", "run", *words]) == 0, capsys.readouterr().err
         assert sys.modules.pop(PLUGIN)

@@ -167,7 +167,6 @@ def draw_curves(
     styles: list[RowStyle],
     unit: str,
     across: str = "tokens",
-    labels: Sequence[str] = (),
     log: bool = False,
     top: float | None = None,
     mark: tuple[float, str] | None = None,
@@ -179,7 +178,6 @@ def draw_curves(
     Args:
         unit: stands above the scale.
         across: the name of the horizontal axis.
-        labels: of the places 0, 1, ... on the horizontal axis; without, it has numbers.
         log: omits what is not positive.
         top: where a linear scale ends; None shows everything.
         mark: a value to draw a dotted line at, and its name.
@@ -206,12 +204,8 @@ def draw_curves(
     elif top is not None:
         axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
     axes.set_xlabel(across, loc="right")
-    if labels:
-        step = -(-len(labels) // 12)
-        axes.set_xticks(range(0, len(labels), step), labels[::step])
-    else:
-        axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
-        axes.xaxis.set_major_formatter(lambda x, _: compact(x))
+    axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
+    axes.xaxis.set_major_formatter(lambda x, _: compact(x))
     return figure
 
 

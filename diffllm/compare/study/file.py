@@ -94,7 +94,7 @@ class Study:
     arms: dict[str, list[str]]
     """Names to overrides."""
     baseline: str
-    """The arm that gaps are drawn from."""
+    """The arm that is first in tables and figures."""
     seeds: list[int]
     rule: Rule
     source: str = ""

@@ -7,30 +7,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from markupsafe import Markup
 
-from diffllm.compare.report import curves
 from diffllm.compare.report.figures import (
     RC,
     WIDTH,
-    Bands,
     RowStyle,
-    draw_curves,
     draw_gaps,
     row_styles,
     to_image,
 )
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, percent, plural, short
 from diffllm.compare.report.rows import Row
-from diffllm.compare.report.runs import Series
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table
-from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.power_analysis import paired_power, welch_power
 
@@ -44,9 +38,6 @@ COMPARED = {
     "flops_per_token": "training FLOPs per token",
 }
 """Quantities that a page compares across arms, by their key in an arm's numbers."""
-
-Drawn = tuple[str, Markup, str]
-"""Title, image and caption of a figure."""
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
@@ -89,7 +80,7 @@ def rule_line(tested: Tested, study: Study) -> str:
 
 def arms_table(found: Verdict) -> Table:
     """Tabulate the arms; HTML shows the colour of each."""
-    swatches = {style.label: style.swatch for style in row_styles(arm_rows(found))}
+    swatches = {style.label: style.swatch for style in arm_styles(found)}
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
@@ -129,36 +120,24 @@ def power_words(study: Study) -> str:
     )
 
 
-def arm_rows(found: Verdict) -> list[Row]:
-    """The arms as rows of a report, the baseline first."""
-    study = found.study
-    arms = sorted(found.arms, key=lambda arm: arm.name != study.baseline)
-    rows = [Row(arm.name, {"attention": arm.runs[0].variant}, arm.runs) for arm in arms if arm.runs]
-    if rows and rows[0].label == study.baseline:
-        for row in rows[1:]:
-            row.baseline = rows[0]
-    return rows
+def arm_styles(found: Verdict) -> list[RowStyle]:
+    """The styles of the arms that have runs, the baseline first."""
+    arms = sorted(found.arms, key=lambda arm: arm.name != found.study.baseline)
+    return row_styles(
+        [Row(arm.name, {"attention": arm.runs[0].variant}, arm.runs) for arm in arms if arm.runs]
+    )
 
 
-def figures(found: Verdict) -> list[Drawn]:
-    """The gaps at the end, and the losses over training or over learning rates."""
+def gaps_image(found: Verdict) -> Markup:
+    """An image of the gaps of the rules; empty without any."""
     import matplotlib
 
-    rows = arm_rows(found)
-    styles = row_styles(rows)
-    drawn = []
+    gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
+    if not gaps:
+        return Markup("")
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
-        if gaps:
-            title, figure = "Gaps of the rules", draw_rules(gaps, styles, found.study.quantity)
-            caption = "Arm minus arm, with 95% intervals."
-            drawn.append((title, to_image(figure, title), caption))
-        title, caption, bands, how = (over_rates if found.study.lr_sweep else over_training)(
-            found, rows
-        )
-        if any(band is not None and len(band.drawn) for band in bands):
-            drawn.append((title, to_image(draw_curves(bands, styles, **how), title), caption))
-    return drawn
+        figure = draw_rules(gaps, arm_styles(found), found.study.quantity)
+        return to_image(figure, "Gaps of the rules")
 
 
 def draw_rules(
@@ -175,42 +154,6 @@ def draw_rules(
     return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))
 
 
-def over_training(found: Verdict, rows: list[Row]) -> tuple[str, str, Bands, dict[str, Any]]:
-    """The study's metric over tokens if it was logged during training, or else the gaps of held-out
-    loss to the baseline: title, caption, curves, arguments of `draw_curves`."""
-    name = found.study.metric
-    bands = [curves.over_seeds(run.series(name) for run in row.runs) for row in rows]
-    if any(band is not None and len(band.x) > 1 for band in bands):
-        levels = [rule.reaches for rule in found.study.rules if rule.reaches is not None]
-        mark = (levels[0], short(levels[0])) if levels else None
-        how = {"unit": metric_of(name).unit, "mark": mark}
-        return f"{name} over training", "Mean and range over seeds.", bands, how
-    floor = curves.seed_noise(rows)
-    caption = (
-        "Held-out loss during training, minus that of the run with the same seed: mean and "
-        f"range over seeds.{' Grey: the noise floor.' if floor else ''}"
-    )
-    title, bands = f"Gap to {found.study.baseline} over training", [*map(curves.gap_band, rows)]
-    return title, caption, bands, {"unit": "nats a token", "floor": floor}
-
-
-def over_rates(found: Verdict, rows: list[Row]) -> tuple[str, str, Bands, dict[str, Any]]:
-    """The final held-out loss of every arm over the learning rates of the study: title, caption,
-    curves, arguments of `draw_curves`."""
-    rates, bands = found.study.lr_sweep or [], []
-    for row in rows:
-        losses = {(run.cfg.seed, run.cfg.optim.lr): run.final_loss for run in row.runs}
-        seeds = [[losses.get((seed, lr)) for lr in rates] for seed in found.study.seeds]
-        bands.append(
-            curves.over_seeds(
-                Series(np.arange(len(rates)), np.array(y, np.float64)) for y in seeds
-            )
-        )  # fmt: skip
-    caption = "Final held-out loss: mean and range over seeds; a cross where one diverged next."
-    how = {"unit": "nats a token", "across": "learning rate", "labels": [f"{x:g}" for x in rates]}
-    return "Loss over learning rates", caption, bands, how
-
-
 def verdict_html(found: Verdict) -> str:
     """The page; equal verdicts give equal bytes."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -225,7 +168,7 @@ def verdict_html(found: Verdict) -> str:
         found=found,
         study=found.study,
         headline=verdict_headline(found),
-        figures=figures(found),
+        gaps=gaps_image(found),
         arms=arms_table(found),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
