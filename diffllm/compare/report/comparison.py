@@ -9,7 +9,7 @@ from diffllm.compare.report.columns import row_values
 from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.groups import Group, make_groups
-from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, match_of, overrides
+from diffllm.compare.report.keys import ATTENTION, distinguish, overrides
 from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.compare.report.rows import Row, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
@@ -116,45 +116,17 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     """Return the row that a gap is measured from: the baseline's, all keys outside of attention
     equal; a row of the baseline itself may be its own.
 
-    A row that others are matched to goes with these. If several rows qualify, choose the one
-    without attention overrides. None if there is none, and for runs that were changed.
+    If several rows qualify, choose the one without attention overrides. None if there is none, and
+    for runs that were changed.
     """
     if baseline is None or row.runs[0].changes:
         return None
-    found = [
-        other
-        for other in rows
-        if other.keys["attention"] == baseline
-        and all(
-            other.keys[key] == value
-            for key, value in row.keys.items()
-            if key not in ("attention", *MATCHES) and not key.startswith(ATTENTION)
-        )
-    ]
-    found = equally_matched(row, found, rows)
+    alike = {key: v for key, v in row.keys.items() if not key.startswith(ATTENTION)}
+    alike["attention"] = baseline
+    found = [other for other in rows if alike.items() <= other.keys.items()]
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     return found[0] if found else None
-
-
-def equally_matched(row: Row, found: list[Row], rows: list[Row]) -> list[Row]:
-    """Return those of `found` whose total is matched as the row's is.
-
-    The target of a matching needs none to have the total of those that are matched to it.
-    """
-    variant, own = row.keys["attention"], match_of(row.keys)
-    wanted: list[tuple[str, str] | None] = [own]
-    if own is None:
-        taken = [match_of(other.keys) for other in rows if other.keys["attention"] == variant]
-        wanted = [*((key, variant) for key in MATCHES if (key, variant) not in taken), None]
-    for match in wanted:
-        matched = [other for other in found if match_of(other.keys) == match]
-        if match and not matched:  # then the target itself
-            unmatched = [other for other in found if match_of(other.keys) is None]
-            matched = [other for other in unmatched if other.keys["attention"] == match[1]]
-        if matched:
-            return matched
-    return []
 
 
 def measure_gap(row: Row, base: Row, notes: list[str]) -> None:

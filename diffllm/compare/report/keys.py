@@ -149,10 +149,6 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
                 each[match] = next(iter(targets))
 
 
-def match_of(values: dict[str, Any]) -> tuple[str, str] | None:
-    return next(((key, values[key]) for key in MATCHES if values.get(key) is not None), None)
-
-
 def overrides(run: Run) -> dict[str, Any]:
     """The fields of `model.attention` that are not as the variant's YAML has them."""
     return {

@@ -196,26 +196,6 @@ SWEPT = {
             "diff_v2 match_params_to=diff_v2": -0.05,
         },
     ),
-    "a target is measured from what is matched to it": (
-        [*PLAIN, ("gated", 3.95), (f"standard {PARAMS}", 3.92)],
-        None,
-        {
-            "standard match_params_to=null": None,
-            "standard match_params_to=diff_v2": None,
-            "gated match_params_to=null": -0.05,
-            "diff_v2 match_params_to=null": -0.02,
-        },
-    ),
-    "what is matched to a target is measured from it": (
-        [*PLAIN, ("gated", 3.95), (f"standard {PARAMS}", 3.92)],
-        "diff_v2",
-        {
-            "standard match_params_to=null": 0.1,
-            "standard match_params_to=diff_v2": 0.02,
-            "gated match_params_to=null": 0.05,
-            "diff_v2 match_params_to=null": None,
-        },
-    ),
     "the target itself counts as matched": (
         [("diff_v2", 3.9), (f"standard {PARAMS}", 4.0), (f"gated {PARAMS}", 4.1)],
         None,
@@ -225,16 +205,6 @@ SWEPT = {
         [("standard", 4.0), (f"diff_v2 {FLOPS}", 3.93), (f"gated {FLOPS}", 3.9)],
         None,
         {"standard": None, "gated": -0.1, "diff_v2": -0.07},
-    ),
-    "equal FLOPs are measured from equal FLOPs": (
-        [*PLAIN, (f"standard {PARAMS}", 3.97), (f"diff_v2 {FLOPS}", 3.93)],
-        None,
-        {
-            "standard match_flops_to=null match_params_to=null": None,
-            "standard match_flops_to=null match_params_to=diff_v2": None,
-            "diff_v2 match_flops_to=null match_params_to=null": -0.07,
-            "diff_v2 match_flops_to=standard match_params_to=null": -0.07,
-        },
     ),
 }
 
