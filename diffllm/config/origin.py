@@ -50,10 +50,12 @@ class Origin:
     @cached_property
     def attention(self) -> str:
         """The YAML of its attention; for one from elsewhere, that with the same values if any."""
+        if self.chosen:
+            return self.chosen
         own = self.model.attention
         base = VARIANTS[type(own).__name__]
         names = [base, *(name for name in variants() if name.startswith(f"{base}_"))]
-        return self.chosen or next((name for name in names if not differing(own, name)), base)
+        return next((name for name in names if not differing(own, name)), base)
 
     @property
     def tokenizer(self) -> Path:

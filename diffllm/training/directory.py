@@ -157,13 +157,10 @@ def check_own_files(run: Path) -> None:
             )
     for name in DIRECTORIES:
         place = run / name
-        if place.is_symlink() and not place.is_dir():
+        if os.path.lexists(place) and not place.is_dir():
             raise CheckpointError(
-                f"{place} is a link to {place.readlink()}, which is no directory: is its disk "
-                "mounted?"
+                f"{place} is not a directory: move it away, or mount the disk that it links to"
             )
-        if place.exists() and not place.is_dir():
-            raise CheckpointError(f"{place} is not a directory; move it away")
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
@@ -205,27 +202,18 @@ def choose_path(cfg: TrainConfig) -> Path:
         experiment, model = cfg.run.choices["experiment"], cfg.run.choices["model"]
         kind = model if experiment == "none" else experiment
         name = f"{kind}-{cfg.run.choices['attention']}-{stamp}"
-    check_name("run.name", name)
-    if cfg.run.sweep:
-        check_name("run.sweep", cfg.run.sweep)
+    for key, part in (("run.name", name), ("run.sweep", cfg.run.sweep or "none")):
+        if not NAME.fullmatch(part) or len(part.encode()) > LONGEST_NAME:
+            raise ConfigError(
+                f"{key}={part!r} must be letters, digits and _ . , + -, not begin with a dot, and "
+                f"have at most {LONGEST_NAME} bytes"
+            )
     if cfg.run.dir:
         return user_path(cfg.run.dir, "run.dir")
     place = Path("outputs", cfg.run.sweep or ".")
     check_length(place, f"run.sweep={cfg.run.sweep}")
     check_length(place / name, f"run.name={name}")
     return place / name
-
-
-def check_name(key: str, name: str) -> None:
-    """Raise ConfigError for an invalid directory name."""
-    if not NAME.fullmatch(name):
-        raise ConfigError(
-            f"{key}={name!r} must be letters, digits and _ . , + - and not begin with a dot"
-        )
-    if (size := len(name.encode())) > LONGEST_NAME:
-        raise ConfigError(
-            f"{key}={name[:20]}... has {size} bytes; at most {LONGEST_NAME} make a name"
-        )
 
 
 def fresh(path: Path) -> Path:
