@@ -9,7 +9,7 @@ from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, plural, short
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.pilot import SHOWN, Need, Pilot, Wanted, needs, read_pilot
-from diffllm.compare.study.stages import Cost, costs
+from diffllm.compare.study.stages import costs
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
@@ -122,23 +122,17 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
         for cost in found
     ]  # fmt: skip
     heads = ["stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go"]
-    echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n\n{total_cost(found)}")
-
-
-def total_cost(found: list[Cost]) -> str:
-    """The sum in a sentence."""
+    echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
     runs, ended = sum(cost.runs for cost in found), sum(cost.ended for cost in found)
-    left = [(cost.runs - cost.ended, cost) for cost in found]
-    tokens, flops = (
-        sum(n * getattr(cost, name) for n, cost in left) for name in ("tokens", "flops")
+    tokens = sum((cost.runs - cost.ended) * cost.tokens for cost in found)
+    flops = sum((cost.runs - cost.ended) * cost.flops for cost in found)
+    time = "a time that is not known: no run has ended here, and no pilot=DIR is given"
+    if None not in (hours := [cost.hours for cost in found]):
+        time = f"about {clock(3600 * sum(filter(None, hours)))} here, one run after another"
+    echo(
+        f"{runs} runs{f'; {ended} have ended' if ended else ''}. To go: {compact(tokens)} tokens, "
+        f"{compact(flops)} training FLOPs, {time}."
     )
-    known = [cost.hours for cost in found if cost.hours is not None]
-    time = f"about {clock(3600 * sum(known))} here, one run after another"
-    if len(known) < len(found):
-        time = "a time that is not known: no run has ended here, and no pilot=DIR is given"
-    gone = f"; {ended} have ended" if ended else ""
-    to_go = f"{compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}"
-    return f"{runs} runs{gone}. To go: {to_go}."
 
 
 def judge_study(study: Study, out: Path, as_json: bool) -> None:

@@ -91,16 +91,16 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, A
     before the first row of a group the keys that tell the group from others."""
     groups = comparison.groups if len(comparison.groups) > 1 else []
     heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
-    explained: dict[str, str] = {}
+    explained: set[str] = set()
     found = []
     for row, style in zip(comparison.rows, styles, strict=True):
-        run, about = row.runs[0], ""
+        run = row.runs[0]
+        about: Any = ""
         if run.variant not in explained:
-            kept = run.facts.get("variant_line")  # as the variant was when the run began
-            about = kept if isinstance(kept, str) else ""
-            about = explained[run.variant] = about or variant_line(
-                run.variant, run.cfg.model.attention
-            )
+            explained.add(run.variant)
+            about = run.facts.get("variant_line")  # as the variant was when the run began
+            if not isinstance(about, str) or not about:
+                about = variant_line(run.variant, run.cfg.model.attention)
         group = heads.get(id(row), "")
         found.append({"style": style, "sentence": finding(row), "about": about, "group": group})
     return found
