@@ -9,7 +9,6 @@ from pathlib import Path
 from types import NoneType
 
 import pytest
-from omegaconf import OmegaConf
 from tiers import families, slow_but
 
 import diffllm
@@ -58,12 +57,6 @@ def test_the_result_is_typed():
     assert cfg.data.paths == []
 
 
-def test_the_public_entry_points_are_those_of_the_readme():
-    cfg = diffllm.load_config(["model=tiny", "attention=diff_v2"])
-    model = diffllm.build_model(cfg.model)
-    assert sum(p.numel() for p in model.parameters()) > 0
-
-
 def test_no_overrides_is_the_quickstart():
     assert load_config([]) == load_config(["experiment=quickstart"]) == load_config()
 
@@ -77,11 +70,6 @@ def test_a_config_is_no_ones_but_the_callers():
     assert second.data.paths == []
     assert second.optim.lr != 99.0
     assert second.run.choices["model"] == "tiny"
-
-
-def test_there_is_a_yaml_in_every_group():
-    groups = {path.parent.name for path in FILES}
-    assert groups == {"model", "attention", "data", "optim", "parallel", "experiment"}
 
 
 @pytest.mark.parametrize(
@@ -120,11 +108,6 @@ def test_every_variant_file_has_a_yaml():
     assert variants <= {p.stem for p in (CONF / "attention").glob("*")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}={p.stem}")
-def test_no_yaml_can_call_code(path: Path):
-    assert "_target_" not in path.read_text()
-
-
 def test_changing_the_variant_changes_nothing_else():
     base = of_variant("standard")
     for variant in variants():
@@ -154,63 +137,19 @@ def test_derived_values_follow_what_they_derive_from(monkeypatch):
     assert (cfg.seed, cfg.model.init_seed) == (5, 0)
 
 
-def test_the_typed_config_survives_yaml():
-    cfg = load_config(["model=tiny", "attention=gated", "run.swept=[seed]"])
-    text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
-    assert (
-        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cfg), OmegaConf.create(text)))
-        == cfg
-    )
+# Ranks (test_fuzz_config.py draws the numbers that are refused)
 
 
-# Batches
-
-
-@pytest.mark.parametrize(
-    ("global_batch", "micro", "ranks", "expected"),
-    [
-        (16, None, 1, (16, 1)),
-        (16, None, 16, (1, 1)),
-        (16, 2, 4, (2, 2)),
-        (48, 3, 4, (3, 4)),
-    ],
-)
-def test_micro_batches(global_batch, micro, ranks, expected):
-    cfg = load_config([f"global_batch_size={global_batch}"])
-    cfg.micro_batch_size = micro
-    sequences, passes = cfg.micro_batches(ranks)
-    assert (sequences, passes) == expected
-    assert sequences * passes * ranks == global_batch
-
-
-@pytest.mark.parametrize(
-    ("global_batch", "micro", "ranks", "message"),
-    [
-        (16, None, 3, r"global_batch_size=16 .* 3 ranks"),
-        (16, 3, 1, r"micro_batch_size=3 must divide the 16 .*global_batch_size=16"),
-        (16, 8, 4, r"micro_batch_size=8 must divide the 4 "),
-    ],
-)
-def test_batches_that_cannot_be_shared_are_refused(global_batch, micro, ranks, message):
-    cfg = load_config([f"global_batch_size={global_batch}"])
-    cfg.micro_batch_size = micro
-    with pytest.raises(ConfigError, match=message):
-        cfg.micro_batches(ranks)
-
-
-# Meshes
+def test_micro_batches():
+    cfg = load_config(["global_batch_size=48"])
+    assert cfg.micro_batches(4) == (12, 1)
+    cfg.micro_batch_size = 3
+    assert cfg.micro_batches(4) == (3, 4)
 
 
 @pytest.mark.parametrize(
     ("replicate", "shard", "expert", "ranks", "expected"),
-    [
-        (1, -1, 1, 1, (1, 1, 1)),
-        (2, -1, 1, 8, (2, 4, 1)),
-        (-1, 8, 1, 32, (4, 8, 1)),
-        (1, -1, 4, 4, (1, 1, 4)),
-        (2, -1, 8, 64, (2, 4, 8)),
-        (-1, 2, 4, 16, (2, 2, 4)),
-    ],
+    [(2, -1, 1, 8, (2, 4, 1)), (1, -1, 4, 4, (1, 1, 4)), (-1, 2, 4, 16, (2, 2, 4))],
 )
 def test_mesh_sizes(replicate, shard, expert, ranks, expected):
     cfg = ParallelConfig(replicate, shard, expert)
@@ -218,67 +157,42 @@ def test_mesh_sizes(replicate, shard, expert, ranks, expected):
     assert cfg.sizes(ranks) == expected
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "expert", "ranks"),
-    [
-        (1, 4, 1, 8),
-        (-1, 8, 1, 4),
-        (16, -1, 1, 8),
-        (1, -1, 4, 6),
-        (-1, 2, 4, 12),
-    ],
-)
-def test_a_mesh_that_does_not_fill_the_world_is_refused(replicate, shard, expert, ranks):
-    cfg = ParallelConfig(replicate, shard, expert)
-    cfg.validate(n_experts=8)
-    message = f"parallel.replicate={replicate} x parallel.shard={shard} .* {ranks} ranks"
-    with pytest.raises(ConfigError, match=message) as error:
-        cfg.sizes(ranks)
-    assert (f"parallel.expert={expert}" in str(error.value)) == (expert > 1)
-
-
 def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
     assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16, 1)
     assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8, 1)
-    assert load_config(["parallel=hsdp", "parallel.shard=4"]).parallel.sizes(16) == (4, 4, 1)
 
 
 @pytest.mark.parametrize(
-    ("expert", "n_experts", "message"),
+    ("words", "ranks", "message"),
     [
-        (3, 8, r"parallel\.expert=3 must divide model\.moe\.n_experts=8"),
-        (2, 0, r"parallel\.expert=2 needs a mixture-of-experts model"),
-        (0, 8, r"parallel\.expert=0 must be at least 1"),
+        (["global_batch_size=16"], 3, r"global_batch_size=16 .* 3 ranks"),
+        (["micro_batch_size=8"], 4, r"micro_batch_size=8 must divide the 4 .*global_batch_size=16"),
+        (["parallel.shard=4"], 8, r"parallel\.replicate=1 x parallel\.shard=4 .* 8 ranks"),
+        (["model=moe_tiny", "parallel.expert=4"], 2, r"parallel\.expert=4 .* 2 ranks"),
+        (["model=moe_tiny", "parallel.expert=3"], 3, r"must divide model\.moe\.n_experts=8"),
+        (["parallel.expert=2"], 2, r"parallel\.expert=2 needs a mixture-of-experts model"),
     ],
 )
-def test_experts_that_ranks_cannot_share_out_are_refused(expert, n_experts, message):
-    cfg = load_config(["model=tiny"])
-    cfg.parallel.expert, cfg.model.moe.n_experts, cfg.model.moe.expert_dim = expert, n_experts, 8
+def test_ranks_that_do_not_fit_are_named_with_their_keys(words, ranks, message):
     with pytest.raises(ConfigError, match=message):
-        cfg.validate()
+        load_config(["model=tiny", "global_batch_size=16", *words]).check_world(ranks)
 
 
 # What cannot run anywhere
 
 
-WITHOUT_SECTION = [
-    ("lr=1e-3", "unknown key lr; did you mean optim.lr?"),
-    ("+lr=1e-3", "unknown key lr; did you mean optim.lr?"),
-    ("n_layers=3", "unknown key n_layers; did you mean model.n_layers?"),
-    ("train.log_interval=3", "unknown key train.log_interval; did you mean log_interval?"),
-    ("warmup=3", "unknown key warmup; did you mean optim.warmup_steps?"),
-    ("batch_size=3", "unknown key batch_size; did you mean micro_batch_size?"),
-]
-
-
 @pytest.mark.parametrize(
     ("word", "answer"),
-    slow_but(WITHOUT_SECTION[::3], WITHOUT_SECTION),
+    [
+        ("lr=1e-3", "unknown key lr; did you mean optim.lr?"),
+        ("train.log_interval=3", "unknown key train.log_interval; did you mean log_interval?"),
+        ("warmup=3", "unknown key warmup; did you mean optim.warmup_steps?"),
+        ("attention=diffv2", "does not exist; did you mean diff_v2? choose from"),
+    ],
 )
 def test_a_key_without_its_section_is_answered_with_the_whole_one(word, answer):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(answer)):
         load_config([word])
-    assert str(caught.value) == answer
 
 
 CORPORA = [
@@ -325,53 +239,24 @@ def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
 
 
 FAULTS = {
-    "steps: 5\n": "unknown key experiment",
+    "steps: 5\n": "the first line of its YAML must be '# @package _global_'",
     "# @package _global_\nsteps: [5\n": "line 3",
     "# @package _global_\n- steps\n": "a mapping of keys to values is needed",
-    "# @package _global_\ndefaults: [gone]\n": "experiment/gone",
     "# @package _global_\nstep: 16\n": "unknown key step; did you mean steps?",
-    "# @package _global_\neval:\n  intervall: 8\n":
-        "unknown key eval.intervall; did you mean eval.interval?",
-    "defaults:\n  - override /model: tiny\nsteps: 3\n":
-        "Could not override 'model@experiment.model'",
     "# @package _global_\noptim:\n  lr: fast\n":
         "optim.lr: 'fast' is not a number, as 0.5 or 1e6 are",
     "# @package _global_\ndefaults:\n  - override /model: tinny\n":
         "Could not find 'model/tinny' Available options in 'model': base_350m",
-    "# @package _global_\ndefaults:\n  - /model: tiny\n":
-        "Multiple values for model. To override a value use 'override model: tiny'",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", slow_but([0, 3], range(len(FAULTS))))
-def test_fault_in_experiment_file_is_named_with_nearest_key(tmp_path, monkeypatch, number):
-    text, said = list(FAULTS.items())[number]
+@pytest.mark.parametrize("text", FAULTS)
+def test_fault_in_experiment_file_is_named_with_nearest_key(tmp_path, monkeypatch, text):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(text)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     with pytest.raises(ConfigError) as caught:
         load_config(["experiment=own"], config_dir=tmp_path)
-    assert said in str(caught.value)
+    assert FAULTS[text] in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("attention=standard,gated", "several values are a sweep, which -m runs"),
-        ("attention=diffv2", "does not exist; did you mean diff_v2? choose from"),
-        ("max_tokens=50k", "'50k' is not a number"),
-        ("step=20", "did you mean steps?"),
-    ],
-)
-def test_slips_of_the_first_hour_are_answered(word, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config([word])
-
-
-def test_models_of_125m_and_more_measure_a_part_of_a_split_in_the_end():
-    """Two percent of a trillion tokens would take days."""
-    assert load_config(["model=small_125m"]).eval.tokens == 1e7
-    assert load_config(["model=small_125m", "eval.tokens=null"]).eval.tokens is None
-    assert load_config(["model=tiny"]).eval.tokens is None

@@ -1,9 +1,6 @@
 """Versions of plugins: which files count, and what compares them."""
 
-import importlib
-import json
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,8 @@ import pytest
 from diffllm.config import load_config, plugins
 from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
-from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.metrics.records import read_changes, read_record
+from diffllm.core.errors import ConfigError
+from diffllm.metrics.records import read_changes
 from diffllm.training.directory import RunDirectory, ending
 
 FILES = {
@@ -89,32 +86,21 @@ def test_version_does_not_depend_on_other_plugins_or_the_directory(mine, tmp_pat
     imported("whole")  # which imports the same module
     imported("own")
     assert plugin_versions(["own"]) == {"own": alone}
-    sys.path[-1] = str(mine.rename(tmp_path.with_name("elsewhere")))
+    elsewhere = mine.rename(tmp_path.with_name("elsewhere"))
+    sys.path[-1] = str(elsewhere)
     assert version(mine, "own") == alone
-
-
-def test_edited_file_counts_after_the_next_import(mine):
-    before = version(mine, "own")
-    (mine / "own.py").write_text("x = 1\n")
-    imported("own")
-    assert plugin_versions(["own"]) == {"own": before}
-    importlib.reload(sys.modules["own"])
-    imported("own")
-    assert plugin_versions(["own"]) != {"own": before}
+    forget(elsewhere)
 
 
 ODD = {
     "BaseException": ("raise BaseException('x')", "BaseException: x"),
     "an interrupt": ("raise KeyboardInterrupt", "cannot be imported: KeyboardInterrupt"),
-    "GeneratorExit": ("raise GeneratorExit", "GeneratorExit ("),
     "an exit": ("raise SystemExit(0)", "SystemExit: 0"),
-    "asyncio's": ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
     "str() fails": (
         "class X(Exception):\n    def __str__(self): raise ValueError\nraise X",
         "odd.X: <exception str() failed>",
     ),
     "None for itself": ("import sys\nsys.modules[__name__] = None", "odd has no source file"),
-    "a number for itself": ("import sys\nsys.modules[__name__] = 7", "odd.__spec__ is not set"),
 }
 
 
@@ -129,30 +115,9 @@ def test_plugin_that_raises_or_replaces_itself_is_one_error(mine, name):
     assert said in str(caught.value)
 
 
-def test_plugin_in_an_archive_is_refused(mine):
-    with zipfile.ZipFile(mine / "plugins.zip", "w") as archive:
-        archive.writestr("zipped.py", "x = 1\n")
-    sys.path.append(str(mine / "plugins.zip"))
-    with pytest.raises(ConfigError, match=r"plugins=\[zipped\]: zipped is in an archive"):
-        imported("zipped")
-
-
-def test_import_statements_that_name_no_file_are_ignored(mine):
-    odd = f"from {'.' * 40} import x\n    import {'y' * 300}\n"
-    (mine / "odd.py").write_text(f"try:\n    {odd}except ImportError:\n    pass\n")
-    assert version(mine, "odd")
-
-
-@pytest.mark.parametrize("name", ["sys", "time"])
-def test_module_without_source_file_is_no_plugin(name):
-    with pytest.raises(ConfigError, match=rf"plugins=\[{name}\]: {name} has no source file"):
-        imported(name)
-
-
-@pytest.mark.parametrize("source", ["del __file__", "__file__ = 7", "__path__ = 7"])
-def test_plugin_that_edits_its_attributes_is_imported(mine, source):
-    (mine / "odd.py").write_text(source)
-    assert version(mine, "odd")
+def test_module_without_source_file_is_no_plugin():
+    with pytest.raises(ConfigError, match=r"plugins=\[sys\]: sys has no source file"):
+        imported("sys")
 
 
 # Runs
@@ -216,10 +181,3 @@ def test_commands_warn_once_of_other_plugin_code(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err.count("was trained with other plugin code (plugins: own@") == 1
-
-
-@pytest.mark.parametrize("value", ["x", [], {"own": 7}, {"own": None}])
-def test_versions_of_odd_types_are_refused(run, value):
-    (run / "run.json").write_text(json.dumps({"plugin_code": value}))
-    with pytest.raises(CheckpointError, match="has no usable plugin_code"):
-        read_record(run / "run.json")

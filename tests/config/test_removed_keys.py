@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from diffllm.cli import main
 from diffllm.compare.sweep.plan import plan_sweep, split_overrides
 from diffllm.config import compose, load_config
-from diffllm.config.overrides import REMOVED, Removed, removal
+from diffllm.config.overrides import REMOVED, Removed
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 
@@ -21,7 +21,7 @@ OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def workplace(tmp_path, monkeypatch):
     """Removed keys of our own, and a directory of YAMLs that is not known yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
@@ -33,41 +33,27 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("word", "key"),
     [
         ("prepare.old=2", "prepare.old"),
-        ("prepare.old=1", "prepare.old"),
-        ("+prepare.old=2", "prepare.old"),
         ("~prepare.old", "prepare.old"),
         ("prepare={old: 2}", "prepare.old"),
         ("+model.old=b", "model.old"),
-        ("old.inner=3", "old"),
         ("old={inner: 3}", "old"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_removed_key_on_command_line_is_one_line_and_exit_code_2(
-    word: str, key: str, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_removed_key_on_command_line_is_one_line_and_exit_code_2(word, key, command, capsys):
     assert main([command, "model=tiny", word, "steps=1"]) == 2
     assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
 
 
-def test_removed_key_is_named_before_the_launcher_of_its_former_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["prepare", "prepare.num_nodes=8", "hydra/launcher=submitit_slurm"]) == 2
-    assert capsys.readouterr().err == f"error: {removal('prepare.num_nodes')}\n"
-
-
 @pytest.mark.parametrize("key", REAL)
-def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_default(
-    key: str,
-) -> None:
+def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_default(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
     assert load_run_config(run) == load_config(["model=tiny"])
 
 
-def test_removed_key_in_experiment_names_key_and_experiment() -> None:
+def test_removed_key_in_experiment_names_key_and_experiment():
     file = Path("mine/experiment/x.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("# @package _global_\nprepare:\n  old: 2\n")
@@ -76,23 +62,16 @@ def test_removed_key_in_experiment_names_key_and_experiment() -> None:
         load_config(["experiment=x"], config_dir="mine")
 
 
-def test_removed_key_in_recipe_names_replacement() -> None:
+def test_removed_key_in_recipe_sweep_or_python_names_replacement():
     Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["a.txt"], "old": True}))
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
-
-
-def test_removed_key_in_sweep_names_replacement_before_a_run_starts() -> None:
-    words = ["model=tiny", "run.sweep=mine", "prepare.old=1,2"]
-    with pytest.raises(ConfigError, match=r"^prepare\.old was removed; use something else$"):
-        plan_sweep(split_overrides(words)[0], 1)
-
-
-def test_removed_key_set_in_python_names_replacement() -> None:
+    swept = split_overrides(["model=tiny", "run.sweep=mine", "prepare.old=1,2"])[0]
     cfg = load_config(["model=tiny"])
     cfg.prepare.old = 2  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^prepare\.old was removed; use something else$"):
-        compose.checked(cfg)
+    for check in (lambda: plan_sweep(swept, 1), lambda: compose.checked(cfg)):
+        with pytest.raises(ConfigError, match=r"^prepare\.old was removed; use something else$"):
+            check()
 
 
 def saved(**changes: Any) -> Path:
@@ -111,31 +90,18 @@ def saved(**changes: Any) -> Path:
     return Path()
 
 
-def test_saved_config_with_removed_keys_at_their_defaults_loads(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_saved_config_with_removed_keys_at_their_defaults_loads(capsys):
     run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
     assert load_run_config(run) == load_config(["model=tiny"])
     assert capsys.readouterr() == ("", "")
 
 
-def test_saved_config_that_allowed_a_change_of_a_removed_key_loads() -> None:
+def test_saved_config_that_allowed_a_change_of_a_removed_key_loads():
     cfg = load_run_config(saved(run__allow_changes=["data.old"]))
     assert cfg.run.allow_changes == ["data.old"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"prepare__old": 2}, "prepare.old=2"),
-        ({"data__old": True}, "data.old=True"),
-        ({"old": {"inner": 3}}, "old={'inner': 3}"),
-    ],
-)
-def test_saved_config_with_removed_key_at_another_value_is_refused(
-    changes: dict[str, Any], said: str
-) -> None:
-    run = saved(**changes)
-    said = f"config.yaml is not a config of this version: {said} was removed; use something else"
+def test_saved_config_with_removed_key_at_another_value_is_refused():
+    said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        load_run_config(run)
+        load_run_config(saved(prepare__old=2))

@@ -26,35 +26,22 @@ def test_a_class_that_its_name_does_not_stand_for_is_refused():
         check_named(cfg)
 
 
-@pytest.mark.parametrize("name", ["standard_sink", "diff_v2_no_lambda", "gated_headwise"])
-def test_an_ablation_has_the_class_of_its_yaml(name):
-    check_named(load_config([*WORDS, f"attention={name}"]))
+STEPS = {"steps": (40, 80)}
+SCHEDULE = {"optim.schedule": ("cosine", "wsd"), "optim.min_lr_ratio": (0.1, 0.0)}
 
 
-def test_more_steps_raise_the_learning_rate_and_it_is_said():
+def test_more_steps_or_another_schedule_raise_the_learning_rate_and_it_is_said():
     cfg = load_config(WORDS)
-    said = learning_rate_jump(cfg, {"steps": (40, 80)}, 40)
+    said = learning_rate_jump(cfg, STEPS, 40)
     was, now = learning_rate(cfg.optim, 39, 40), learning_rate(cfg.optim, 40, 80)
     assert now > 2 * was
     assert f"from {was:.2g} to {now:.2g} at step 41" in said
     assert "over all 80 steps" in said
-
-
-def test_another_schedule_is_compared_with_the_former_one():
-    cfg = load_config([*WORDS, "optim=wsd"])
-    former = {"optim.schedule": ("cosine", "wsd"), "optim.min_lr_ratio": (0.1, 0.0)}
-    assert learning_rate_jump(cfg, former, 60)
-    assert learning_rate_jump(cfg, former, 5) is None, "both warm up alike"
+    assert learning_rate_jump(load_config([*WORDS, "optim=wsd"]), SCHEDULE, 60)
 
 
 @pytest.mark.parametrize(
-    ("changes", "step"),
-    [
-        ({"steps": (40, 80)}, 0),
-        ({"seed": (0, 1)}, 40),
-        ({"steps": (40, 80)}, 5),
-        ({"optim.weight_decay": (0.1, 0.2)}, 40),
-    ],
+    ("changes", "step"), [(STEPS, 0), (STEPS, 5), (SCHEDULE, 5), ({"seed": (0, 1)}, 40)]
 )
 def test_a_learning_rate_that_goes_on_is_not_mentioned(changes, step):
     assert learning_rate_jump(load_config(WORDS), changes, step) is None

@@ -33,7 +33,7 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     assert git_state(package) == {"commit": commit, "dirty": True}
 
 
-def test_an_installed_package_in_a_repositorys_environment_is_not_the_repositorys(tmp_path):
+def test_installed_package_has_not_the_commit_of_a_repository_around_it(tmp_path, monkeypatch):
     git(tmp_path, "init")
     (tmp_path / ".gitignore").write_text("venv\n")
     installed = tmp_path / "venv" / "package"
@@ -42,9 +42,6 @@ def test_an_installed_package_in_a_repositorys_environment_is_not_the_repository
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
     assert git_state(installed) is None
-
-
-def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert git_state(tmp_path) is None
 
@@ -55,11 +52,6 @@ def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
         (["python", "train.py", "data.paths=[a b.txt]"], "python train.py 'data.paths=[a b.txt]'"),
         (["python", "x.py", "--api-key", "hidden", "seed=1"], "python x.py --api-key ... seed=1"),
         (["python", "x.py", "--hf_token=hidden"], "python x.py --hf_token=..."),
-        (["python", "x.py", "WANDB_API_KEY=hidden"], "python x.py WANDB_API_KEY=..."),
-        (
-            ["python", "train.py", "data.tokenizer=a.model"],
-            "python train.py data.tokenizer=a.model",
-        ),
     ],
 )
 def test_the_command_is_as_typed_without_what_is_secret(argv: list[str], shown: str):
@@ -67,13 +59,7 @@ def test_the_command_is_as_typed_without_what_is_secret(argv: list[str], shown: 
 
 
 def test_variables_that_matter_are_kept_and_no_others(monkeypatch):
-    kept = (
-        "NCCL_DEBUG",
-        "CUDA_VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-        "SLURM_JOB_ID",
-        "HF_HUB_OFFLINE",
-    )
+    kept = ("NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "HF_HUB_OFFLINE")
     left = ("HF_TOKEN", "WANDB_API_KEY", "HOME", "DIFFLLM_API_KEY", "TORCH_SECRET", "HTTP_PROXY")
     for name in (*kept, *left):
         monkeypatch.setenv(name, f"value of {name}")

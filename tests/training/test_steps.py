@@ -1,22 +1,15 @@
 """How long a run is, and what follows from it: steps, tokens, epochs, warm-up, intervals."""
 
-from pathlib import Path
-
 import pytest
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
 from diffllm.data import prepare, sequences_in
 
-MODELS = sorted(path.stem for path in (config_directory() / "model").glob("*.yaml"))
-IDLE = ["run.name=x", "parallel=hsdp", "data.num_workers=0"]
-SAYING = ["seed=1", "attention=standard", "max_tokens=1e6", "data.tokenizer=a.model"]
-
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> list[str]:
+def corpus(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {n} of a text, {n * n} words long" for n in range(3000)))
     return [
@@ -25,35 +18,27 @@ def corpus(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("word", IDLE)
-def test_a_command_that_says_nothing_of_what_is_computed_is_the_quickstart(word: str):
+@pytest.mark.parametrize(
+    ("word", "experiment"),
+    [
+        ("run.name=x", "quickstart"),
+        ("parallel=hsdp", "quickstart"),
+        ("experiment=quickstart", "quickstart"),
+        ("seed=1", "none"),
+        ("max_tokens=1e6", "none"),
+        ("data.tokenizer=a.model", "none"),
+    ],
+)
+def test_only_a_command_that_says_nothing_of_what_is_computed_is_the_quickstart(word, experiment):
     cfg = load_config([word])
-    assert cfg.run.choices["experiment"] == "quickstart"
-    assert (cfg.steps, cfg.seq_len) == (240, 256)
+    assert cfg.run.choices["experiment"] == experiment
+    assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]
 
 
-@pytest.mark.parametrize("word", SAYING)
-def test_any_other_command_has_none_of_its_settings(word: str):
-    cfg = load_config([word])
-    assert cfg.run.choices["experiment"] == "none"
-    assert cfg.seq_len == 512
-
-
-def test_an_experiment_that_is_asked_for_is_taken():
-    cfg = load_config(["experiment=quickstart", "attention=standard"])
-    assert (cfg.steps, cfg.seq_len, cfg.optim.warmup_steps) == (240, 256, 24)
-    assert load_config(["experiment=none"]).seq_len == 512
-
-
-@pytest.mark.parametrize("name", slow_but(["tiny", "base_350m"], MODELS))
-def test_every_model_brings_what_suits_it(name: str):
+@pytest.mark.parametrize("name", ["tiny", "base_350m"])
+def test_every_model_brings_what_suits_it(name):
     own = load_config([f"model={name}", "steps=100000"])
-    text = (config_directory() / "model" / f"{name}.yaml").read_text()
-    for key in ("lr:", "warmup_steps:", "eval:", "checkpoint:"):
-        assert key in text
-    small = name in ("tiny", "micro", "mini", "moe_tiny", "moe_mini")
-    assert (own.optim.lr == 2e-3) == small
-    assert (own.data.tokenizer_sample_bytes == 8_000_000) == small
+    assert own.optim.lr == {"tiny": 2e-3, "base_350m": 3e-4}[name]
     assert 200 <= own.optim.warmup_steps <= 2000
     given = load_config([f"model={name}", "optim.lr=1e-5", "optim.warmup_steps=3"])
     assert (given.optim.lr, given.optim.warmup_steps) == (1e-5, 3)
@@ -61,17 +46,12 @@ def test_every_model_brings_what_suits_it(name: str):
 
 @pytest.mark.parametrize("steps", slow_but([1, 100], [1, 2, 15, 100, 5000]))
 @pytest.mark.parametrize("model", ["tiny", "dense_7b"])
-def test_warm_up_and_intervals_follow_the_steps(model: str, steps: int):
+def test_warm_up_and_intervals_follow_the_steps(model, steps):
     cfg = load_config([f"model={model}", f"steps={steps}"])
     assert (
         steps / 10 <= cfg.optim.warmup_steps <= max(1, steps / 5) or cfg.optim.warmup_steps >= 200
     )
     assert 1 <= cfg.eval.interval <= max(1, steps / 2)
-
-
-def test_a_model_of_ones_own_without_them_follows_too():
-    cfg = load_config(["model=tiny", "experiment=large_lr", "steps=20"])
-    assert (cfg.optim.warmup_steps, cfg.checkpoint.interval, cfg.eval.interval) == (20, 20, 10)
 
 
 def test_tokens_in_place_of_steps():
@@ -81,16 +61,13 @@ def test_tokens_in_place_of_steps():
     assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 10
 
 
-def test_epochs_in_place_of_steps(corpus: list[str]):
+def test_epochs_in_place_of_steps(corpus):
     cfg = load_config([*corpus, "epochs=2.5"])
     sequences = sequences_in(prepare(cfg.data).split("train"), 32)
     assert 2.5 * sequences - 4 < 4 * cfg.steps <= 2.5 * sequences
     assert cfg.optim.warmup_steps == -(-cfg.steps // 10)
-
-
-def test_a_warm_up_that_is_given_may_be_longer_than_the_default_steps():
-    cfg = load_config(["model=tiny", "max_tokens=1e9", "optim.warmup_steps=5000"])
-    assert cfg.optim.warmup_steps == 5000 < cfg.steps
+    with pytest.raises(ConfigError, match=r"epochs=1e-06 is less than one step"):
+        load_config([*corpus, "epochs=1e-6"])
 
 
 @pytest.mark.parametrize(
@@ -103,12 +80,7 @@ def test_a_warm_up_that_is_given_may_be_longer_than_the_default_steps():
         (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),  # before any preparation
     ],
 )
-def test_a_length_that_no_run_can_have_is_one_line(words: list[str], said: str):
+def test_a_length_that_no_run_can_have_is_one_line(words, said):
     with pytest.raises(ConfigError, match=said) as error:
         load_config([*words, "data.cache_dir=/nowhere"])
     assert "\n" not in str(error.value)
-
-
-def test_less_than_a_step_of_an_epoch_is_refused(corpus: list[str]):
-    with pytest.raises(ConfigError, match=r"epochs=1e-06 is less than one step"):
-        load_config([*corpus, "epochs=1e-6"])

@@ -135,10 +135,6 @@ class Study:
 def load_study(path: Path) -> Study:
     """Read a study file; raises ConfigError: one line that names what is wrong."""
     content, text = read_yaml(path)
-
-    def hint(key: str, known: list[str]) -> str:
-        return suggest(key, nearest(key, known) or known)
-
     try:
         study = made(Study, content, unknown=did_you_mean, omit=("path", "hash"))
         check_study(study)

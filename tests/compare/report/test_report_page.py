@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from tiers import slow_but
 
 from diffllm.compare.report import curves
-from diffllm.compare.report.columns import table_columns
+from diffllm.compare.report.columns import PAGE, table_columns
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of, row_styles, scale_limits
 from diffllm.compare.report.notes import settings
@@ -174,8 +174,8 @@ def test_sections_appear_with_their_metrics_only():
         assert title in with_probes
         assert title not in without
     explained = Reader(with_probes).text.partition("Columns of the tables")[2]
-    for name in ("loss", "gap", "seeds", "spikes/loss_score", "context_rms_max"):
-        assert COLUMNS[name].meaning in explained
+    for name in ("loss", "gap", "seeds", "loss_events_per_1000", "context_rms_max"):
+        assert PAGE[name].meaning in explained
     assert "Mean lambda" in html_of("one run")
     assert "Mean lambda" not in html_of("not finite")
     assert "Gap to" not in html_of("one run")
