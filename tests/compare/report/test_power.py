@@ -79,17 +79,12 @@ def test_diverged_and_unlike_runs_are_said(power, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pilot=@two", "gap=0"], "gap=0.0 must be positive"),
         (["pilot=@two", "gap=-0.02"], "gap=-0.02 must be positive"),
         (["pilot=@two", "gap=nan"], "gap=nan must be positive"),
-        (["pilot=@two", "gap=big"], "gap='big' is not float"),
         (["pilot=@two", "gap=0.1", "alpha=1.5"], "alpha=1.5 must be less than 1"),
         (["pilot=@two", "gap=0.1", "power=0.01"], "between alpha=0.05 and 1"),
         (["pilot=@two", "gap=0.1", "sides=3"], "sides=3 must be at most 2"),
-        (["pilot=@two", "gap=0.1", "comparisons=0"], "comparisons=0 must be at least 1"),
-        (["pilot=@two", "gap=0.1", "pwoer=0.9"], "did you mean power=?"),
         (["pilot=@two"], "missing gap="),
-        (["gap=0.1"], "missing pilot="),
         (["pilot=@nothing", "gap=0.1"], "does not exist"),
         (["pilot=@empty", "gap=0.1"], "empty"),
         (["pilot=@one", "gap=0.1"], "needs at least 2 seeds"),

@@ -83,16 +83,6 @@ def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
     assert float(lines[0]["diverged_low"]) == 0
 
 
-def test_a_baseline_with_a_diverged_seed_is_said_at_the_gap(tmp_path):
-    for seed in range(2):
-        write_run(
-            tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=(4.0, math.nan)[seed]
-        )
-        write_run(tmp_path / f"b{seed}", "attention=gated", f"seed={seed}", loss=3.9)
-    found = compare(loaded(sorted(tmp_path.iterdir())))
-    assert "1 of 2 seeds of standard diverged (50%, 1.3% to 99%)" in Reader(page(found)).text
-
-
 def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)

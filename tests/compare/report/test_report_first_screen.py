@@ -9,7 +9,6 @@ import pytest
 import sample_comparison as sample
 from runs.written import loaded, metric_lines, parameters, sweep, write_run
 from test_report_page import Reader, figures_of, words_of
-from tiers import slow_but
 
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.columns import fold_constant, table_columns
@@ -100,28 +99,6 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
     assert "1:01" in page_of
 
 
-def test_gradient_norms_by_group_are_folded_and_figures_by_layer_name_rows_and_layers():
-    text = page(sample.compared(sample.FOUR, 1, 12, probes=True))
-    details = re.findall(
-        r"<details>\s*<summary>More figures: (.*?)</summary>(.*?)</details>", text, re.S
-    )
-    ((groups, inside),) = details
-    assert groups.split(", Gradient norm, ")[1:] == ["embedding", "ffn"]
-    assert inside.count("<figure>") == 3
-    words = words_of(figures_of(text)["Mean context RMS, by layer"])
-    assert {*map(str, range(sample.LAYERS)), *sample.FOUR} <= set(words)
-
-
-def test_kurtosis_is_linear_with_a_line_at_three():
-    text = page(sample.compared(("standard", "gated"), 1, 12))
-    figures = figures_of(text)
-    for title in ("Kurtosis, by layer", "Kurtosis, highest layer"):
-        words = words_of(figures[title])
-        assert "3" in words
-        caption = text[text.index(f"<h3>{title}</h3>") :].partition("</figcaption>")[0]
-        assert "Logarithmic scale" not in caption
-
-
 def band(values):
     return over_seeds([Series(np.arange(1, len(values) + 1), np.asarray(values, dtype=float))])
 
@@ -145,8 +122,11 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
+    own = {"variant_line": "What it was on another machine."}
     write_run(tmp_path / "a", "attention=gated", summary=more, facts=facts)
-    text = Reader(page(compare(loaded([tmp_path / "a"])))).text
+    write_run(tmp_path / "b", "attention=diff_v1", facts=own)
+    text = Reader(page(compare(loaded([tmp_path / "a", tmp_path / "b"])))).text
+    assert own["variant_line"] in text
     assert "def f(<b>):\n\\x1b[31mreturn\\x07 1" in text
     assert command in text
     assert "commit 0123456789ab, with uncommitted changes" in text
@@ -154,9 +134,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
     assert variant_line("gated", variant_config("gated")) in text
 
 
-@pytest.mark.parametrize(
-    "odd", slow_but([None, {"commit": 3}], [3, None, [1], {"a": 1}, {"commit": 3}])
-)
+@pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
 def test_facts_of_the_wrong_type_are_left_out(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
@@ -190,12 +168,6 @@ def test_a_variant_without_a_comment_is_explained_by_its_class():
 
     assert variant_line("no_such_yaml", Mine()) == "My attention, in two lines."
     assert first_paragraph(Bare) == ""
-
-
-def test_a_run_says_itself_what_its_variant_was(tmp_path):
-    facts = {"variant_line": "What it was on another machine."}
-    write_run(tmp_path / "a", "attention=gated", facts=facts)
-    assert "What it was on another machine." in page(compare(loaded([tmp_path / "a"])))
 
 
 def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_path):

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from tiers import slow_but
 
 from diffllm.compare.sweep.plan import (
     combinations,
@@ -34,34 +33,18 @@ def test_the_last_swept_key_changes_fastest() -> None:
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    slow_but(
-        [
-            ("optim.lr=1,1.0", ["lr1.0"] * 2),
-            ("attention=glob(gated*)", ["gated", "gated_headwise"]),
-        ],
-        [
-            ("optim.lr=6e-4,0.0006,6.0E-4", ["lr0.0006"] * 3),
-            ("optim.lr=1,1.0", ["lr1.0"] * 2),
-            ("optim.lr=1e-5,1e20", ["lr1e-05", "lr1e+20"]),
-            ("seed=range(2)", ["seed0", "seed1"]),
-            ("seed=-1,1_000", ["seed-1", "seed1000"]),
-            ("compile=null,true,False", ["compile_null", "compile_true", "compile_false"]),
-            ("model=tiny,mini", ["tiny", "mini"]),
-            ("optim=adamw,wsd", ["adamw", "wsd"]),
-            ("parallel=fsdp,hsdp", ["fsdp", "hsdp"]),
-            ("attention=glob(gated*)", ["gated", "gated_headwise"]),
-            ("precision=auto,fp32", ["precision_auto", "precision_fp32"]),
-            ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
-        ],
-    ),
+    [
+        ("optim.lr=6e-4,0.0006,6.0E-4", ["lr0.0006"] * 3),
+        ("optim.lr=1,1.0,1e20", ["lr1.0", "lr1.0", "lr1e+20"]),
+        ("seed=-1,1_000", ["seed-1", "seed1000"]),
+        ("compile=null,true,False", ["compile_null", "compile_true", "compile_false"]),
+        ("optim=adamw,wsd", ["adamw", "wsd"]),
+        ("attention=glob(gated*)", ["gated", "gated_headwise"]),
+        ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
+    ],
 )
 def test_a_value_has_one_name_however_it_is_spelled(word: str, expected: list[str]) -> None:
     assert names(word) == expected
-
-
-def test_a_field_of_one_variant() -> None:
-    words = ("attention=diff_v2_lambda_fixed", "model.attention.lambda_value=0.3,5e-1")
-    assert names(*words) == ["lambda_value0.3", "lambda_value0.5"]
 
 
 def test_paths_are_told_apart() -> None:

@@ -57,17 +57,6 @@ def test_more_values_run_only_what_is_new() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
-def test_one_value_of_a_swept_key_is_one_of_the_runs() -> None:
-    pretend(planned("attention=gated,standard", "optim.lr=6e-4,1e-3"))
-    assert states(planned("optim.lr=0.00060", "attention=gated")) == {"gated-lr0.0006": True}
-
-
-def test_two_spellings_are_one_run() -> None:
-    assert list(states(planned("optim.lr=6e-4,0.0006"))) == ["lr0.0006"]
-
-
-@pytest.mark.slow
 def test_another_fixed_value_is_refused_by_name() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
@@ -154,7 +143,7 @@ def test_the_report_is_a_table_with_reasons(
     ]
 
 
-def test_a_report_that_fails_says_one_line(
+def test_comparison_that_fails_is_one_line_after_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: object) -> None:
@@ -182,15 +171,12 @@ def test_a_report_that_fails_says_one_line(
     [
         ("", ""),
         ("error: no such corpus\nsome cleaning up\n", "no such corpus"),
-        (
-            "Traceback\n  line\ntorch.OutOfMemoryError: CUDA\nwarning\n",
-            "torch.OutOfMemoryError: CUDA",
-        ),
+        ("Traceback\n  line\nOutOfMemoryError: CUDA\nwarning\n", "OutOfMemoryError: CUDA"),
         ("[rank1]: ValueError: x\n[rank1]: more\n", "[rank1]: ValueError: x"),
         ("only words\n", "only words"),
     ],
 )
-def test_the_last_error_of_what_a_job_says(said: str, expected: str) -> None:
+def test_last_error_of_the_output_of_a_job(said: str, expected: str) -> None:
     assert last_error(said) == expected
 
 
@@ -206,15 +192,9 @@ def test_the_last_error_of_what_a_job_says(said: str, expected: str) -> None:
         (["hydra/launcher=submitit_local"], 2, "without torchrun"),
     ],
 )
-def test_a_launcher_that_cannot_be_is_refused(words: list[str], ranks: int, named: str) -> None:
+def test_impossible_launcher_is_refused(words: list[str], ranks: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ClusterLauncher.of(words, ranks, "run.sweep=mine")
-
-
-def test_a_missing_launcher_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "diffllm\[slurm\]"'):
-        ClusterLauncher.of(["hydra/launcher=submitit_slurm"], 1, "run.sweep=mine")
 
 
 def test_a_job_has_the_ranks_of_its_tasks() -> None:
@@ -231,9 +211,7 @@ def test_a_job_has_the_ranks_of_its_tasks() -> None:
     ("folder", "named"),
     [
         ("file/logs", "cannot be used: Not a directory"),
-        ("n" * 300, "file name too long: 300 bytes, maximum 255"),
         ("/proc/none/logs", "cannot be made: No such file or directory"),
-        ("/dev/null", "cannot be made: File exists"),
     ],
 )
 def test_a_folder_that_cannot_be_is_one_line(
