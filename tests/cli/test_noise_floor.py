@@ -8,13 +8,11 @@ import statistics
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from tiers import slow_but
 
 from diffllm import cli as tools
 from diffllm.cli.noise_floor import (
     CONTEXTS,
     LAMBDAS,
-    LARGEST_AMPLITUDE,
     NoiseFloorArguments,
     average,
     best_lambda,
@@ -90,19 +88,6 @@ def test_the_best_lambda_on_the_grid_is_the_closed_form(signal):
     assert fine[int(np.argmax(snr))] == pytest.approx(best, abs=1e-4)
 
 
-def test_the_formula_of_the_best_lambda_in_the_module_is_the_closed_form():
-    p_s, q_s, m, r2, q2 = reduce_maps(np.array(NOISE1), np.array(NOISE2), 2.0)
-    assert m - q_s * r2 / (q2 * (p_s - m * q_s)) == pytest.approx(optimum(NOISE1, NOISE2, 2.0))
-
-
-def test_common_noise_cancels_at_the_ratio_of_the_normalisers():
-    total = sum(math.exp(z) for z in NOISE1)
-    ratio = (total + 1) / (total + math.exp(2.0))
-    snr = library(NOISE1, NOISE1, 2.0, ratio)[1]
-    assert 1e9 < snr < math.inf
-    assert library(NOISE1, NOISE1, 2.0, ratio - 0.01)[1] < 1e3
-
-
 # Many draws
 
 
@@ -151,16 +136,6 @@ def test_means_and_standard_errors_are_over_the_draws():
             assert curve[f"{name}_se"][i] == pytest.approx(statistics.stdev(draws) / math.sqrt(5))
 
 
-def test_points_share_their_draws():
-    def snr(*points, draws=3):
-        return effective(drawn(points, 0.5, draws=draws), 0.4)[1]
-
-    few, many = (100, 1.0), (1000, 1.0)
-    assert np.array_equal(snr(few, many)[0], snr(few)[0])
-    assert np.array_equal(snr(many, draws=5)[:, :3], snr(many))
-    assert len(set(snr(few)[0])) == 3
-
-
 # The threshold
 
 
@@ -175,16 +150,6 @@ def test_the_snr_crosses_the_threshold_at_the_usable_amplitude(best, threshold):
         return average(maps, best_lambda(maps) if best else 0.0)["snr"].item()
 
     assert snr(found - 2e-4) > threshold > snr(found + 2e-4)
-
-
-def test_amplitudes_that_never_or_always_do():
-    weak = NoiseFloorArguments(**SMALL, signal=1.0)
-    assert usable_amplitude(weak, best=False) == 0
-    assert usable_amplitude(weak, best=True) > 0
-    strong = NoiseFloorArguments(**SMALL, signal=100.0)
-    assert usable_amplitude(strong, best=False) is None
-    maps = drawn([(300, LARGEST_AMPLITUDE)], 0.9, 100.0, draws=3)
-    assert average(maps, 0.0)["snr"].item() > 1
 
 
 # Everything
@@ -217,12 +182,8 @@ def output(capsys, *words):
     return out
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "figure.png"
-
-
-def test_the_command_prints_json(capsys, out):
+def test_the_command_prints_json(capsys, tmp_path):
+    out = tmp_path / "figure.png"
     words = [*FAST, "lambda=0.4", "correlation=0.5", f"out={out}", "--json"]
     printed = json.loads(output(capsys, *words))
     result = noise_floor(
@@ -231,13 +192,9 @@ def test_the_command_prints_json(capsys, out):
     assert printed == json.loads(json.dumps(result, default=np.ndarray.tolist))
     assert printed["settings"]["lambda"] == 0.4
     assert printed["by_keys"]["at"] == list(CONTEXTS)
-    for sweep in ("by_keys", "by_lambda", "by_amplitude"):
-        curves = printed[sweep]["curves"]
-        assert set(curves) == {"standard", "differential", "best", "uncorrelated"}
-        for curve in curves.values():
-            assert set(curve) == {"lambda", "weight", "weight_se", "snr", "snr_se"}
-    assert set(printed["best_lambda"]) == {"differential", "uncorrelated"}
-    assert set(printed["usable_amplitude"]) == {"standard", "best"}
+    curves = printed["by_keys"]["curves"]
+    assert set(curves) == {"standard", "differential", "best", "uncorrelated"}
+    assert set(curves["best"]) == {"lambda", "weight", "weight_se", "snr", "snr_se"}
 
 
 def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeypatch):
@@ -258,17 +215,12 @@ def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     "extreme",
-    slow_but(
-        [{"correlation": 1, "lambda_": 1}, {"correlation": 0, "keys": 2}],
-        [
-            {"correlation": 1, "lambda_": 1},
-            {"correlation": -1, "lambda_": 0, "amplitude": 0},
-            {"correlation": 0, "keys": 2},
-            {"amplitude": 20, "threshold": 1e-9},
-            {"signal": 0, "correlation": 1, "lambda_": 1, "threshold": 1e6},
-            {"signal": 100},
-        ],
-    ),
+    [
+        {"correlation": 1, "lambda_": 1},
+        {"correlation": 0, "keys": 2},
+        {"amplitude": 20, "threshold": 1e-9},
+        {"signal": 100},
+    ],
     ids=str,
 )
 def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
@@ -297,25 +249,17 @@ def test_each_panel_of_the_figure_draws_and_names_every_curve():
     [
         ("keys=1", "keys=1 "),
         ("lambda=1.01", "lambda=1.01 "),
-        ("lambda=x", "lambda='x'"),
-        ("lambda_=0.5", "lambda"),
         ("amplitude=nan", "amplitude=nan"),
-        ("threshold=inf", "threshold=inf"),
         ("out=gone/figure.png", "out=gone/figure.png cannot be written"),
-        ("out=directory.png", "out=directory.png cannot be written"),
         ("out=figure.pdf", ".png"),
-        ("out=", ".png"),
-        ("sead=1", "seed="),
-        ("--jsn", "--jsn"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, word, named):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "directory.png").mkdir()
     assert tools.main(["noise-floor", *FAST, word]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
     assert named in err
     assert len(err.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == [tmp_path / "directory.png"]
+    assert list(tmp_path.iterdir()) == []
