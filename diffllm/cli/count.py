@@ -57,11 +57,7 @@ def count_command(argv: list[str]) -> None:
 
 
 def compared(lists: list[str], overrides: list[str]) -> list[str]:
-    """Return the variants that `--compare` names; raises ConfigError.
-
-    Args:
-        lists: what follows each --compare.
-    """
+    """Return the variants that the values of `--compare` name; raises ConfigError."""
     text = " --compare ".join(lists)
     names = text.split(",")
     if not all(names) or not 2 <= len(names) == len(set(names)):

@@ -55,10 +55,7 @@ def hydra() -> Iterator[ConfigLoader]:
 
 
 def yaml_names(group: str) -> list[str]:
-    """List the names of a group's YAML files, sorted.
-
-    Hydra's own listing copies its whole configuration store each time.
-    """
+    """List the names of a group's YAML files, sorted; Hydra's own listing is slow."""
     places = (config_directory(), *directories())
     return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})
 
@@ -68,10 +65,7 @@ def variants() -> list[str]:
 
 
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
-    """Return the config of a variant, as its YAML alone makes it.
-
-    Where it is not there, as with a variant from elsewhere, the class registered as `schema`.
-    """
+    """Return a variant's config from its YAML alone, or without one that of the class `schema`."""
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()
     with hydra():
@@ -131,10 +125,7 @@ def typed_config(composed: DictConfig) -> TrainConfig:
 
 
 def checked(cfg: TrainConfig) -> TrainConfig:
-    """Return a config that may have been changed in Python, typed and validated anew.
-
-    Raises ConfigError; whether `model.attention` is still what the config names is not seen here.
-    """
+    """Return a config that may have been changed in Python, typed anew; raises ConfigError."""
     check_fields(cfg)
     try:
         composed = OmegaConf.structured(cfg)
@@ -183,10 +174,7 @@ OmegaConf.register_new_resolver("of_steps", of_steps, replace=True)
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Let the length that the command line gives take the place of one that a YAML gives.
-
-    Raises ConfigError for more than one.
-    """
+    """Let a length on the command line replace a YAML's; raises ConfigError for several."""
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
         for name in {"max_tokens", "epochs"} - given:
@@ -197,10 +185,7 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def steps_to_train(cfg: TrainConfig) -> int:
-    """Return the whole steps in max_tokens, or in epochs, for which the corpus is prepared.
-
-    Raises ConfigError for less than one step.
-    """
+    """Return the steps in max_tokens or epochs, which need the corpus; raises ConfigError for 0."""
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)
     else:

@@ -23,11 +23,7 @@ UNITS = {"params": "parameters", "flops": "FLOPs a token"}
 
 @dataclass
 class Matched:
-    """The result of `model.match_params_to` or `model.match_flops_to`: totals, and the widths that
-    give them.
-
-    The widths are those of `model.ffn_dim`, or with experts of `model.moe.expert_dim`.
-    """
+    """Result of `model.match_params_to` or `model.match_flops_to`: totals, and widths of `key`."""
 
     target: str = MISSING
     target_params: int = MISSING

@@ -111,10 +111,7 @@ def named_in(resume: str) -> Path | None:
 
 
 def with_origin(words: list[str]) -> list[str]:
-    """Put what follows from `resume=weights:PATH` in front of a command line, whose own words win.
-
-    Raises ConfigError, or CheckpointError as `origin_of` does.
-    """
+    """Put the overrides that `resume=weights:PATH` implies before a command line, which wins."""
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     path = named_in(given.get("resume", "").strip("'\""))
     if path is None:
@@ -123,11 +120,7 @@ def with_origin(words: list[str]) -> list[str]:
 
 
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
-    """Return the overrides that give a run the model and the tokenizer of its weights.
-
-    Args:
-        given: the command line's own values by key. A shape or an attention of its own stays.
-    """
+    """Return the overrides for the model and tokenizer of weights, unless `given` has its own."""
     words = []
     if "model" not in given:
         words += [f"model={origin.shape}"] if origin.shape else []

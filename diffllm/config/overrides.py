@@ -80,11 +80,7 @@ def check_choice(word: str, name: str, options: list[str]) -> None:
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
-    """Raise ConfigError for overrides that Hydra would take and that no run can use.
-
-    Args:
-        choices: lists the names of a group's YAML files.
-    """
+    """Raise ConfigError for overrides that no run can use; `choices` lists the names of a group."""
     for override in overrides:
         word, key = override.input_line, override.key_or_group
         if key in REMOVED:
@@ -134,10 +130,7 @@ def for_hydra(override: Override) -> str:
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
-    """Return the `data=` that the keys of a corpus imply, as a word; none where it is given.
-
-    Raises ConfigError for keys of different sources.
-    """
+    """Return the `data=` that a corpus's keys imply; raises ConfigError for several sources."""
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
@@ -225,10 +218,7 @@ def removal(key: str, detail: str = "") -> str:
 
 
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a saved config without removed keys that hold their default.
-
-    Raises ConfigError for a removed key with another value.
-    """
+    """Return a saved config without removed keys; raises ConfigError for one not at its default."""
     kept = {}
     for name, value in saved.items():
         key = f"{prefix}{name}"

@@ -249,10 +249,7 @@ def plugin_versions(names: list[str]) -> dict[str, str]:
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
-    """Split `--config-dir DIR` off a command line: absolute directories, and the other words.
-
-    Raises ConfigError for a flag without a directory.
-    """
+    """Split `--config-dir DIR` off a command line: absolute directories, and the other words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     try:

@@ -27,10 +27,7 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 
 
 def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
-    """Return the changes that `cfg` and the code of plugins here would make to the run at `path`.
-
-    Raises CheckpointError if config.yaml or run.json is damaged.
-    """
+    """Return the changes of config and plugin code to the run at `path`; raises CheckpointError."""
     if not (path / "config.yaml").is_file():
         return {}
     return changes_to(load_run_config(path), cfg, free) | plugin_changes(path)
@@ -50,11 +47,7 @@ def warn_of_plugins(run: Path) -> None:
 
 
 def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
-    """Return the changes that `cfg` would make to a run that was begun with another config.
-
-    Args:
-        free: keys and groups whose changes do not count.
-    """
+    """Return the changes that `cfg` makes to a run with another config, without `free` keys."""
     saved = flatten(yaml_dict(begun))
     new = flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}

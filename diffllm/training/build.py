@@ -210,9 +210,6 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
     """Decide on all ranks alike whether the run compiles. Every rank must call this.
 
     All variants of one shape get the same choice, even if their FLOPs differ.
-
-    Args:
-        kept: the choice in the checkpoint that the run resumes; None without a checkpoint.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about

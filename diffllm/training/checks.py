@@ -78,10 +78,7 @@ def check_lengths(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError unless `model.attention` is of the class that the config was made with.
-
-    Reports, checkpoints and `generate` go by names.
-    """
+    """Raise ConfigError unless `model.attention` is of the class that the config was made with."""
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:

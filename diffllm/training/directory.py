@@ -43,10 +43,7 @@ NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
-    """Rank 0's lock on a run directory, for one process at a time.
-
-    Raises ConfigError if the directory is in use or cannot be written.
-    """
+    """Rank 0's lock on a run directory; raises ConfigError if it is in use or cannot be written."""
 
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
@@ -176,10 +173,7 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def steps_made(path: Path) -> int | None:
-    """Return the steps of a finished run; None if it is unfinished.
-
-    Raises CheckpointError if summary.json lacks them.
-    """
+    """Return the steps of a finished run, else None; raises CheckpointError if they are missing."""
     summary = read_summary(path)
     if summary is None:
         return None
@@ -223,10 +217,7 @@ def fresh(path: Path) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Hold the directory of a run; raises ConfigError as RunDirectory does.
-
-    An unnamed run gets an unused path, even if two start in the same second.
-    """
+    """Hold a run's directory, for an unnamed run an unused one; raises as RunDirectory does."""
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)
@@ -242,9 +233,5 @@ def claim_directory(cfg: TrainConfig) -> RunDirectory:
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
-    """Leave the marker that lets a launch script put the job back into the queue.
-
-    Args:
-        step: the last saved step; None if nothing was saved.
-    """
+    """Write the marker that lets a launch script requeue the job; `step` is the last saved one."""
     write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

@@ -89,10 +89,7 @@ def say_stopped(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Close the outputs of a run that a signal stopped after `step`.
-
-    After SIGTERM or SIGUSR1, also write the requeue marker for the launch script.
-    """
+    """Close the outputs of a stopped run; after SIGTERM or SIGUSR1, write the requeue marker."""
     if claimed.directory and number in REQUEUE:
         request_requeue(claimed.path, number, step)
     named = cfg.run.dir or cfg.run.name
@@ -113,11 +110,7 @@ def finish(
     losses: DocumentLosses | None,
     report: Report | None,
 ) -> None:
-    """Write and show the results of a run that has ended; on rank 0 only.
-
-    Args:
-        summary: the content of summary.json, the sample of text included.
-    """
+    """Write and show the results of a run that has ended; on rank 0 only."""
     if not claimed.directory or not out.sinks:
         return
     out.sinks.close()

@@ -60,10 +60,7 @@ def every(interval: int, step: int) -> bool:
 
 
 def due(cfg: TrainConfig, step: int) -> Due:
-    """Return the actions that are due at `step`, counted from 1.
-
-    The first step is logged; the last one is logged, evaluated and saved.
-    """
+    """Return what is due at `step`, from 1; the last step is logged, evaluated and saved."""
     last = step == cfg.steps
     interval = cfg.checkpoint.interval
     first, final = cfg.profile.steps or (0, -1)
@@ -200,10 +197,7 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
 
 def count_targets(batches: Iterable[Batch], device: torch.device) -> Tensor:
-    """Count the targets of the global batch that are not negative: an int64 scalar, at least 1.
-
-    Every rank must call this, with its micro-batches of one step.
-    """
+    """Count the global batch's targets >= 0: int64, at least 1. Every rank must call this."""
     own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
     counted = moved(own, device)
     dist.all_reduce(counted)
@@ -239,11 +233,7 @@ def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, 
 
 
 def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weighted terms of the objective besides the cross-entropy, by metric name.
-
-    Args:
-        means: unweighted scalars by metric name; router losses only with experts.
-    """
+    """Return the weighted losses besides the cross-entropy; `means` are the unweighted ones."""
     weights = {
         "train/z_loss": cfg.model.z_loss,
         "train/balance_loss": cfg.model.moe.balance_loss,
