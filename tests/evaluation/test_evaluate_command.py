@@ -41,7 +41,7 @@ def made(run: Path, tokenizer: bytes, *words: str) -> Path:
     return run
 
 
-def test_json_is_all_of_the_output(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_prints_json_or_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", f"run={run}", *FAST, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert list(said) == ["mqar", "icl"]
@@ -54,15 +54,10 @@ def test_json_is_all_of_the_output(run: Path, capsys: pytest.CaptureFixture[str]
             assert 0 < score["chance"] <= 0.5
         assert sum(score["examples"] for score in result["scores"]) <= 8
     assert set(said["icl"]["scores"][0]["by_order"]) <= {"0", "1", "2", "3"}
-
-
-def test_a_table_names_levels(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", f"run={run}", *FAST]) == 0
-    said = capsys.readouterr().out
-    assert "step-00000000\n" in said
-    assert "share of right answers" in said
-    assert "pairs 4" in said
-    assert "shots 4" in said
+    table = capsys.readouterr().out
+    for text in ("step-00000000\n", "share of right answers", "pairs 4", "shots 4"):
+        assert text in table
 
 
 def test_results_are_kept_by_checkpoint_and_settings(
@@ -126,15 +121,12 @@ def test_what_cannot_be_is_one_line(
     (tmp_path / "empty").mkdir()
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
-        ([f"run={run}", "suite=claim"], "suite=claim must be one of claims"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
-        ([f"run={run}", "limit=0"], "limit=0 must be at least 1"),
         ([f"run={run}", "every=true", "step=7"], "step=7 is one checkpoint, and every=true all"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is neither a run nor a sweep"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
         ([f"run={run}", "tasks=[phonebook]"], "tasks: phonebook was removed; use needle, mqar"),
-        ([], "missing run=..."),
     ):
         capsys.readouterr()
         assert main(["evaluate", *words]) == 2, words
@@ -200,8 +192,6 @@ def test_a_file_of_prompts_and_answers_is_a_task(
     ("line", "said"),
     [
         ({"prompt": "a"}, "line 2: answer is missing"),
-        ({"prompt": 1, "answer": "b"}, "line 2: prompt=1 must be text"),
-        ([], "line 2: its content must be a mapping"),
         ({"prompt": "a", "answer": ""}, "line 2: prompt, answer and candidates must not be empty"),
         ({"prompt": "a", "answer": "b", "candidates": ["c"]}, "line 2: candidates must differ"),
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
@@ -232,13 +222,10 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
     for more, said in (
         (["tasks=[mqar]", "level={pairs: 500}"], "the task mqar at {'pairs': 500} needs"),
         (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, no pair"),
-        (["tasks=[mqar]", "level={pairs: 1}"], "level: mqar has no {'pairs': 1}"),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
-        (["tasks=[mqar]", "level={pairs: []}"], "level={pairs: []} must be settings like {pairs"),
         (["tasks=[mqar]", "level={pairs: [[4]]}"], "level={pairs: [[4]]} must be settings like"),
         (["tasks=[mqar]", "level={}"], "level: mqar has pairs, words; pairs is missing"),
         (["level={pairs: 5}"], "level is of one task"),
-        (["suite=needle_4k"], "the task needle at {'length': 4000, 'needles': 1, 'asked': 1} n"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
     ):

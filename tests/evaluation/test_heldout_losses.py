@@ -68,26 +68,20 @@ def arrays(**changes: object) -> dict[str, object]:
     "content",
     [
         b"",
-        b"no archive",
         archive(**vars(SOME))[:-30],
         archive(**vars(SOME))[:200] + b"\xff" * 40 + archive(**vars(SOME))[240:],
         archive(nats=SOME.nats),
         archive(**arrays(tokens=np.array([5, 2]))),
         archive(**arrays(tokens=np.array([5, 2, 0]))),
         archive(**arrays(bytes=np.array([21.0, 5.0, 4.0]))),
-        archive(**arrays(nats=np.zeros((1, 3)))),
         archive(**arrays(nats=np.array([Path("code"), None, 3], dtype=object))),
         archive(**{name: value[:0] for name, value in vars(SOME).items()}),
     ],
-    ids=[
-        *("empty", "text", "cut", "flipped", "lacking", "shorter", "no tokens", "float", "square"),
-        *("objects", "nothing"),
-    ],
+    ids=["empty", "cut", "flipped", "lacking", "shorter", "no tokens", "float", "code", "nothing"],
 )
 def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
     SOME.save(tmp_path, 40)
-    (file,) = (tmp_path / "heldout").iterdir()
-    file.write_bytes(content)
+    path_of(tmp_path, 40).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"heldout/step-00000040\.npz is damaged: "):
         document_losses(tmp_path)
 
