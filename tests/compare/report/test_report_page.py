@@ -339,16 +339,6 @@ def test_layers_show_finished_runs_or_a_common_step():
     assert curves.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
 
 
-def test_captions_say_which_runs_are_shown():
-    comparison = sample.compared(("standard", "gated"), 1, 10, probes=True)
-    text = page(comparison)
-    assert "Figures by layer show finished runs, or all where no run of a row has finished" in text
-    assert text.count("At each step, of the layer where it is highest.") == 2
-    assert ">Gate<" in text
-    assert "Lambda" not in text
-    assert "Negative attention weights" not in text, "all zero"
-
-
 def drawn(y: list[np.ndarray], **how: Any) -> Axes:
     """The axes of curves, a row each."""
     rows = [

@@ -117,13 +117,6 @@ def test_the_baseline_is_the_one_asked_for(four):
     assert alone.rows[0].gap is None
 
 
-def test_one_seed_has_no_interval(tmp_path):
-    gated = compare(written(tmp_path, ("standard", 4.0), ("gated", 3.9))).rows[1]
-    assert (gated.loss.mean, gated.loss.low, gated.loss.seeds) == (3.9, None, 1)
-    assert gated.gap.mean == pytest.approx(-0.1)
-    assert gated.gap.low is gated.gap.high is gated.values["gap_low"] is None
-
-
 def test_other_variants_come_after_the_four_by_name(tmp_path):
     names = ["standard_sink", "diff_v2", "diff_v1_clamped", "gated", "standard", "gated_headwise"]
     assert labels(compare(written(tmp_path, *((name,) for name in names)))) == [
