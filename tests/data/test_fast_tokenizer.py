@@ -15,6 +15,7 @@ from diffllm.data.tokenizer import FastTokenizer, located, tokenizer_files, toke
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|endoftext|>"
+NO_END = '{"model": {"type": "BPE", "unk_token": null, "vocab": {"a": 0, "b": 1}, "merges": []}}'
 
 
 @pytest.fixture(scope="module")
@@ -59,37 +60,6 @@ def test_any_text_comes_back_exactly(fast: Tokenizer, text: str) -> None:
     assert fast.decode([*ids, fast.eos_id]) == text
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ('{"eos_token": ["x"]}', r"no token \['x'\] to end a document"),
-        ('{"eos_token": {"content": []}}', r"no token \[\] to end a document"),
-        ("[" * 100_000, "not a tokenizer's config"),
-        ("[]", "not a tokenizer's config"),
-    ],
-)
-def test_odd_tokenizer_config_is_refused(
-    directory: Path, tmp_path: Path, config: str, said: str
-) -> None:
-    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(DataError, match=said):
-        Tokenizer.from_file(tmp_path / "tokenizer.json")
-
-
-def write_bpe(path: Path, vocabulary: dict[str, int], **options: Any) -> Path:
-    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], **options)).save(str(path))
-    return path
-
-
-def test_vocabulary_with_gaps_has_the_size_of_its_largest_id(tmp_path: Path) -> None:
-    file = write_bpe(tmp_path / "tokenizer.json", {"a": 0, "</s>": 99_999})
-    assert Tokenizer.from_file(file).vocab_size == 100_000
-    write_bpe(file, {"a": 0, "</s>": 2**24})
-    with pytest.raises(DataError, match="token id 16777216 must be below 16777216"):
-        Tokenizer.from_file(file)
-
-
 def test_corpus_is_prepared_with_gaps_between_ids(
     directory: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
@@ -109,34 +79,37 @@ def test_corpus_is_prepared_with_gaps_between_ids(
     assert corpus_file.read_text().splitlines()[3] in tokenizer.decode(tokens.tolist())
 
 
-def test_unknown_token_without_piece_is_refused(tmp_path: Path) -> None:
-    file = write_bpe(tmp_path / "tokenizer.json", {"a": 0, "</s>": 1}, unk_token="none")
-    with pytest.raises(DataError, match="Unk token `none` not found"):
-        Tokenizer.from_file(file)
-
-
-def test_the_end_is_said_by_the_config_beside(directory: Path, tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_text((directory / "tokenizer.json").read_text())
-    config = tmp_path / "tokenizer_config.json"
-    for said in ("<pad>", {"content": "<pad>", "special": True}):
-        config.write_text(json.dumps({"eos_token": said}))
-        other = Tokenizer.from_file(file)
-        assert other.eos_id == 0
+@pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
+def test_config_next_to_a_tokenizer_names_its_end(
+    directory: Path, tmp_path: Path, said: Any
+) -> None:
+    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+    other = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert other.eos_id == 0
     assert other.pieces_hash != Tokenizer.from_file(directory).pieces_hash
-    config.write_text('{"eos_token": "<none>"}')
-    with pytest.raises(DataError, match=r"no token '<none>' to end a document with"):
-        Tokenizer.from_file(file)
-    config.write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: not a tokenizer's config"):
-        Tokenizer.from_file(file)
-    config.unlink()
-    file.write_text(file.read_text().replace(END, "<|stop|>"))
-    with pytest.raises(DataError, match="nothing says which token ends a document"):
-        Tokenizer.from_file(file)
-    file.write_text("{}")
-    with pytest.raises(DataError, match="not a file of tokenizers"):
-        Tokenizer.from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", '{"eos_token": "<none>"}', "no token '<none>' to end a document"),
+        ("tokenizer_config.json", '{"eos_token": {"content": []}}', r"no token \[\] to end a doc"),
+        ("tokenizer_config.json", "[" * 100_000, "not a tokenizer's config"),
+        ("tokenizer_config.json", "[]", "not a tokenizer's config"),
+        ("tokenizer.json", "{}", "not a file of tokenizers"),
+        ("tokenizer.json", NO_END, "nothing says which token ends a document"),
+        ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216 must be below"),
+        ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
+    ],
+)
+def test_unusable_tokenizer_or_config_is_refused(
+    directory: Path, tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=said):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
 def test_the_files_of_a_tokenizer_are_all_that_it_takes(directory: Path, tmp_path: Path) -> None:

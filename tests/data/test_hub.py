@@ -21,7 +21,7 @@ from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
-from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import open_corpus
 
 MakeConfig = Callable[..., DataConfig]
@@ -59,12 +59,12 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, str]]]:
-    """Starts the hub, which hangs at files of this name; returns what tells others of it."""
+    """Starts the hub; returns the environment of processes that read from it."""
     servers: list[subprocess.Popen[str]] = []
 
-    def start(hangs_at: str = "no file") -> dict[str, str]:
+    def start() -> dict[str, str]:
         script = Path(__file__).with_name("fake_hub.py")
-        words = [sys.executable, str(script), str(repository), str(tmp_path / "log"), hangs_at]
+        words = [sys.executable, str(script), str(repository)]
         servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
         assert servers[-1].stdout is not None
         address = f"http://127.0.0.1:{int(servers[-1].stdout.readline())}"
@@ -110,15 +110,6 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
     process.communicate()
 
 
-@pytest.mark.slow
-def test_a_hub_that_hangs_in_the_middle_is_named(
-    tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
-) -> None:
-    script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
-    words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, ""]
-    waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
-
-
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
@@ -128,18 +119,6 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
         for revision, what in (("", "commit"), (SHA, "list of files")):
             words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, revision]
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
-
-
-def test_a_directory_of_many_files_has_a_part_for_each(
-    repository: Path, make_config: MakeConfig
-) -> None:
-    data = prepare(
-        make_config(
-            source="hub", dataset=str(repository), text_column="content", sample_by=SampleBy.line
-        )
-    )
-    assert len(data.manifest.splits["train"].shards) == 3
-    assert sum(split.documents for split in data.manifest.splits.values()) == 300
 
 
 def read(cfg: DataConfig) -> list[str | None]:

@@ -354,24 +354,6 @@ def test_a_damaged_file_is_named(
     assert str(tmp_path / "files") in str(raised.value)
 
 
-def test_a_file_that_grew_is_counted_anew(make: Make, tmp_path: Path) -> None:
-    path = copied(NAMES[2], tmp_path / "files")
-    data = prepare(make(path))
-    path.write_bytes(path.read_bytes() + np.array([5, EOS], "<u2").tobytes())
-    index = path.with_name(f"{path.name}.index")
-    index.write_bytes(index.read_bytes() + np.array([len(ALL) + 2], "<u8").tobytes())
-    with pytest.raises(DataError, match=r"ds.index: changed since it was hashed; start again"):
-        data.split("train")
-    assert prepare(make(path)).directory != data.directory
-
-
-def test_a_tokenizer_that_is_gone_is_noticed(make: Make) -> None:
-    data = prepare(make(FILES / NAMES[0]))
-    (data.directory / "tokenizer.model").unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.model: unusable .* delete .* prepare it"):
-        prepare(make(FILES / NAMES[0]))
-
-
 def test_tokens_of_another_tokenizer_are_noticed(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):

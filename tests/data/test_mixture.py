@@ -1,6 +1,5 @@
 """Mixtures: what their samples are, whatever reads them, and where they go on."""
 
-import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -99,14 +98,6 @@ def test_a_step_reads_the_same_whatever_the_layout(
     for _ in range(BATCH * STEPS // (world_size * micro_batch_size)):
         read += [token for each in loaders for token in next(each)[0][:, 0].tolist()]
     assert read == expected
-
-
-def test_samples_can_be_sent_to_a_loader_process(make: Make) -> None:
-    samples = make(limits={"code": 2})
-    read = first_tokens(samples, range(BATCH * STEPS))
-    again = pickle.loads(pickle.dumps(samples))
-    assert first_tokens(again, range(BATCH * STEPS)) == read
-    assert again.state(100) == samples.state(100)
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
@@ -237,27 +228,28 @@ def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
     assert other.manifest.corpus == data.manifest.corpus, "weights are no part of the corpus"
 
 
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web.paths: "),
-        ("a.jsonl", "data.sources.web: "),
         ("a.jsonl", "no column 'text'; it has content: use data.sources.web.text_column=content"),
     ],
 )
-def test_what_is_wrong_with_a_source_is_said_under_its_name(
+@pytest.mark.parametrize("given", [False, True])
+def test_error_of_a_source_begins_with_its_name(
     tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
     paths = {"code": corpus_file, "web": tmp_path / name}
-    sources = {key: SourceConfig(source="files", paths=[str(p)]) for key, p in paths.items()}
-    for source in sources.values():
-        source.sample_by = SampleBy.line
-    tokenizer = str(prepared.directory / "tokenizer.model") if given else None
-    cfg = DataConfig(source="mixture", sources=sources, tokenizer=tokenizer, vocab_size=400)
-    cfg.cache_dir = str(tmp_path / "cache")
-    with pytest.raises(DataError) as raised:
+    by_line = {"source": "files", "sample_by": SampleBy.line}
+    cfg = DataConfig(
+        source="mixture",
+        sources={key: SourceConfig(**by_line, paths=[str(p)]) for key, p in paths.items()},
+        tokenizer=str(prepared.directory / "tokenizer.model") if given else None,
+        vocab_size=400,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    with pytest.raises(DataError, match=r"data\.sources\.web") as raised:
         prepare(cfg)
     assert said in str(raised.value)
 
@@ -282,8 +274,6 @@ def test_a_source_that_is_damaged_is_named(
     [
         ("data.dataset=a/b: gone", "data.sources.web.dataset=a/b: gone"),
         ("/a/data.paths: cut off", "data.sources.web: /a/data.paths: cut off"),
-        ("data.name.txt: cut off", "data.sources.web: data.name.txt: cut off"),
-        ("data=tokens needs data.tokenizer", "data.sources.web: data=tokens needs data.tokenizer"),
         ("data.sources.web.paths: none", "data.sources.web.paths: none"),
     ],
 )
@@ -302,18 +292,9 @@ def test_keys_of_a_source_are_those_of_the_mixture(text: str, said: str) -> None
         ({"sources": {"a": SourceConfig(weight=0)}}, "all weights are 0"),
         ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot hold another"),
         ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, glob"),
-        ({"sources": {"a": SourceConfig(source="web")}}, "data.sources.a.source='web' is not one"),
-        ({"sources": {"a": SourceConfig("tokens", ["a.ds"])}}, "data.sources.a.source=tokens need"),
         ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
-        ({"curriculum": [Point(0.5, {"a": 0})]}, "data.curriculum[0].weights: all are 0"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
-        ({"curriculum": [Point(0, {"a": 1})]}, "data.curriculum[0].at=0 has to rise, above 0"),
         ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
-        (
-            {"curriculum": [Point(2e9, {"a": 1}), Point(1e9, {"a": 1})]},
-            "data.curriculum[1].at=1e+09",
-        ),
-        ({"source": "stdlib"}, "data.sources="),
         (
             {"sources": {f"s{i}": SourceConfig() for i in range(501)}},
             "data.sources: 501 are too many; at most 500",

@@ -71,17 +71,6 @@ def test_one_sample_or_many_are_read_alike():
     assert not (sources[1000:] == 2).any(), "a weight of 0 is not read"
 
 
-def test_random_access_walks_no_further_than_a_block(monkeypatch):
-    import diffllm.data.mixture_order as module
-
-    laid: list[int] = []
-    real = module.laid_out
-    monkeypatch.setattr(module, "laid_out", lambda counts: laid.append(sum(counts)) or real(counts))
-    order = MixtureOrder([(0, [0.6, 0.3, 0.1])])
-    read(order, 10**15, 1)
-    assert sum(laid) <= 256
-
-
 def test_orders_are_known():
     """The definition itself, which no release may change."""
     order = MixtureOrder([(0, [0.5, 0.3, 0.2])])

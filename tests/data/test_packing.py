@@ -337,25 +337,6 @@ def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_pa
     assert first.plan.counts.tokens == train.tokens
 
 
-def test_a_plan_that_was_just_made_is_not_hashed_again(
-    prepared: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = packed_sequences(prepared, config(tmp_path), 32)
-    prepared.split("train").tokens(0, 1)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a file was hashed")
-
-    monkeypatch.setattr(hashlib, "file_digest", refuse)
-    made.read(np.arange(len(made)))
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(prepared: TokenData, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_dir=.*file: Not a directory"):
-        packed_sequences(prepared, config(tmp_path / "file"), 32)
-
-
 def test_a_checkpoint_from_before_there_was_packing_is_of_a_stream() -> None:
     saved = LoopState(order={"seed": 1}).state_dict()
     assert LoopState.of(saved).order == {"seed": 1, "data.packing": "stream"}

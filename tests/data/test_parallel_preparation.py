@@ -19,7 +19,6 @@ from processes import has_ended, wait_until
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
-from diffllm.core.files import acquire
 from diffllm.core.printing import to_stderr
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig
@@ -128,30 +127,6 @@ def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
     for path, time_ns in shards.items():
         assert (data.directory / path.name).stat().st_mtime_ns == time_ns  # not written again
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
-
-
-def test_killed_preparation_resumes_with_its_files_under_other_paths(
-    corpus: DataConfig,
-    dying: Callable[[int, int], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
-    dying(5, signal.SIGKILL)
-    with pytest.raises(DataError, match="killed"):
-        prepare(corpus, PrepareConfig(processes=1))
-    shards = partial_of(corpus).glob("tokens/*-0000[0-4]-*.bin")
-    times = {path.name: path.stat().st_mtime_ns for path in shards}
-    monkeypatch.undo()
-    monkeypatch.setattr(files, "PART_BYTES", 12_000)
-    (tmp_path / "elsewhere").mkdir()
-    moved = [str(tmp_path / "elsewhere" / Path(path).name) for path in corpus.paths]
-    for path, there in zip(corpus.paths, moved, strict=True):
-        os.link(path, there)
-    data = prepare(replace(corpus, paths=moved))
-    assert contents(data) == undisturbed
-    assert len(times) >= 5
-    assert {name: (data.directory / name).stat().st_mtime_ns for name in times} == times
 
 
 def test_another_division_into_parts_begins_anew(
@@ -291,28 +266,3 @@ def test_progress_is_a_line_that_names_the_files_being_read(
     )
     job.build(PrepareConfig())
     assert "MB, 0.0M tokens; 0.0 MB/s, 0 tokens/s; reading a hub that" in capfd.readouterr().err
-
-
-def test_part_that_a_worker_of_a_killed_preparation_still_writes_is_waited_for(
-    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = TokensJob(
-        open_corpus(corpus, Path(corpus.cache_dir)),
-        Path(str(corpus.tokenizer)) / "tokenizer.model",
-        0.1,
-        Path(corpus.cache_dir) / "tokens",
-    )
-    job.partial.mkdir(parents=True)
-    other = acquire(job.partial / "part-00004.lock")
-    done: list[str] = []
-
-    def show(*_: object) -> None:
-        if len(list(job.partial.glob("part-*.json"))) == len(job.corpus.parts) - 1:
-            done[:] = [path.name for path in job.partial.glob("part-*.json")]
-            other.release()
-
-    monkeypatch.setattr(workers, "TICK", 0.001)
-    monkeypatch.setattr(workers.Reporter, "show", show)
-    job.build(PrepareConfig(processes=2))
-    assert done
-    assert "part-00004.json" not in done

@@ -12,7 +12,6 @@ from sample_texts import sample_documents
 from diffllm.core.errors import DataError
 from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, Packing
-from diffllm.data.preparation import encoding
 from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.data.samples import training_samples
 from diffllm.data.text import files
@@ -96,27 +95,18 @@ def test_prompts_have_a_part_in_the_identity(prompted: DataConfig) -> None:
     assert not without.manifest.splits["train"].masked
 
 
-def two_documents(path: Path, prompts: list[str]) -> None:
-    """Write two documents with equal completions."""
+@pytest.mark.parametrize("prompts", [["a", "b"], ["a", "a"]])
+def test_documents_with_equal_completions_are_distinct_if_their_prompts_differ(
+    tmp_path: Path, make_config: MakeConfig, prompts: list[str]
+) -> None:
     rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_one_of_two_equal_completions_is_held_out_if_prompts_differ(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
-    two_documents(tmp_path / "a.jsonl", ["a", "b"])
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
-    assert {s.documents for s in prepare(cfg).manifest.splits.values()} == {1}
-
-
-def test_documents_that_are_equal_with_their_prompts_are_refused(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
-    two_documents(tmp_path / "a.jsonl", ["a", "a"])
-    cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
-    with pytest.raises(DataError, match="fewer than two distinct documents that are not blank"):
-        prepare(cfg)
+    if prompts == ["a", "b"]:
+        assert {s.documents for s in prepare(cfg).manifest.splits.values()} == {1}
+    else:
+        with pytest.raises(DataError, match="fewer than two distinct documents that are not blank"):
+            prepare(cfg)
 
 
 def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig) -> None:
@@ -130,9 +120,3 @@ def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig
         prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
     with pytest.raises(DataError, match=r"a text has no columns, which data.prompt_column needs"):
         prepare(make_config(tmp_path / "b.txt", prompt_column="x"))
-
-
-def test_masks_are_where_prompts_are() -> None:
-    mask = encoding.loss_mask([[2, 1], [0, 1], [1, 1]])
-    assert mask.tolist() == [False, False, True, True, False, True]
-    assert encoding.loss_mask([]).tolist() == []

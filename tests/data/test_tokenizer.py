@@ -73,16 +73,6 @@ def test_a_long_text_has_the_ids_of_one_piece(code_tokenizer: Tokenizer, text: s
         ]  # fmt: skip
 
 
-def test_long_texts_are_cut_often(
-    code_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer, "PART", 100)
-    text = CODE[0]
-    sizes = [len(part) for part in code_tokenizer._parts(text)]
-    assert max(sizes) <= 220
-    assert len(sizes) > len(text) // 150
-
-
 def test_a_text_that_a_model_changes_first_is_not_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,10 +85,6 @@ def test_a_text_that_a_model_changes_first_is_not_cut(
 def test_eos_is_no_text(code_tokenizer: Tokenizer) -> None:
     ids = code_tokenizer.encode("one")
     assert code_tokenizer.decode([*ids, code_tokenizer.eos_id, *ids]) == "oneone"
-
-
-def test_indentation_is_cheap(code_tokenizer: Tokenizer) -> None:
-    assert len(code_tokenizer.encode("):\n" + " " * 8)) <= 2
 
 
 def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
@@ -141,12 +127,6 @@ def test_the_training_sample_lies_evenly_over_the_corpus() -> None:
     counts = {letter: taken.count(letter) for letter in set(taken)}
     assert len(counts) == 20
     assert max(counts.values()) <= 4096 * 2
-
-
-def test_a_small_corpus_is_its_own_sample() -> None:
-    documents = ["one é", "", "two"]
-    assert len("".join(sample(documents, 10**6)).encode()) <= 9
-    assert next(sample(documents, 10**6)) == "one é"
 
 
 def test_a_model_of_the_users_is_used(

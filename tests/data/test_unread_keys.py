@@ -1,7 +1,6 @@
 """Keys of a corpus that its source does not read are refused, and read ones are not."""
 
 import pytest
-from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.core.errors import ConfigError
@@ -18,20 +17,14 @@ UNREAD = [
         "data.split=test is not read with source=files",
     ),
     (["data=stdlib", "data.sample_by=line"], "data.sample_by=line is not read with"),
-    (["data=stdlib", "data.text_column=body"], "data.text_column=body is not read with"),
     (["data.dataset=a/b", "data.sample_by=line"], "data.sample_by=line is not read with"),
     ([MIXTURE, "data.text_column=body"], "each source has its own, data.sources.NAME.text_co"),
-    ([MIXTURE, "data.prompt_column=q"], "each source has its own, data.sources.NAME.prompt_co"),
-    ([MIXTURE, "data.sample_by=line"], "each source has its own, data.sources.NAME.sample_by"),
     ([MIXTURE, "data.split=test"], "each source has its own, data.sources.NAME.split"),
     ([MIXTURE.replace("]}", "], split: test}")], "data.sources.a.split=test is not read with"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    slow_but(UNREAD[::3], UNREAD),
-)
+@pytest.mark.parametrize(("words", "named"), UNREAD)
 def test_a_key_that_nothing_reads(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words)

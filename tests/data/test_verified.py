@@ -78,18 +78,6 @@ def test_a_mark_that_is_damaged_does_not_count(shard: Path, hashed: list[str], m
     assert len(hashed) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_verified_all_the_same(
-    shard: Path, hashed: list[str]
-) -> None:
-    """Directories in the place of mark and lock stand in for a read-only file system."""
-    mark = shard.with_name(f".{shard.name}.verified")
-    mark.mkdir()
-    mark.with_suffix(".lock").mkdir()
-    assert verified.matches(shard, SHA256)
-    assert not verified.matches(shard, "0" * 64)
-    assert len(hashed) == 2
-
-
 def verify_slowly(shard: Path, barrier, counts) -> None:  # type: ignore[no-untyped-def]
     original = hashlib.file_digest
 

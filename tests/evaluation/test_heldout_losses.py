@@ -81,7 +81,7 @@ def arrays(**changes: object) -> dict[str, object]:
 )
 def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
     SOME.save(tmp_path, 40)
-    path_of(tmp_path, 40).write_bytes(content)
+    (tmp_path / "heldout" / "step-00000040.npz").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"heldout/step-00000040\.npz is damaged: "):
         document_losses(tmp_path)
 
