@@ -1,6 +1,5 @@
 """benchmarks/gpu.py: failures are recorded, later measurements run, resuming skips successes."""
 
-import runpy
 import sys
 import time
 from pathlib import Path
@@ -11,14 +10,13 @@ from processes import has_ended
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from harness import decoding, steps
+from harness import steps
 from harness.kernels import part_of
 from harness.plain_llama import PlainLlama
 from harness.running import Measurement, read, run, table
 from harness.stages import STAGES, stage
 
 from diffllm import build_model, load_config
-from diffllm.model.attention.base import KVCache
 
 STAMP = {"code": "c", "torch": "t", "device": "d"}
 
@@ -36,9 +34,6 @@ def measured(folder, items, resume=False, seconds=1000, **changes):
     """Run measurements; return their lines by name, and the names without time."""
     left = run(items, folder, {**STAMP, **changes}, resume, time.monotonic() + seconds)
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
-
-
-# Failures
 
 
 def test_crash_hang_and_out_of_memory_are_recorded_and_the_next_measurement_begins(tmp_path):
@@ -66,9 +61,6 @@ def test_measurements_without_time_are_not_begun_and_their_names_returned(tmp_pa
     assert (lines, left) == ({}, ["steps: fast"])
 
 
-# Resuming
-
-
 def test_resuming_skips_only_successes_with_the_same_stamp_and_arguments(tmp_path):
     items = [item("fast"), item("raises")]
     measured(tmp_path, items)
@@ -84,15 +76,6 @@ def test_resuming_skips_only_successes_with_the_same_stamp_and_arguments(tmp_pat
         assert names == [f"steps: {how}" for how in again]
     changed = Measurement("steps: fast", "harness_calls.measure", {"how": "slow"})
     assert measured(tmp_path, [changed], resume=True)[0]["steps: fast"]["result"]["ms"] == 1000
-
-
-@pytest.mark.parametrize("small", [False, True])
-def test_measurements_have_different_names(small, tmp_path):
-    names = [item.name for name in STAGES for item in stage(name, small, tmp_path)]
-    assert len(names) == len(set(names))
-    assert {"standard", "gated", "diff_v2", "Llama, autocast"} < {
-        n.partition(": ")[2] for n in names
-    }
 
 
 @pytest.mark.slow
@@ -124,9 +107,6 @@ def test_own_step_is_measured_and_broken_down(tmp_path):
     assert "## breakdown in ms" in table(tmp_path)
 
 
-# Parts of a step
-
-
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
@@ -146,9 +126,6 @@ def test_own_step_is_measured_and_broken_down(tmp_path):
 )
 def test_kernel_name_gives_part_of_a_step(kernel, part):
     assert part_of(kernel) == part
-
-
-# Shapes, FLOPs, bytes
 
 
 def tiny(*words):
@@ -186,35 +163,3 @@ def test_plain_llama_equals_ours_with_standard_attention():
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     mine = model(inputs, targets).objective / targets.numel()
     torch.testing.assert_close(plain(inputs, targets), mine, rtol=1e-5, atol=1e-5)
-
-
-def test_decoding_meets_each_context_length_once(monkeypatch):
-    seen = {}
-    append = KVCache.append
-    monkeypatch.setattr(
-        KVCache, "append",
-        lambda self, k, v: seen.setdefault(id(self), []).append(self.length) or append(self, k, v),
-    )  # fmt: skip
-    model = build_model(tiny("attention=diff_v2").model)
-    assert len(decoding.growing(model, 8, 10, 1, torch.float32)) == 2
-    for lengths in seen.values():
-        assert lengths == list(range(8 - decoding.WARMUP, 18))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--device", "cpu"], "--device cpu needs --small"),
-        (["--device", "cpu", "--small", "--stage", "A", "--only", "stepp"], "there are facts, "),
-        (["--stage", "D"], "choose from"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_any_measurement(
-    words, said, tmp_path, monkeypatch, capsys
-):
-    command = ["benchmarks/gpu.py", *words, "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        runpy.run_path(command[0], run_name="__main__")
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -16,7 +16,6 @@ from runs.ranks import forked
 from diffllm.core.errors import ConfigError, InUseError
 from diffllm.core.files import (
     acquire,
-    build_once,
     hold,
     new_directory,
     open_to_append,
@@ -28,21 +27,26 @@ from diffllm.core.files import (
 ME = f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def test_a_file_and_its_name_are_synced_before_and_after_it_is_renamed(tmp_path, monkeypatch):
-    """Without, a power cut may leave an empty file under the new name."""
-    order: list[str] = []
-    sync, rename = os.fsync, Path.replace
+@pytest.fixture
+def order(monkeypatch):
+    """Names of the files that are synced, and "renamed", in the order of these calls."""
+    events, sync = [], os.fsync
 
     def synced(descriptor: int) -> None:
-        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         sync(descriptor)
 
-    def renamed(path: Path, target: Path) -> Path:
-        order.append("renamed")
-        return rename(path, target)
-
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", renamed)
+    for owner, name in ((Path, "replace"), (os, "rename")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *paths, real=real: events.append("renamed") or real(*paths)
+        )
+    return events
+
+
+def test_a_file_and_its_name_are_synced_before_and_after_it_is_renamed(tmp_path, order):
+    """Without, a power cut may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
     assert (tmp_path / "summary.json").read_text() == "{}"
@@ -72,9 +76,6 @@ def test_what_is_no_file_is_not_replaced_nor_appended_to(tmp_path):
         with pytest.raises(OSError):  # noqa: PT011
             open_to_append(tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
-
-
-# Directories
 
 
 def names(directory):
@@ -123,23 +124,10 @@ def test_link_in_place_of_scratch_directory_is_removed_and_its_target_kept(tmp_p
 
 @pytest.mark.parametrize("files_synced", [False, True])
 def test_publish_syncs_content_before_the_rename_and_the_parent_after(
-    tmp_path, monkeypatch, files_synced
+    tmp_path, order, files_synced
 ):
-    order: list[str] = []
-    sync, rename = os.fsync, os.rename
-
-    def synced(descriptor: int) -> None:
-        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        sync(descriptor)
-
-    def renamed(source: Path, target: Path) -> None:
-        order.append("renamed")
-        rename(source, target)
-
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
     (tmp_path / "hidden" / "inner" / "file").write_text("")
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
     content = [] if files_synced else ["inner", "file"]
     assert order == [*content, "hidden", "renamed", tmp_path.name]
@@ -167,22 +155,6 @@ def test_new_directory_appears_after_the_block_and_never_after_an_error(tmp_path
         assert not final.exists()
     assert names(final.parent) == ["final"]
     assert names(final) == ["whole"]
-
-
-def test_failed_build_leaves_nothing_and_the_next_build_succeeds(tmp_path):
-    def fail(scratch):
-        (scratch / "half").write_text("")
-        raise ValueError("failed")
-
-    with pytest.raises(ValueError, match="failed"):
-        build_once(tmp_path / "final", fail)
-    assert names(tmp_path) == []
-    build_once(tmp_path / "final", lambda scratch: (scratch / "whole").write_text(""))
-    build_once(tmp_path / "final", fail)
-    assert names(tmp_path / "final") == ["whole"]
-
-
-# Locks
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])

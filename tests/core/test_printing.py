@@ -28,7 +28,7 @@ def acted_on(text: str) -> set[str]:
 
 
 @given(st.text())
-def test_echo_escapes_every_control_character(text: str):
+def test_echo_escapes_every_control_character(text):
     file = io.StringIO()
     echo(text, file=file)
     assert not acted_on(file.getvalue())
@@ -68,9 +68,6 @@ def test_console_escapes_foreign_text(show):
     show(screen)
     assert not acted_on(OWN.sub("", screen.getvalue()))
     assert ESCAPED in screen.getvalue()
-
-
-# Tables
 
 
 LABELS = Column("Row", [Cell("stan_dard"), Cell("<b>|", icon="<i></i>")], left=True)

@@ -3,8 +3,6 @@
 import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,7 +32,7 @@ PLAIN = st.recursive(
 )
 
 
-def test_made_fills_nested_dataclasses_and_defaults() -> None:
+def test_made_fills_nested_dataclasses_and_defaults():
     assert made(Outer, GOOD) == Outer(1.0, [Inner(2)], {"a": Inner(3)})
 
 
@@ -51,12 +49,12 @@ def test_made_fills_nested_dataclasses_and_defaults() -> None:
         ({"done": 1}, "done=1 must be true or false"),
     ],
 )
-def test_made_names_key_value_and_type(change: dict[str, Any], message: str) -> None:
+def test_made_names_key_value_and_type(change, message):
     with pytest.raises(ValueError, match=message):
         made(Outer, {**GOOD, **change})
 
 
-def test_made_ignores_unknown_keys_unless_a_hint_is_given() -> None:
+def test_made_ignores_unknown_keys_unless_a_hint_is_given():
     content = {**GOOD, "parts": [{"size": 2, "sise": 3}]}
     assert made(Outer, content).parts == [Inner(2)]
     with pytest.raises(ValueError, match=r"unknown key parts\[0\].sise, not parts\[0\].size"):
@@ -64,7 +62,7 @@ def test_made_ignores_unknown_keys_unless_a_hint_is_given() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["loss", "parts", "by_name", "done"]), PLAIN))
-def test_made_of_any_plain_value_returns_or_raises_value_error(content: dict[str, Any]) -> None:
+def test_made_of_any_plain_value_returns_or_raises_value_error(content):
     try:
         found = made(Outer, content)
     except ValueError:
@@ -73,7 +71,7 @@ def test_made_of_any_plain_value_returns_or_raises_value_error(content: dict[str
     assert all(isinstance(part, Inner) for part in [*found.parts, *found.by_name.values()])
 
 
-def test_read_typed_names_what_is_damaged(tmp_path: Path) -> None:
+def test_read_typed_names_what_is_damaged(tmp_path):
     file = tmp_path / "record.json"
     file.write_text(json.dumps({**GOOD, "loss": "x"}))
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):

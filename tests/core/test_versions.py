@@ -1,4 +1,4 @@
-"""Every version of torch runs the same code: what differs is asked for in one module."""
+"""The package works with the installed version of torch: names and initial values."""
 
 import ast
 import importlib
@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import diffllm
-from diffllm.core import torch_versions
 from diffllm.model.init import Initializer
 
 ROOT = Path(diffllm.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-ONE_PLACE = Path(torch_versions.__file__)
 
 
 def torch_names(tree: ast.AST) -> dict[str, str]:
@@ -46,72 +44,6 @@ def full_name(node: ast.AST, names: dict[str, str]) -> str | None:
     return None
 
 
-def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
-    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-
-
-def questions(source: str) -> Iterator[str]:
-    """The expressions in a source by which it finds out which torch it runs on.
-
-    These are versions that are more than shown, `inspect.signature`, `hasattr` and `getattr` of
-    something of torch's, and imports of torch that may fail.
-    """
-    tree = ast.parse(source)
-    names, above = torch_names(tree), parents(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and full_name(node, names) in (
-            "torch.__version__",
-            "torch.version",
-            "torch.torch_version",
-        ):
-            if not is_shown(above[node]):
-                yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and node.args:
-            asks = ast.unparse(node.func).rpartition(".")[2] in ASKING
-            if asks and full_name(node.args[0], names):
-                yield ast.unparse(node)
-        elif isinstance(node, ast.Try) and any(map(is_import_error, node.handlers)):
-            inside = ast.Module(body=node.body, type_ignores=[])
-            yield from torch_names(inside).values()
-
-
-ASKING = ("hasattr", "getattr", "signature", "getfullargspec")
-
-
-def is_shown(parent: ast.AST) -> bool:
-    """Whether a value goes as it is into a report or a message, or gets a name there."""
-    return isinstance(parent, (ast.Dict, ast.FormattedValue, ast.Assign))
-
-
-def is_import_error(handler: ast.ExceptHandler) -> bool:
-    """Whether it catches what a name that torch lacks raises, `except Exception` aside."""
-    caught = ast.unparse(handler.type) if handler.type else "ImportError"
-    return any(name in caught for name in ("ImportError", "ModuleNotFoundError", "AttributeError"))
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import torch\nif torch.__version__ >= '2.12': pass", ["torch.__version__"]),
-        ("import torch\nfacts = {'torch': torch.__version__}", []),
-        ("import torch\ncuda = torch.version.cuda > '13'", ["torch.version"]),
-        ("from torch.a import f\nimport inspect\ninspect.signature(f)", ["inspect.signature(f)"]),
-        ("import torch\nhasattr(layer, 'x')\ngetattr(torch, name)()", ["getattr(torch, name)"]),
-        ("try:\n  from torch.a import b\nexcept ImportError:\n  b = None", ["torch.a.b"]),
-        ("try:\n  import flash_attn\nexcept ImportError:\n  pass", []),
-    ],
-)
-def test_the_reader_of_questions_sees_every_form(source, found):
-    assert list(questions(source)) == found
-
-
-def test_which_torch_it_is_is_asked_in_one_module():
-    assert len(FILES) > 50
-    for path in FILES:
-        found = list(questions(path.read_text()))
-        assert bool(found) == (path == ONE_PLACE), f"{path} asks {found}"
-
-
 def uses(source: str) -> Iterator[str]:
     """Every full name of torch's that a source imports or reads, in functions too."""
     tree = ast.parse(source)
@@ -129,8 +61,8 @@ def resolve(name: str) -> Any:
         return getattr(resolve(outer), inner)
 
 
-def test_every_name_of_torchs_is_there_private_ones_too():
-    """Also those that only a GPU or a rare failure would come to."""
+def test_installed_torch_has_every_name_that_the_package_uses():
+    """Private names too, and names that only a GPU or a rare failure needs."""
     names = {name for path in FILES for name in uses(path.read_text())}
     assert "torch.nn.attention._fa4.register_flash_attention_fa4" in names, "imported in a function"
     for name in names:

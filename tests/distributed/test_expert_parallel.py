@@ -8,7 +8,6 @@ import torch.distributed as dist
 from runs.one_rank import resume
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, heldout_losses, micro_batches
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from diffllm import build_model
@@ -16,7 +15,6 @@ from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.gradients import local
-from diffllm.model.ffn.moe import SwiGLU
 from diffllm.training.build import build
 from diffllm.training.outputs import sample
 from diffllm.training.state import LoopState, save
@@ -226,9 +224,6 @@ def test_compiled_it_trains_alike(one_process, tmp_path):
         assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
 
 
-# Checkpoints
-
-
 def moved(overrides, source, target):
     """Every tensor of a run that starts anew, or from `source`; saved to `target`."""
     cfg = config(overrides)
@@ -268,9 +263,6 @@ def test_checkpoints_move_between_layouts(experts, tmp_path):
     kept = "optim.layers.0.ffn.experts.w2.exp_avg"
     assert abs(first[kept]).max() > 0
     assert "model.layers.0.ffn.router.bias" in first
-
-
-# Evaluation and sampling
 
 
 def test_evaluation_pads_where_a_rank_has_fewer_sequences(tmp_path):
@@ -321,46 +313,6 @@ def test_ranks_call_the_model_equally_often_whatever_they_draw(tmp_path):
     assert alone == tokens
     assert tokens[:3] == [1, 5, 2]
     assert 5 not in tokens[3:-1]
-
-
-# The exchange
-
-
-def waits_and_shared_experts(overrides):
-    """In order, of a forward pass: "wait" for rows or counts on their way, "shared" computed."""
-    events = []
-    real_wait, real_forward = AsyncCollectiveTensor.trigger_wait, SwiGLU.forward
-
-    def wait(tensor):
-        if not tensor.completed:
-            events.append("wait")
-        return real_wait(tensor)
-
-    @torch.library.custom_op("tests::noted", mutates_args=())  # graphs take it as it is
-    def noted(x: torch.Tensor) -> torch.Tensor:
-        events.append("shared")
-        return x.clone()
-
-    noted.register_fake(torch.empty_like)
-    noted.register_autograd(lambda ctx, grad: grad)
-    AsyncCollectiveTensor.trigger_wait = wait
-    SwiGLU.forward = lambda self, x: noted(real_forward(self, x))
-    cfg = config(["parallel.expert=2", "model.n_layers=1", *overrides])
-    train_step(build(cfg, torch.device("cpu")), micro_batches(cfg, 0), 0)
-    return events
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [["compile=false"], pytest.param(["compile=true"], marks=pytest.mark.slow)],
-    ids=["eager", "compiled"],
-)
-def test_the_shared_expert_runs_while_rows_travel(overrides, tmp_path):
-    for events in run_ranks(waits_and_shared_experts, 2, tmp_path, overrides):
-        assert events[:6] == ["wait"] * 4 + ["shared", "wait"]
-
-
-# Errors
 
 
 @pytest.mark.parametrize("expert", [3, 16])

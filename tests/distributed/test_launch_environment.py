@@ -52,7 +52,7 @@ SRUN = SALLOC | {
         ({"LOCAL_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, (0, 1, 0)),
     ],
 )
-def test_rank_size_and_local_rank(env: dict[str, str], expected: tuple[int, int, int]) -> None:
+def test_rank_size_and_local_rank(env, expected):
     assert environment(env) == expected
 
 
@@ -68,7 +68,7 @@ def test_rank_size_and_local_rank(env: dict[str, str], expected: tuple[int, int,
         (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
     ],
 )
-def test_variables_that_make_no_sense(env: dict[str, str], named: list[str]) -> None:
+def test_variables_that_make_no_sense(env, named):
     with pytest.raises(LaunchError) as error:
         environment(env)
     assert all(part in str(error.value) for part in named)
@@ -86,7 +86,7 @@ def test_variables_that_make_no_sense(env: dict[str, str], named: list[str]) -> 
         (SRUN | {"SLURM_JOB_ID": "4123456789"}, ("a1", 12000 + 4123456789 * 16 % 20000)),
     ],
 )
-def test_where_rank_0_answers(env: dict[str, str], expected: tuple[str, int]) -> None:
+def test_where_rank_0_answers(env, expected):
     assert meeting_point(env) == expected
     assert 0 < meeting_point(env)[1] < 32768
 
@@ -100,7 +100,7 @@ def test_where_rank_0_answers(env: dict[str, str], expected: tuple[str, int]) ->
         ({"MASTER_PORT": "65536"}, "below 65536"),
     ],
 )
-def test_ranks_without_an_address(change: dict[str, str | None], named: str) -> None:
+def test_ranks_without_an_address(change, named):
     env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(LaunchError, match=named):
         meeting_point(env)
@@ -116,8 +116,13 @@ def test_ranks_without_an_address(change: dict[str, str | None], named: str) -> 
         ("rack[0-1]node[10-12]", "rack0node10"),
     ],
 )
-def test_first_node_of_a_list(nodes: str, first: str) -> None:
+def test_first_node_of_a_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def stores(port_of: dist.TCPStore, count: int) -> list[dist.TCPStore]:
@@ -129,9 +134,12 @@ def stores(port_of: dist.TCPStore, count: int) -> list[dist.TCPStore]:
     ]
 
 
-def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
+def two_worlds(server: dist.TCPStore) -> list[World]:
+    return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
+
+
+def test_a_meeting_is_not_confused_by_what_an_earlier_one_left(server):
     """Three ranks meet, then two, then three, through one store, the late ones first."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("arrived/2", "a rank that died before anybody answered")
     names = []
     with ThreadPoolExecutor(3) as pool:
@@ -146,7 +154,7 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left() -> None:
     assert len(set(names)) == 4
 
 
-def test_rank_0_does_not_end_before_the_others_know_why() -> None:
+def test_rank_0_does_not_end_before_the_others_know_why():
     """For the store ends with it. The other rank asks once rank 0 waits for it."""
     waits = threading.Event()
 
@@ -174,14 +182,6 @@ def test_rank_0_does_not_end_before_the_others_know_why() -> None:
             other.result()
 
 
-def test_broadcast_with_a_used_key_fails_because_other_ranks_would_read_the_old_value() -> None:
-    world = World(0, 2, 0, dist.HashStore())
-    assert world.broadcast_and_keep("stage", lambda: (1, "kept")) == (1, "kept")
-    assert World(1, 2, 1, world.store).broadcast_and_keep("stage", lambda: (2, "")) == (1, None)
-    with pytest.raises(AssertionError, match="the key stage was used before"):
-        world.broadcast_from_rank0("stage", lambda: 2)
-
-
 class NoSignal:
     """A process that nobody has asked to stop."""
 
@@ -190,10 +190,9 @@ class NoSignal:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_is_stopped_before_training_stops_the_others(first: int) -> None:
+def test_a_rank_that_is_stopped_before_training_stops_the_others(server, first):
     """However late they are: rank 0, in whose process the store is, waits for their leave."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    worlds = [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
+    worlds = two_worlds(server)
     early = Watch(worlds[first], 600, NoSignal())
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(early.blame, StoppedEarly(signal.SIGTERM))
@@ -210,9 +209,8 @@ def test_a_rank_that_is_stopped_before_training_stops_the_others(first: int) -> 
         leaving.result(PATIENCE_S)
 
 
-def test_a_collective_that_a_stop_has_broken_is_no_missing_rank() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    worlds = [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
+def test_a_collective_that_a_stop_has_broken_is_no_missing_rank(server):
+    worlds = two_worlds(server)
     watch = Watch(worlds[0], 600, NoSignal())
     worlds[1].stop(signal.SIGUSR1)
     with pytest.raises(StoppedEarly) as stop:
@@ -222,7 +220,7 @@ def test_a_collective_that_a_stop_has_broken_is_no_missing_rank() -> None:
     watch.close()
 
 
-def test_the_second_signal_does_not_interrupt_what_the_first_began() -> None:
+def test_the_second_signal_does_not_interrupt_what_the_first_began():
     request = StopRequest()
     try:
         with pytest.raises(StoppedEarly):
@@ -235,8 +233,7 @@ def test_the_second_signal_does_not_interrupt_what_the_first_began() -> None:
         request.close()
 
 
-def test_rank_0_names_the_ranks_that_have_not_come() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def test_rank_0_names_the_ranks_that_have_not_come(server):
     server.set("arrived/2", "from an earlier start")
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(agree_on_name, *stores(server, 1), 1, 4, PATIENCE_S)
@@ -246,7 +243,7 @@ def test_rank_0_names_the_ranks_that_have_not_come() -> None:
         one.result()
 
 
-def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(monkeypatch):
     with socket.socket() as listener:  # bound, so that no other program answers there
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -24,7 +24,6 @@ from diffllm.training.step import Due, train_step
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 LAYOUT = ["micro_batch_size=2", "activation_checkpointing=true"]
-WRITES = ("residual_rms", "attn_write_rms", "ffn_write_rms")
 ALL = Due(statistics=True, probes=True, update=True)
 
 
@@ -218,43 +217,3 @@ def test_compiled_it_is_the_same_from_two_graphs(variant, tmp_path):
     for _, graphs in ranks:
         assert graphs[1] > graphs[0] > 0
         assert graphs[2:] == graphs[1:2] * 5, "compiled again"
-
-
-MOE = ["model.moe.n_experts=4", "model.moe.top_k=2", "model.moe.expert_dim=16"]
-
-
-def written(extra):
-    """Statistics of the residual stream of a decoder with experts, in its first step."""
-    cfg = config("diff_v2", *MOE, *LAYOUT, *extra)
-    t = build(cfg, torch.device("cpu"))
-    values = named_values(train_step(t, micro_batches(cfg, 0), 0, Due(statistics=True)).stats)
-    return {name: values[name] for name in values if name.split("/")[0] in WRITES}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        pytest.param(1, ["compile=false"], marks=pytest.mark.slow),
-        pytest.param(2, ["compile=false"], marks=pytest.mark.slow),
-        (2, ["compile=false", "parallel.expert=2"]),
-        pytest.param(
-            2,
-            ["compile=true", "parallel.expert=2", "model.n_layers=1"],
-            marks=[pytest.mark.slow, pytest.mark.timeout(900)],
-        ),
-    ],
-)
-def test_what_experts_write_is_the_same_however_many_ranks_share_them(ranks, words, tmp_path):
-    cfg = config("diff_v2", *MOE, *(word for word in words if word.startswith("model.")))
-    model = build_model(cfg.model)
-    heard = listen(model)
-    model(global_batch(cfg, 0)[:, :-1])
-    expected = {
-        f"{name}/layer_{i:02d}": value
-        for i, layer in enumerate(model.layers)
-        for name, value in block_values(layer, heard[i]).items()
-        if name in WRITES
-    }
-    first, *others = run_ranks(written, ranks, tmp_path, words)
-    assert first == pytest.approx(expected, rel=1e-4)
-    assert all(values == first for values in others)

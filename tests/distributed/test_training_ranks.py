@@ -118,8 +118,6 @@ def test_meshes_of_four_ranks_train_alike(layout, tmp_path):
     assert_same_training(one, four[0])
 
 
-# Masked documents
-
 END = 96
 
 
@@ -189,9 +187,6 @@ def test_heldout_loss_is_that_of_each_document_alone(ranks, tmp_path):
         assert masked == pytest.approx(one_by_one, abs=1e-5)
         assert free == pytest.approx(whole, abs=1e-5)
         assert abs(masked - free) > 1e-2
-
-
-# Precision and compilation
 
 
 MIXTURE = ["model.moe.n_experts=6", "model.moe.expert_dim=32", "model.moe.n_shared=1"]

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,9 +34,7 @@ TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
     ],
 )
 @torch.no_grad()
-def test_transformers_reads_export_as_model_of_run(
-    make_run: Callable[..., Path], tmp_path: Path, names: list[str], new: int
-) -> None:
+def test_transformers_reads_export_as_model_of_run(make_run, tmp_path, names, new):
     requests, mine = [], []
     for name in names:
         run = make_run(name, *CASES[name][1])
@@ -73,9 +70,7 @@ def test_transformers_reads_export_as_model_of_run(
 
 @pytest.mark.parametrize("name", slow_but(["linear"], ["llama3", "yarn_qwen", "linear"]))
 @torch.no_grad()
-def test_rope_settings_for_older_transformers_describe_the_same_model(
-    make_run: Callable[..., Path], tmp_path: Path, name: str
-) -> None:
+def test_rope_settings_for_older_transformers_describe_the_same_model(make_run, tmp_path, name):
     run, out = make_run(name, *CASES[name][1]), tmp_path / "hf"
     assert main(["export", f"run={run}", f"out={out}"]) == 0
     config = json.loads((out / "config.json").read_text())

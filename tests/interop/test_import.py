@@ -64,9 +64,7 @@ def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn
 
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "diffllama"], FOREIGN))
 @torch.no_grad()
-def test_a_model_from_elsewhere_computes_the_same(
-    tmp_path: Path, tokenizer: Path, name: str
-) -> None:
+def test_a_model_from_elsewhere_computes_the_same(tmp_path, tokenizer, name):
     theirs = saved(name, tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, text = diffllm.load_model(tmp_path / "run")
@@ -81,7 +79,7 @@ def test_a_model_from_elsewhere_computes_the_same(
     slow_but([{"max_shard_size": "60KB"}], [{"dtype": torch.bfloat16}, {"max_shard_size": "60KB"}]),
 )
 @torch.no_grad()
-def test_shards_and_bf16_are_read(tmp_path: Path, tokenizer: Path, options: dict) -> None:
+def test_shards_and_bf16_are_read(tmp_path, tokenizer, options):
     theirs = saved("llama", tmp_path / "hf", tokenizer, **options)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, _ = diffllm.load_model(tmp_path / "run")
@@ -94,9 +92,7 @@ def parameters(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", slow_but(["mixture"], CASES))
-def test_out_and_in_again_is_the_same_to_the_last_bit(
-    make_run: Callable[..., Path], tmp_path: Path, name: str
-) -> None:
+def test_out_and_in_again_is_the_same_to_the_last_bit(make_run, tmp_path, name):
     architecture, words = CASES[name]
     run, out, back = make_run(name, *words), tmp_path / "hf", tmp_path / "back"
     own = ["own=true"] if architecture == "DiffLlamaForCausalLM" else []
@@ -114,9 +110,7 @@ def test_out_and_in_again_is_the_same_to_the_last_bit(
 
 
 @torch.no_grad()
-def test_a_folded_head_norm_stays_in_the_output(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_folded_head_norm_stays_in_the_output(make_run, tmp_path):
     run = make_run("diff_v1", "attention=diff_v1")
     for source, step in ((run, "one"), (tmp_path / "one-run", "two")):
         assert main(["export", f"run={source}", f"out={tmp_path / step}"]) == 0
@@ -137,9 +131,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", slow_but(["qk_norm"], KINDS))
 @torch.no_grad()
-def test_softmax_attention_becomes_diff_v2_and_back(
-    make_run: Callable[..., Path], tmp_path: Path, kind: str
-) -> None:
+def test_softmax_attention_becomes_diff_v2_and_back(make_run, tmp_path, kind):
     run = make_run("source", "attention=standard", *KINDS[kind])
     two, back = tmp_path / "two", tmp_path / "back"
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
@@ -156,9 +148,7 @@ def test_softmax_attention_becomes_diff_v2_and_back(
     "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
 )
 @torch.no_grad()
-def test_a_constant_lambda_goes_into_the_output(
-    make_run: Callable[..., Path], tmp_path: Path, name: str
-) -> None:
+def test_a_constant_lambda_goes_into_the_output(make_run, tmp_path, name):
     words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
     run = make_run(name, f"attention=diff_v2_{name}", *words)
     assert main(["import", f"hf={run}", f"out={tmp_path / 'out'}", "attention=standard"]) == 0
@@ -167,7 +157,7 @@ def test_a_constant_lambda_goes_into_the_output(
 
 
 @torch.no_grad()
-def test_noise_moves_second_queries_alone(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_noise_moves_second_queries_alone(make_run, tmp_path):
     run, out = make_run("source", "attention=standard"), tmp_path / "out"
     words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
     assert main(["import", f"hf={run}", f"out={out}", *words]) == 0
@@ -204,15 +194,9 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: changed_config(d, rope_theta=5.0),
         "has two values of rope_theta: 5.0 and 10000.0",
     ),
-    "two kinds of RoPE": (
-        lambda d: changed_config(d, rope_scaling={"type": "linear", "factor": 2.0}),
-        "has two values of type: linear and default",
-    ),
     "bias": (lambda d: changed_config(d, attention_bias=True), "only False is computed here"),
     "no size": (lambda d: changed_config(d, hidden_size=None), "has no hidden_size"),
-    "text size": (lambda d: changed_config(d, hidden_size="64"), "hidden_size='64'"),
     "no config": (lambda d: (d / "config.json").unlink(), "neither a run"),
-    "bad json": (lambda d: (d / "config.json").write_text("{"), "config.json"),
     "missing": (lambda d: changed_tensors(d, lambda t: t.pop(Q)), f"lacks {Q}"),
     "extra": (
         lambda d: changed_tensors(d, lambda t: t.update(more=torch.ones(2))),
@@ -244,9 +228,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", slow_but(["rope", "missing", "cut", "pickle"], SPOILT))
-def test_a_spoilt_directory_is_one_line(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
+def test_a_spoilt_directory_is_one_line(tmp_path, tokenizer, capsys, what):
     source = tmp_path / "hf"
     saved("llama", source, tokenizer)
     spoil, said = SPOILT[what]
@@ -261,27 +243,23 @@ def test_a_spoilt_directory_is_one_line(
 
 
 def test_a_tokenizer_with_more_pieces_than_rows_is_refused(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch
-) -> None:
+    tmp_path, tokenizer, capsys, monkeypatch
+):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     saved("llama", tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
     assert "400 pieces, more than the 300 rows" in capsys.readouterr().err
 
 
-def test_arguments_that_cannot_be(
-    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_cannot_be(make_run, tmp_path, capsys):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (
         ([f"hf={run}", f"out={run}"], "is there already"),
-        ([f"hf={tmp_path / 'none'}", out], "neither a directory nor owner/name"),
         ([f"hf={run}", out, "attention=diff_v2"], "is made of softmax attention"),
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
         ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is for attention=diff_v2"),
-        ([f"hf={run}", out, "perturb=-1"], "perturb=-1.0 must not be negative"),
     ):
         assert main(["import", *words]) == 2
         error = capsys.readouterr().err

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,8 @@ def continuation(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any
 
 @pytest.mark.parametrize("variant", ["diff_v2", "standard"])
 def test_documented_commands_on_local_tasks_give_numbers_of_single_texts(
-    make_run: Callable[..., Path], tmp_path: Path, variant: str
-) -> None:
+    make_run, tmp_path, variant
+):
     (tmp_path / "outputs").mkdir()
     run = make_run("outputs/mine", f"attention={variant}")
     write_tasks(tmp_path / "tasks")

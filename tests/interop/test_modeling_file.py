@@ -4,9 +4,7 @@ every attention implementation, in continuous batching, exported and compiled.""
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +41,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
 
 @pytest.fixture
-def opened(make_run: Callable[..., Path], tmp_path: Path) -> Callable[..., nn.Module]:
+def opened(make_run, tmp_path):
     """A function that exports a run of a case and opens the export, each time anew."""
 
     def make(name: str, **options: object) -> nn.Module:
@@ -71,9 +69,7 @@ def greedy(model: nn.Module, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_every_implementation_gives_logits_of_run(
-    opened: Callable[..., nn.Module], tmp_path: Path, name: str
-) -> None:
+def test_every_implementation_gives_logits_of_run(opened, tmp_path, name):
     model = opened(name)
     expected = diffllm.load_model(tmp_path / name)[0](IDS)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), IDS), dim=1)
@@ -89,22 +85,8 @@ def test_every_implementation_gives_logits_of_run(
         close(model(IDS).logits, expected, (name, implementation, "changed in the config"))
 
 
-@pytest.mark.parametrize("name", slow_but(["yarn"], [*NAMES, "yarn"]))
-@torch.no_grad()
-def test_saved_model_opens_with_same_logits(
-    opened: Callable[..., nn.Module], tmp_path: Path, name: str
-) -> None:
-    model = opened(name)
-    model.save_pretrained(tmp_path / "saved")
-    again = type(model).from_pretrained(tmp_path / "saved").eval()
-    assert again.config.to_diff_dict() == model.config.to_diff_dict()
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
-
-
 @pytest.mark.parametrize("name", WITH_MAPS)
-def test_implementation_that_cannot_compute_the_variant_is_refused(
-    opened: Callable[..., nn.Module], name: str
-) -> None:
+def test_implementation_that_cannot_compute_the_variant_is_refused(opened, name):
     with pytest.raises(ValueError, match="does not support Flash Attention"):
         opened(name, attn_implementation="flash_attention_2")
     model = opened(name)
@@ -116,9 +98,7 @@ def test_implementation_that_cannot_compute_the_variant_is_refused(
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_continuous_batching_gives_tokens_of_generate(
-    opened: Callable[..., nn.Module], name: str, implementation: str
-) -> None:
+def test_continuous_batching_gives_tokens_of_generate(opened, name, implementation):
     model = opened(name, attn_implementation=implementation)
     found = model.generate_batch(
         IDS.tolist(),
@@ -133,9 +113,7 @@ def test_continuous_batching_gives_tokens_of_generate(
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_attentions_have_one_map_per_head_and_key(
-    opened: Callable[..., nn.Module], name: str
-) -> None:
+def test_attentions_have_one_map_per_head_and_key(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -157,7 +135,7 @@ def test_attentions_have_one_map_per_head_and_key(
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_torch_export_leaves_batch_size_free(opened: Callable[..., nn.Module], name: str) -> None:
+def test_torch_export_leaves_batch_size_free(opened, name):
     model = opened(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
@@ -186,16 +164,14 @@ def compiled(model: nn.Module, backend: str) -> list[list[int]]:
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in NAMES[:-1]),
     ],
 )
-def test_compiled_generation_gives_same_tokens(
-    opened: Callable[..., nn.Module], name: str, backend: str
-) -> None:
+def test_compiled_generation_gives_same_tokens(opened, name, backend):
     model = opened(name)
     assert model._can_compile_fullgraph
     assert compiled(model, backend) == greedy(model)
 
 
 @pytest.mark.slow
-def test_mixture_is_neither_compiled_nor_exported(opened: Callable[..., nn.Module]) -> None:
+def test_mixture_is_neither_compiled_nor_exported(opened):
     model = opened("mixture")
     assert not model._can_compile_fullgraph
     with pytest.raises(Exception, match="data-dependent expression"):
@@ -216,7 +192,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_tables_are_those_of_training_bit_for_bit(kind: str) -> None:
+def test_rotary_tables_are_those_of_training_bit_for_bit(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
@@ -227,23 +203,8 @@ def test_rotary_tables_are_those_of_training_bit_for_bit(kind: str) -> None:
         assert torch.equal(sin[0], ours.sin[:, 0, :32])
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_log_probabilities_at_8192_positions_are_those_of_run(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
-    run = make_run("long", "attention=diff_v1", "seq_len=8192")
-    assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}", "own=true"]) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", trust_remote_code=True
-    )
-    ids = torch.randint(2, 400, (1, 8192), generator=torch.Generator().manual_seed(0))
-    ours, theirs = diffllm.load_model(run)[0](ids), model(ids).logits
-    close(theirs.log_softmax(-1), ours.log_softmax(-1), "8,192 positions")
-
-
 @pytest.mark.parametrize("variant", CLASSES)
-def test_missing_settings_have_defaults_of_training(variant: str) -> None:
+def test_missing_settings_have_defaults_of_training(variant):
     found = DiffLLMConfig(attention={"variant": variant}).attention
     assert found == {"variant": variant, **json_settings(asdict(CLASSES[variant]()))}
     config = DiffLLMConfig(
@@ -254,53 +215,32 @@ def test_missing_settings_have_defaults_of_training(variant: str) -> None:
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 
-def test_settings_that_do_not_exist_are_refused() -> None:
+def test_settings_that_do_not_exist_are_refused():
     assert set(SETTINGS) == set(CLASSES)
     for settings, said in (
         ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),
-        ({"attention": {"variant": "diff_v2", "lamda": 1}}, "attention.lamda=1 is unknown; known:"),
         (
             {"attention": {"variant": "diff_v2", "lambda_form": "tanh"}},
             "attention.lambda_form='tanh' must be one of sigmoid, raw, scalar, fixed, none",
         ),
         ({"moe": {"n_expert": 4}}, "moe.n_expert=4 is unknown; known: n_experts, "),
-        ({"moe": {"n_experts": "4"}}, "moe.n_experts='4' must be of type int"),
         ({"moe": {"n_experts": 4}}, "and moe.expert_dim=0 at least 1"),
-        (
-            {"attention": {"variant": "diff_v1", "clamp": "false"}},
-            "attention.clamp='false' must be of type bool",
-        ),
         (
             {"attention": {"variant": "diff_v1", "lambda_init": "0.5"}},
             "attention.lambda_init='0.5' must be of type float",
         ),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4$"),
         (
             {"attention": {"variant": "diff_v2"}, "num_key_value_heads": 4},
             "num_key_value_heads=4 must divide num_attention_heads=4 / 2$",
         ),
         ({"sliding_window": 4}, "sliding_window=4, but every layer attends to all tokens"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4' must be a number above 0"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 0}},
-            "rope_parameters.factor=0 must be a number above 0",
-        ),
     ):
         with pytest.raises(ValueError, match=said):
             DiffLLMConfig(**settings)
 
 
-def test_null_settings_are_missing_settings() -> None:
-    default = DiffLLMConfig()
-    rope = {"rope_type": None, "rope_theta": None, "factor": None}
-    for settings in ({"rope_parameters": rope}, {"rope_theta": None}, {"rope_scaling": None}):
-        assert DiffLLMConfig(**settings).rope_parameters == default.rope_parameters
-    assert DiffLLMConfig(moe={"n_experts": 0}).moe == {}  # dense, as in training
-
-
-def test_resaved_export_opens_without_diffllm(
-    opened: Callable[..., nn.Module], tmp_path: Path
-) -> None:
+def test_resaved_export_opens_without_diffllm(opened, tmp_path):
     opened("diff_v2")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "diff_v2")
     model.save_pretrained(tmp_path / "again")
@@ -316,16 +256,12 @@ def test_resaved_export_opens_without_diffllm(
     ("rope", "said"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' must be one of default"),
-        (
-            {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [2.0]},
-            "rope_type='longrope' must be one of default",
-        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_type": "default", "mrope_section": [2, 3]}, "rope_parameters.mrope_section="),
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
     ],
 )
-def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope: dict, said: str) -> None:
+def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope, said):
     rope = {"rope_theta": 10_000.0, **rope}
     with pytest.raises(ValueError, match=r"RoPE|rotates a part|has no"):
         rope_of(ForeignConfig({"rope_parameters": rope}))
@@ -337,9 +273,7 @@ def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope: dict, said
         DiffLLMForCausalLM(config)
 
 
-def test_older_transformers_is_refused_in_one_line(
-    opened: Callable[..., nn.Module], tmp_path: Path
-) -> None:
+def test_older_transformers_is_refused_in_one_line(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
     config = json.loads((directory / "config.json").read_text())

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ pytest.importorskip("accelerate")
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_steps(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_ten_steps(make_run, tmp_path):
     for name in CASES:
         run = make_run(name, *CASES[name][1])
         assert main(["export", f"run={run}", f"out={tmp_path / 'hf' / name}"]) == 0

@@ -4,7 +4,6 @@ import io
 import itertools
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def test_an_evaluated_step_stays_whatever_its_number():
     assert "held-out 9.000" in screen.getvalue()
 
 
-def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path: Path, capsys):
+def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path, capsys):
     """Also while a bar is drawn, when standard error goes through it."""
     log = RunLog()
     log.copy_stderr()
@@ -89,18 +88,10 @@ def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path: Path, capsy
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path):
-    log = RunLog()
-    log.write("one\n")
-    log.open(tmp_path / "gone" / "run.log")
-    log.write("two\n")
-    log.close()
-
-
 @pytest.mark.parametrize(
     ("text", "logged"), [("\x1b[2K\rtokenising 3%", ""), ("prepared\n", "prepared\n")]
 )
-def test_what_moves_the_cursor_is_not_logged(text: str, logged: str):
+def test_what_moves_the_cursor_is_not_logged(text, logged):
     copied: list[str] = []
     stream = io.StringIO()
     Copied(stream, copied.append).write(text)
@@ -108,7 +99,7 @@ def test_what_moves_the_cursor_is_not_logged(text: str, logged: str):
     assert "".join(copied) == logged
 
 
-def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_long_evaluation_shows_how_far_it_is(monkeypatch, capsys):
     """In the bar; where there is none in lines, at the pace of a clock."""
     display, screen = on_terminal()
     display.start(STEPS)

@@ -12,14 +12,10 @@ from tiers import families, slow_but
 
 from diffllm import build_model, load_config
 from diffllm.config.compose import variants
-from diffllm.core.bounds import check_bounds
-from diffllm.core.errors import ConfigError
 from diffllm.metrics.diagnostics import (
     DiagnosticsConfig,
     due_stats,
-    named_values,
     probe_positions,
-    reduce_stats,
 )
 from diffllm.metrics.table import METRICS
 from diffllm.model.attention.ops import Documents
@@ -129,61 +125,6 @@ def test_probes_equal_plain_loops(variant, masked):
         assert by_head.tolist() == pytest.approx(lam.mean((0, 1)).tolist(), abs=1e-6)
 
 
-@torch.no_grad()
-def probed(model, x):
-    attention, rope, aux = model.layers[0].attention, model.rope(0, LENGTH), {}
-    attention(x, rope, aux=aux)
-    stats = probe_stats(attention, x, aux, probe_at(POSITIONS, LENGTH, None))
-    return {name: value.item() for name, value in stats.items() if value.ndim == 0}
-
-
-def test_uniform_maps_have_the_entropy_and_sink_mass_of_theory():
-    x = torch.randn(2, LENGTH, 128)
-    seen = [at + 1 for at in POSITIONS.tolist()]
-    uniform = {
-        "attn_logit_top1": 0.0,
-        "attn_entropy": sum(map(math.log, seen)) / 3,
-        "attn_negative_share": 0.0,
-        "sink_mass": sum(1 / n for n in seen) / 3,
-    }
-    standard, v2 = tiny("standard"), tiny("diff_v2_lambda_fixed")
-    for model in (standard, v2):
-        torch.nn.init.zeros_(model.layers[0].attention.wq.weight)
-    assert probed(standard, x) == pytest.approx(uniform, abs=1e-6)
-    halved = {**uniform, "sink_mass": uniform["sink_mass"] / 2}  # 1 - lambda of it
-    assert probed(v2, x) == pytest.approx(halved, abs=1e-6)
-
-
-def test_a_lambda_above_one_makes_all_weights_negative_and_the_sink_mass_signed():
-    model = tiny("diff_v2_lambda_fixed", "model.attention.lambda_value=3")
-    torch.nn.init.zeros_(model.layers[0].attention.wq.weight)
-    values = probed(model, torch.randn(1, LENGTH, 128))
-    assert values["attn_negative_share"] == pytest.approx(1)
-    assert values["sink_mass"] == pytest.approx(-2 * (1 / 2 + 1 / 5 + 1 / 11) / 3, abs=1e-6)
-
-
-def test_one_hot_maps_have_no_entropy():
-    model = tiny("standard", "model.n_heads=2", "model.n_kv_heads=2")
-    for weight in (model.layers[0].attention.wq.weight, model.layers[0].attention.wk.weight):
-        weight.data.mul_(1000)
-    values = probed(model, torch.randn(1, LENGTH, 128))
-    assert values["attn_entropy"] == pytest.approx(0, abs=1e-6)
-    assert values["attn_logit_top1"] > 1e4
-
-
-def test_a_sink_in_the_denominator_is_not_in_the_entropy_but_takes_from_the_first_token():
-    x = torch.randn(1, LENGTH, 128)
-    plain, off_by_one = tiny("standard"), tiny("standard_off_by_one")
-    for model in (plain, off_by_one):
-        torch.nn.init.zeros_(model.layers[0].attention.wq.weight)
-    without, with_sink = probed(plain, x), probed(off_by_one, x)
-    assert with_sink["attn_entropy"] == pytest.approx(without["attn_entropy"], abs=1e-6)
-    assert with_sink["sink_mass"] == pytest.approx((1 / 3 + 1 / 6 + 1 / 12) / 3, abs=1e-6)
-
-
-# Through the model
-
-
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_a_probed_pass_adds_its_names_and_changes_nothing_else(variant):
     model, tokens = tiny(variant), rows()
@@ -196,20 +137,6 @@ def test_a_probed_pass_adds_its_names_and_changes_nothing_else(variant):
         assert torch.equal(value, probed.stats[name])
     assert not any(value.requires_grad for value in probed.stats.values())
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
-
-
-def test_lambda_is_named_by_head_and_layer():
-    model, tokens = tiny("diff_v2"), rows()
-    values = named_values(
-        reduce_stats(model(tokens, tokens, diagnose=True, probe=POSITIONS).stats, 1)
-    )
-    by_head = model.layers[1].attention
-    heads = [f"lambda_head_{head:02d}/layer_01" for head in range(by_head.n_heads)]
-    assert [name for name in values if name.startswith("lambda_head") and name.endswith("01")] == (
-        heads
-    )
-    mean = sum(values[name] for name in heads) / len(heads)
-    assert mean == pytest.approx(values["lambda_mean/layer_01"], abs=1e-6)
 
 
 def test_only_what_is_due_is_kept():
@@ -253,9 +180,6 @@ def test_a_sink_that_takes_everything_leaves_no_entropy():
     assert entropy(torch.zeros(2, 4)).tolist() == [0, 0]
 
 
-# Where
-
-
 def test_positions_are_spread_over_the_sequence_and_drawn_anew_each_step():
     cfg = DiagnosticsConfig()
     drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
@@ -275,15 +199,3 @@ def test_short_sequences_are_probed_inside(seq_len, seed):
     assert positions.min() >= 0
     assert positions.max() < seq_len
     assert seq_len == 1 or positions.min() >= 1
-
-
-def test_probes_can_be_turned_off():
-    assert probe_positions(DiagnosticsConfig(probe_interval=0), 16, 0, 0) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("interval", -1), ("probe_interval", -1), ("probe_queries", 0)]
-)
-def test_values_out_of_range_are_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"diagnostics.{name}={value}"):
-        check_bounds("diagnostics.", DiagnosticsConfig(**{name: value}))

@@ -107,12 +107,6 @@ def test_a_run_of_nan_is_one_event_and_all_of_it_can_be_judged():
     assert (counter.total, counter.judged) == (1, 50)
 
 
-def test_nothing_finite_is_judged_before_there_are_24_values():
-    noise = np.random.default_rng(1).normal(0, 1, 24).tolist()
-    assert flags([*noise[:23], 1e3])[0] == []
-    assert flags([*noise, 1e3])[0] == [24]
-
-
 def test_gradient_norms_are_taken_by_their_logarithm():
     rng = np.random.default_rng(2)
     norms = np.exp(rng.normal(0, 0.3, 200))

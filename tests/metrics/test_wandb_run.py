@@ -47,27 +47,34 @@ def _no_service_left():
     wandb.teardown()
 
 
-def netrc(home: Path, machine: str) -> None:
-    file = home / ".netrc"
-    file.write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
-    file.chmod(0o600)
+OWN = {"WANDB_BASE_URL": "https://wandb.example.org:8080"}
 
 
-def test_auto_is_offline_without_a_key(home):
-    assert resolve_mode(WandbConfig()) == "offline"
-
-
-def test_auto_is_online_with_a_key_in_the_environment(home, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert resolve_mode(WandbConfig()) == "online"
-    monkeypatch.setenv("WANDB_API_KEY", "")
-    assert resolve_mode(WandbConfig()) == "offline"
-
-
-@pytest.mark.parametrize("machine", ["api.wandb.ai", "api.forge.coreweave.com"])
-def test_auto_is_online_with_a_key_in_netrc(home, machine):
-    netrc(home, machine)
-    assert resolve_mode(WandbConfig()) == "online"
+@pytest.mark.parametrize(
+    ("machine", "variables", "mode"),
+    [
+        (None, {}, "offline"),
+        (None, {"WANDB_API_KEY": KEY}, "online"),
+        (None, {"WANDB_API_KEY": ""}, "offline"),
+        ("api.wandb.ai", {}, "online"),
+        ("api.forge.coreweave.com", {}, "online"),
+        ("example.org", {}, "offline"),
+        ("api.wandb.ai", OWN, "offline"),
+        ("wandb.example.org:8080", OWN, "online"),
+        ("gr\u00f6\u00dfe", {}, "offline"),
+        ("api.wandb.ai", {"WANDB_MODE": "disabled"}, "disabled"),
+    ],
+)
+def test_auto_is_online_with_a_key_of_its_server(home, monkeypatch, machine, variables, mode):
+    """A key is in the environment or in netrc; WANDB_MODE comes before any key."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if machine:
+        content = f"machine {machine}\n  login user\n  password {KEY}\n"
+        (home / ".netrc").write_bytes(content.encode("latin-1"))
+        (home / ".netrc").chmod(0o600)
+    assert resolve_mode(WandbConfig()) == mode
+    assert resolve_mode(WandbConfig(mode=WandbMode.online)) == "online"
 
 
 def test_wandbs_own_server_is_one_of_those_looked_up():
@@ -76,54 +83,10 @@ def test_wandbs_own_server_is_one_of_those_looked_up():
     assert urls.DEFAULT_BASE_URL in [f"https://{host}" for host in wandb_run.HOSTS]
 
 
-def test_another_server_needs_its_own_key(home, monkeypatch):
-    netrc(home, "api.wandb.ai")
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
-    assert resolve_mode(WandbConfig()) == "offline"
-    netrc(home, "wandb.example.org:8080")
-    assert resolve_mode(WandbConfig()) == "online"
-
-
-def test_a_netrc_elsewhere_is_found(home, tmp_path, monkeypatch):
-    netrc(home, "api.wandb.ai")
-    (home / ".netrc").rename(tmp_path / "elsewhere")
-    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
-    assert resolve_mode(WandbConfig()) == "online"
-
-
-def test_a_netrc_for_another_machine_or_a_broken_one_is_no_key(home):
-    netrc(home, "example.org")
-    assert resolve_mode(WandbConfig()) == "offline"
-    (home / ".netrc").write_text("nonsense at the top level\n")
-    assert resolve_mode(WandbConfig()) == "offline"
-
-
-def test_a_netrc_that_is_not_utf8_is_no_key(home):
-    (home / ".netrc").write_bytes("machine example.org login user password größe".encode("latin-1"))
-    assert resolve_mode(WandbConfig()) == "offline"
-
-
-@pytest.mark.parametrize("mode", ["online", "offline", "disabled"])
-def test_auto_follows_wandb_mode_before_any_key(home, monkeypatch, mode):
-    netrc(home, "api.wandb.ai")
-    monkeypatch.setenv("WANDB_MODE", mode)
-    assert resolve_mode(WandbConfig()) == mode
-
-
-@pytest.mark.parametrize("mode", [WandbMode.online, WandbMode.offline, WandbMode.disabled])
-def test_the_config_overrides_the_environment(home, monkeypatch, mode):
-    netrc(home, "api.wandb.ai")
-    monkeypatch.setenv("WANDB_MODE", "shared")
-    assert resolve_mode(WandbConfig(mode=mode)) == mode.value
-
-
 @pytest.mark.parametrize("tag", ["", "x" * 65])
 def test_a_tag_that_wandb_refuses_is_a_config_error(tag):
-    with pytest.raises(ValueError, match="1 and 64 characters"):
-        wandb.Settings(run_tags=(tag,))
     with pytest.raises(ConfigError, match=r"wandb\.tags.*1 to 64"):
         WandbConfig(tags=["good", tag]).validate()
-    WandbConfig(tags=["x", "x" * 64]).validate()
 
 
 def a_run(
@@ -190,14 +153,6 @@ def test_every_metric_is_defined_with_its_summary_against_tokens(tmp_path):
     assert defined["tokens"].options.hidden
 
 
-def test_no_pattern_covers_a_name_that_another_one_does():
-    for pattern in SUMMARIES:
-        assert "*" not in pattern[:-1]  # wandb takes it at the end only
-        if pattern.endswith("*"):
-            others = [name for name in SUMMARIES if name != pattern]
-            assert not [name for name in others if name.startswith(pattern[:-1])]
-
-
 def test_the_same_id_continues_on_a_second_start(tmp_path):
     first = a_run(tmp_path / "first", group="my-group")
     first.log({"step": 1, "tokens": 10, "train/loss": 2.0})
@@ -259,36 +214,14 @@ def test_a_wandb_that_breaks_says_so_once_and_never_raises(tmp_path, monkeypatch
     assert fake.calls.count(broken) == 1
 
 
-@pytest.mark.parametrize("error", [wandb.Error("no"), OSError("full"), RuntimeError("x")])
-def test_a_wandb_that_cannot_start_says_so_once_and_never_raises(
-    tmp_path, monkeypatch, capfd, error
-):
-    def fail(**_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(wandb, "init", fail)
-    run = a_run(tmp_path)
-    run.log({"step": 1})
-    run.finish()
-    assert "wandb stopped working" in only_line(capfd)
-    assert run.id
-
-
-def test_a_wandb_that_is_not_installed_says_so_once(tmp_path, monkeypatch, capfd):
+def test_wandb_that_cannot_be_imported_says_so_once_and_never_raises(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = a_run(tmp_path)
     run.log({"step": 1})
     run.finish()
-    assert "ModuleNotFoundError" in only_line(capfd)
-
-
-def test_a_directory_that_wandb_cannot_write_to_says_so_once(tmp_path, capfd):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "wandb").write_text("a file")
-    run = a_run(tmp_path / "run")
-    run.log({"step": 1})
-    run.finish()
-    assert "wandb stopped working" in only_line(capfd)
+    assert "wandb stopped working" in (line := only_line(capfd))
+    assert "ModuleNotFoundError" in line
+    assert run.id
 
 
 def test_a_backlog_that_is_never_taken_ends_in_one_line(tmp_path, monkeypatch, capfd):
@@ -349,13 +282,13 @@ def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
 
 
 @contextlib.contextmanager
-def server(status: int) -> Iterator[str]:
-    """A server that answers everything with an HTTP status; its address."""
+def refusing_server() -> Iterator[str]:
+    """A server that refuses every key; its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))
-            self.send_response(status)
+            self.send_response(401)
             self.send_header("content-length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
@@ -369,41 +302,24 @@ def server(status: int) -> Iterator[str]:
         listener.shutdown()
 
 
-def offline_after_all(directory: Path, capfd: pytest.CaptureFixture[str], mode: WandbMode) -> str:
-    """Log one line to a run that cannot be online; the line on stderr about that."""
-    wandb.teardown()  # the environment has changed
-    capfd.readouterr()
-    run = a_run(directory, mode)
-    assert run.mode == "online"
-    run.log({"step": 1, "tokens": 5})
-    run.finish({"x": 1})
-    found = OfflineRun(directory)
+@pytest.mark.parametrize("mode", [WandbMode.auto, WandbMode.online])
+def test_a_wrong_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd, mode):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with refusing_server() as address:
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        wandb.teardown()  # the environment has changed
+        capfd.readouterr()
+        run = a_run(tmp_path / "run", mode)
+        assert run.mode == "online"
+        run.log({"step": 1, "tokens": 5})
+        run.finish({"x": 1})
+    found = OfflineRun(tmp_path / "run")
     assert found.header.run_id == run.id
     assert found.history == [{"step": 1, "tokens": 5}]
     line = only_line(capfd)
     assert line.startswith("wandb cannot go online, the run is recorded offline: ")
+    assert "401" in line
     assert KEY not in line
-    return line
-
-
-@pytest.mark.parametrize("mode", [WandbMode.auto, WandbMode.online])
-def test_a_wrong_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd, mode):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    with server(status=401) as address:
-        monkeypatch.setenv("WANDB_BASE_URL", address)
-        assert "401" in offline_after_all(tmp_path / "run", capfd, mode)
-
-
-@pytest.mark.slow
-def test_an_unreachable_server_ends_in_an_offline_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert "refused" in offline_after_all(tmp_path / "run", capfd, WandbMode.auto)
-
-
-def test_a_malformed_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("WANDB_API_KEY", KEY[:9])
-    offline_after_all(tmp_path / "run", capfd, WandbMode.auto)
 
 
 ASK = """

@@ -6,7 +6,6 @@ from references import (
     REFERENCES,
     clamp_and_renormalise,
     rope,
-    standard,
 )
 from tiers import families, slow_but
 from variants import SHAPES, VARIANTS, refused, small_config
@@ -14,7 +13,7 @@ from variants import SHAPES, VARIANTS, refused, small_config
 from diffllm import build_model
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.diff_v1 import clamped
-from diffllm.model.attention.ops import attend, attention_weights
+from diffllm.model.attention.ops import attention_weights
 
 
 def layer_of(variant, heads, kv_heads, head_dim, index=1, extra=()):
@@ -134,16 +133,6 @@ def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients(
     assert out.tolist() == [[0, 0], [1, 0]]
     (grad,) = torch.autograd.grad((out * torch.randn(2, 2)).sum(), weights)
     assert torch.isfinite(grad).all()
-
-
-@pytest.mark.parametrize("wide", [1, 2])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attend_equals_explicit_maps_with_grouped_heads_and_wide_values(kv_heads, wide):
-    q = torch.randn(2, 5, 4, 8, dtype=torch.float64)
-    k = torch.randn(2, 5, kv_heads, 8, dtype=torch.float64)
-    v = torch.randn(2, 5, kv_heads, 8 * wide, dtype=torch.float64)
-    halves = [standard(q, k, part) for part in v.split(8, dim=-1)]
-    torch.testing.assert_close(attend(q, k, v), torch.cat(halves, -1), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_flex_attends_as_sdpa_does(monkeypatch, shape, wide, masked):
     q, k, v = heads(shape, wide)
     documents = Documents.of(tokens_with_documents(), END) if masked else None
     blocks = document_blocks(documents.ids) if documents else causal_blocks(40, q.device)
-    out = attend(q, k, v, blocks, Backend.flex)
-    expected = attend(q, k, v, documents and documents.mask())
+    out = attend(q, k, v, blocks, Backend.flex, 0.9)
+    expected = attend(q, k, v, documents and documents.mask(), scale=0.9)
     assert out.shape == expected.shape == (2, 40, shape[0], wide * shape[2])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
@@ -128,31 +128,11 @@ def test_packed_documents_meet_the_contract_of_a_stand_in_and_equal_sdpa(
 ):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
-    out = attend(q, k, v, Packed(documents.boundaries, 40), Backend[backend])
-    assert ran == [called]
-    assert_close_in_bf16(out, attend(q, k, v, documents.mask()))
-
-
-@pytest.mark.parametrize(("documents", "called"), [(False, 1), (True, 2)])
-def test_flash_is_tried_forward_and_backward(ran, monkeypatch, documents, called):
-    """With documents masked through the variable-length kernel, too."""
-
-    class Backwards(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, out):
-            return out.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            ran.append("backward")
-            return grad
-
-    real = {name: getattr(ops, name) for name in ("flash", "varlen")}
-    for name, run in real.items():
-        monkeypatch.setattr(kernels, name, lambda *args, run=run: Backwards.apply(run(*args)))
-    kernels.try_flash(torch.device("cpu"), 64, documents)
-    names = ["flash_attn_func", "flash_attn_varlen_func"][:called]
-    assert ran == [*names, *["backward"] * called]
+    packed = Packed(documents.boundaries, 40)
+    for scale in (None, 0.9):
+        out = attend(q, k, v, packed, Backend[backend], scale)
+        assert_close_in_bf16(out, attend(q, k, v, documents.mask(), scale=scale))
+    assert ran == [called] * 2
 
 
 @torch.no_grad()
@@ -204,21 +184,6 @@ def test_a_model_through_a_stand_in_for_flash_computes_what_it_does_through_sdpa
         layer.attention.backend = Backend.flash
     assert relative(model(tokens).float(), expected) < 0.03
     assert ran == ["flash_attn_func"] * len(model.layers), "one call a layer"
-
-
-@torch.no_grad()
-def test_a_scale_of_ones_own_reaches_every_stand_in(ran, monkeypatch):
-    monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
-    q, k, v = heads((4, 2, 8), dtype=torch.bfloat16)
-    documents = Documents.of(tokens_with_documents(), END)
-    packed = Packed(documents.boundaries, 40)
-    expected = attend(q, k, v, documents.mask(), scale=0.9)
-    for backend in (Backend.sdpa, Backend.flash):
-        assert_close_in_bf16(attend(q, k, v, packed, backend, 0.9), expected)
-    blocks = document_blocks(documents.ids)
-    assert_close_in_bf16(attend(q, k, v, blocks, Backend.flex, 0.9), expected)
-    whole = attend(q, k, v, scale=0.9)
-    assert_close_in_bf16(attend(q, k, v, None, Backend.flash, 0.9), whole)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from stand_ins import END
 from tiers import families, slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from variants import VARIANTS, small_config
+from variants import LOSSES, MIXTURE, VARIANTS, small_config
 
 from diffllm import build_model
 from diffllm.model.attention.kernels import Kernel, document_blocks, training_mask
@@ -15,16 +15,8 @@ from diffllm.model.attention.ops import Backend, Documents
 
 CASES = [(variant, ()) for variant in VARIANTS]
 SPLIT = ("diff_v1", ("model.attention.values=split",))
-MIXTURE = (
-    "model.moe.n_experts=4",
-    "model.moe.expert_dim=16",
-    "model.moe.n_shared=1",
-    "model.moe.balance_loss=0.1",
-    "model.moe.balance_over=sequence",
-    "model.moe.router_z_loss=0.01",
-)
 CASES += [SPLIT, ("diff_v2", ("model.qk_norm=true",))]
-CASES += [(variant, MIXTURE) for variant in families(VARIANTS)]
+CASES += [(variant, (*MIXTURE, *LOSSES)) for variant in families(VARIANTS)]
 FAST = [("diff_v2", ())]
 
 
@@ -85,9 +77,6 @@ def test_all_layers_share_one_graph(variant):
         run = torch.compile(layer.forward, fullgraph=True, backend=counter)
         run(torch.randn(2, 12, 24), rope, mask, None, True)
     assert counter.frame_count == 1
-
-
-# Batches of different numbers of documents
 
 
 LENGTH = 40

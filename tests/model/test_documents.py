@@ -41,9 +41,6 @@ def documents_of(tokens, end=END):
     return found
 
 
-# Where they begin
-
-
 @settings(max_examples=150)
 @given(
     st.integers(1, 9).flatmap(
@@ -73,9 +70,6 @@ def test_documents_are_those_of_a_plain_loop(rows, end):
     assert documents.boundaries.tolist() == [*starts, batch * length]
     assert documents.boundaries.dtype == torch.int32
     assert documents.positions.dtype == torch.int64
-
-
-# What the model makes of them
 
 
 def one_by_one(model, tokens, read=lambda logits: logits):

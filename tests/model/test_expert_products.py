@@ -7,14 +7,12 @@ import torch.nn.functional as F
 from diffllm.model.ffn import experts
 from diffllm.model.ffn.experts import (
     GROUPED,
-    JOIN_FROM,
     LOOPED,
     Experts,
     expert_weight_grad,
     grouped_product,
     joined,
     leaves_garbage,
-    rows_to_join,
 )
 
 E, DIM, WIDTH = 6, 32, 48
@@ -39,9 +37,6 @@ def rows_and_ends(dtype):
     """Gradients, inputs and where each expert's rows end."""
     grad, x = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(ROWS, DIM).to(dtype)
     return grad, x, torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
-
-
-# Experts without rows
 
 
 @pytest.fixture
@@ -100,9 +95,6 @@ def test_garbage_is_filled_where_it_is_left_and_nowhere_else(monkeypatch, garbag
     assert not (out[empty].any() and garbage)
 
 
-# Grouped products, or one an expert
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "n_experts", "widths", "value"),
     [
@@ -119,9 +111,6 @@ def test_garbage_is_filled_where_it_is_left_and_nowhere_else(monkeypatch, garbag
 )
 def test_what_is_grouped(device, dtype, n_experts, widths, value):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
-
-
-# Gate and up as one product
 
 
 def side_by_side(layer):
@@ -141,31 +130,15 @@ def small_experts(dtype, adjacent=True):
     return side_by_side(layer) if adjacent else layer
 
 
-def test_weights_side_by_side_are_joined_without_a_copy():
-    layer = small_experts(HALF)
-    both = joined(layer.w1, layer.w3)
-    assert both.shape == (E, 2 * WIDTH, DIM)
-    assert both.data_ptr() == layer.w1.data_ptr()
-    assert torch.equal(both, torch.cat((layer.w1, layer.w3), 1))
-
-
-def test_any_others_are_copied():
-    """Among them halves in the other order, and halves of two tensors."""
+def test_only_halves_of_one_tensor_in_order_are_joined_without_a_copy():
     near, far = small_experts(HALF), small_experts(HALF)
+    both = joined(near.w1, near.w3)
+    assert both.data_ptr() == near.w1.data_ptr()
+    assert torch.equal(both, torch.cat((near.w1, near.w3), 1))
     apart = small_experts(HALF, adjacent=False)
     for one, other in ((near.w3, near.w1), (near.w1, far.w3), (near.w1, near.w1)):
         assert torch.equal(joined(one, other), torch.cat((one, other), 1))
     assert torch.equal(joined(apart.w1, apart.w3), torch.cat((apart.w1, apart.w3), 1))
-
-
-def test_when_they_are_one_product():
-    near, apart = small_experts(HALF), small_experts(HALF, adjacent=False)
-    assert rows_to_join(CUDA, HALF, near.w1, near.w3).value == 0
-    assert rows_to_join(CUDA, HALF, apart.w1, apart.w3).value == JOIN_FROM * WIDTH
-    assert rows_to_join(CPU, HALF, near.w1, near.w3).value is None
-    assert rows_to_join(CUDA, torch.float32, near.w1, near.w3).value is None
-    narrow = Experts(E, DIM, 12)
-    assert rows_to_join(CUDA, HALF, narrow.w1, narrow.w3).value is None
 
 
 def as_on_cuda(monkeypatch):
@@ -174,16 +147,16 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(experts, "rows_to_join", lambda _, __, *w: real(CUDA, HALF, *w))
 
 
-def run(layer, x, weights, counts=COUNTS):
+def run(layer, x, weights):
     """Output, and the gradients of x, of the weights of rows and of every parameter."""
-    out = layer(x, weights, torch.tensor(counts, device=x.device))
+    out = layer(x, weights, torch.tensor(COUNTS, device=x.device))
     direction = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype)
     inputs = [x, weights, *layer.parameters()]
     return [out, *torch.autograd.grad((out * direction).sum(), inputs)]
 
 
-def inputs(dtype, rows=ROWS):
-    return torch.randn(rows, DIM).to(dtype).requires_grad_(), torch.rand(rows, requires_grad=True)
+def inputs(dtype):
+    return torch.randn(ROWS, DIM).to(dtype).requires_grad_(), torch.rand(ROWS, requires_grad=True)
 
 
 @pytest.mark.parametrize("adjacent", [True, False])
@@ -219,15 +192,6 @@ def test_products_and_the_layout_of_gradients(monkeypatch):
         assert param.grad.data_ptr() == taken[name], name
 
 
-@pytest.mark.parametrize("rows", [JOIN_FROM * WIDTH * E, JOIN_FROM * WIDTH * E - 1])
-def test_weights_that_lie_apart_are_joined_for_enough_rows(monkeypatch, rows):
-    layer, (x, weights) = small_experts(HALF, adjacent=False), inputs(HALF, rows)
-    as_on_cuda(monkeypatch)
-    calls = watched(monkeypatch, experts, "joined")
-    run(layer, x, weights, [rows - 5, 1, 1, 1, 1, 1])
-    assert bool(calls) == (rows >= JOIN_FROM * WIDTH * E)
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
     """Without a copy there, too."""
@@ -247,9 +211,6 @@ def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
     for mine, other in zip(run(compiled, x, weights), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
     assert copies == [False, False]
-
-
-# What a run prints
 
 
 @pytest.mark.gpu

@@ -5,42 +5,27 @@ from functools import cache
 
 import pytest
 import torch
+from stand_ins import MAIN
 from tiers import families, slow_but
+from variants import VARIANTS, small_model
 
-from diffllm import build_model, load_config
-from diffllm.config.plugins import config_directory
 from diffllm.model.generate import draw_tokens, generate
 
-VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-YAMLS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 SEQ_LEN = 32
 DRAWS = 40_000
 
 
-@pytest.fixture(params=VARIANTS)
+shared_model = cache(small_model)
+"""In float64, so that how a batch is computed does not decide between two tokens."""
+
+
+@pytest.fixture(params=MAIN)
 def model(request):
-    return tiny(request.param)
+    return shared_model(request.param)
 
 
-@cache
-def config(variant):
-    """Composing takes longer than most tests."""
-    overrides = ["model=tiny", f"attention={variant}", f"seq_len={SEQ_LEN}", "model.dim=32"]
-    overrides += ["model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.3"]
-    return load_config(overrides).model
-
-
-def tiny(variant="diff_v2"):
-    """In float64, so that how a batch is computed does not decide between two tokens."""
-    model = build_model(config(variant)).double()
-    model.reset_parameters()
-    return model
-
-
-@cache
-def shared(variant):
-    """A model that several tests read."""
-    return tiny(variant)
+def tiny():
+    return shared_model("diff_v2")
 
 
 def prompts(rows=3, length=5):
@@ -104,18 +89,15 @@ def test_tokens_from_vocab_size_on_are_never_drawn(temperature):
     assert generate(model, prompt, 20, temperature, vocab_size=64) == free
 
 
-# Batches: each prompt gets what it would get alone
-
-
 def alone(model, prompts, *args, **kwargs):
     return [generate(model, [prompt], *args, **kwargs)[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("variant", slow_but(families(YAMLS), YAMLS))
+@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_prompts_of_any_lengths_give_what_they_give_alone(variant, temperature):
     """Also where some have room for two tokens or for none, and some stop early."""
-    model, count = shared(variant), 12
+    model, count = shared_model(variant), 12
     lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
     texts = [prompts(1, length)[0] for length in lengths]
     settings = {"temperature": temperature, "top_p": 0.9, "seed": 11}
@@ -157,9 +139,6 @@ def test_rows_that_have_ended_are_not_computed_further(model):
     ]
 
 
-# Stopping
-
-
 def test_a_stop_token_in_the_prompt_does_not_stop():
     model, prompt = tiny(), prompts(2)
     free = generate(model, prompt, 8, temperature=0)
@@ -169,9 +148,6 @@ def test_a_stop_token_in_the_prompt_does_not_stop():
     free = generate(model, prompt, 8, temperature=0)
     assert unsaid not in said(prompt, free)
     assert generate(model, prompt, 8, temperature=0, stop_token=unsaid) == free
-
-
-# Sampling
 
 
 def draws(logits, temperature=1.0, top_p=1.0, seed=0):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiers import slow_but
-from variants import VARIANTS
+from variants import MIXTURE, VARIANTS
 
 from diffllm import load_config
 from diffllm.config.compose import variant_config
@@ -33,7 +33,6 @@ def scaled(cfg, factors):
     return model
 
 
-MIXTURE = ("model.moe.n_experts=4", "model.moe.expert_dim=16")
 CASES = [(variant, more) for variant in VARIANTS for more in ((), MIXTURE)]
 FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 

@@ -49,9 +49,6 @@ def machine(monkeypatch):
     kernels.flash_4_fault.cache_clear()
 
 
-# The kernel
-
-
 BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -149,9 +146,6 @@ def test_every_variant_says_which_kernel_it_gets(machine, variant, documents):
     assert ("values" in found) == (variant.startswith("diff_v1") and "clamped" not in variant)
 
 
-# The mask that the kernel wants
-
-
 class Blocks:
     """Stands for a block mask."""
 
@@ -186,9 +180,6 @@ def test_documents_come_in_the_form_the_kernel_reads(
         assert torch.equal(mask, documents.mask())
     unmasked = mask_for(None, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
-
-
-# Values 2d wide or in halves
 
 
 def test_the_width_that_a_kernel_gets_is_the_variants():
@@ -228,9 +219,6 @@ def test_the_plan_lays_values_out_as_a_gpu_does():
     assert planned("model.attention.values=wide") is Values.wide
     clamped = as_on_gpu(load_config(["model=tiny", "attention=diff_v1_clamped"]))
     clamped.model.attention.validate(clamped.model)
-
-
-# Generation
 
 
 @pytest.fixture
@@ -341,6 +329,27 @@ def test_flash_4_is_refused_for_documents_where_torch_has_no_backward_pass_for_i
     assert calls == [("tried", 64, True)]
 
 
+NOT_INSTALLED = "needs the flash-attn package, which is not installed"
+
+
+@pytest.mark.parametrize(
+    ("packages", "capability", "dtype", "said"),
+    [
+        ((), HOPPER, BF16, NOT_INSTALLED),
+        (V4, AMPERE, BF16, NOT_INSTALLED),
+        (V2, HOPPER, FLOAT32, "backend=flash needs precision=bf16"),
+    ],
+)
+def test_flash_without_its_package_or_in_float32_is_refused(
+    machine, packages, capability, dtype, said
+):
+    machine(capability, packages)
+    with pytest.raises(ConfigError, match=said):
+        prepare_backend(Backend.flash, CUDA, 64, dtype)
+    for backend in (Backend.sdpa, Backend.flex, Backend.reference):
+        prepare_backend(backend, CUDA, 512, FLOAT32)
+
+
 @pytest.mark.parametrize(("variant", "documents"), [("standard", True), ("standard_sink", False)])
 def test_a_variant_that_masks_documents_by_a_tensor_needs_no_kernel_for_them(
     machine, variant, documents
@@ -362,19 +371,3 @@ def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monk
         monkeypatch.setattr(kernels, "capability", lambda device, c=capability: c)
         with pytest.raises(ConfigError, match=r"flash-attn fails with torch .* undefined symbol"):
             prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("packages", "capability"), [((), (9, 0)), (V4, (8, 0))])
-def test_flash_without_its_package_is_refused(machine, packages, capability):
-    machine(capability, packages)
-    with pytest.raises(ConfigError, match="needs the flash-attn package, which is not installed"):
-        prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
-
-
-def test_flash_in_float32_is_refused(machine):
-    machine(packages=V2)
-    with pytest.raises(ConfigError, match="backend=flash needs precision=bf16"):
-        prepare_backend(Backend.flash, CUDA, 64, torch.float32)
-    prepare_backend(Backend.flash, CUDA, 64, torch.float16)
-    for backend in (Backend.sdpa, Backend.flex, Backend.reference):
-        prepare_backend(backend, CUDA, 512, torch.float32)

@@ -11,7 +11,7 @@ from diffllm import build_model
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model.attention import kernels
-from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
+from diffllm.model.attention.kernels import Kernel, prepare_backend
 from diffllm.model.attention.ops import Backend, Documents, attend
 from diffllm.model.auto_setting import AutoSetting
 
@@ -98,9 +98,6 @@ def test_either_kernel_for_documents_agrees_with_explicit_maps(monkeypatch, vari
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
 
 
-# Long rows
-
-
 def long_heads(wide):
     """q (1, 4096, 4, 128), k (1, 4096, 2, 128), v (1, 4096, 2 / wide, 128 wide), bf16."""
     made = torch.Generator(CUDA).manual_seed(0)
@@ -144,9 +141,6 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
     expected = out_and_grads(exact, lambda *qkv: attend(*qkv, whole, Backend.reference))
     for name, mine, other in zip(("out", "q", "k", "v"), found, expected, strict=True):
         assert relative(mine, other) < (0.02 if name == "out" else 0.03), name
-
-
-# Graphs and plans
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
@@ -194,14 +188,3 @@ def test_generation_makes_no_plan_of_cudnn(variant):
     assert any("scaled_dot_product" in name for name in names)
     assert not any("cudnn" in name for name in names)
     assert relative(torch.cat(logits, 1).float(), model(tokens).float()) < 0.03
-
-
-def test_the_kernel_of_documents_is_one_that_runs_here():
-    """The choice that a headline shows is among those for documents, and a kernel of these runs."""
-    found = training_kernel(Backend.sdpa, CUDA, torch.bfloat16, 128, documents=True)
-    assert found.value in (Kernel.varlen, Kernel.varlen_4, Kernel.flex)
-    parts = long_heads(1)
-    tokens = torch.empty(1, 4096, device=CUDA)
-    mask = mask_for(long_documents(), tokens, Backend.sdpa, torch.bfloat16, 128)
-    names = kernels_run(lambda: out_and_grads(parts, lambda *qkv: attend(*qkv, mask)))
-    assert any("flex" in name or "flash" in name for name in names)

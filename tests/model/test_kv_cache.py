@@ -36,9 +36,6 @@ def new(batch, tokens):
     )
 
 
-# The cache itself
-
-
 def test_heads_come_before_positions_and_nothing_is_copied_on_reading():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
@@ -64,13 +61,6 @@ def test_what_is_appended_is_kept_in_the_dtype_of_the_cache():
     assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
 
 
-@pytest.mark.parametrize("lengths", [(6, 6), (6, 2)])
-def test_a_full_cache_takes_no_more(lengths):
-    held, _, _ = filled(lengths)
-    with pytest.raises(ValueError, match="KV cache of 6 positions is full"):
-        held.append(*new(2, 1))
-
-
 def test_a_chunk_that_does_not_fit_leaves_the_cache_as_it_was():
     held, k, _ = filled((4, 4))
     with pytest.raises(ValueError, match="is full"):
@@ -78,9 +68,6 @@ def test_a_chunk_that_does_not_fit_leaves_the_cache_as_it_was():
     assert held.length == 4
     k2, v2 = new(2, 2)
     assert torch.equal(held.append(k2, v2)[0], torch.cat((k, k2), 1))
-
-
-# Decoding from it
 
 
 @torch.no_grad()
@@ -147,9 +134,6 @@ def test_positions_beyond_the_models_are_refused():
         model(step, caches=caches)
 
 
-# What it costs
-
-
 def held_bytes(variant, shape):
     with torch.device("meta"):
         model = build_model(small_config(variant, *shape).model)
@@ -164,9 +148,6 @@ def test_no_cache_holds_more_than_the_baselines(shape):
     assert {"diff_v2", "gated", "standard"} <= measured.keys()
     assert ("diff_v1" in measured) == (shape[1] > 1)
     assert {name: held for name, held in measured.items() if held > baseline} == {}
-
-
-# How it is read
 
 
 @pytest.fixture

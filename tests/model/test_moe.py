@@ -135,9 +135,6 @@ def test_ties_go_to_distinct_experts_the_same_each_time():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-# One product for all experts against one each
-
-
 def both_ways(monkeypatch, moe, x):
     """Output, counts and gradients, grouped and looped; grouped products are really taken."""
     calls, real, results = [], torch.nn.functional.grouped_mm, []
@@ -214,9 +211,6 @@ def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_
         # One renormalised weight is 1: the router's gradient is what two large terms leave.
         floor = wanted["experts.w2"].abs().max() if name == "router.weight" else 0.1
         assert_close(found[name], grad, 1e-4, name, floor)
-
-
-# Losses of the router, and the bias
 
 
 @pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))

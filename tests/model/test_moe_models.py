@@ -5,27 +5,13 @@ from functools import cache
 import pytest
 import torch
 from tiers import families, slow_but
-from variants import VARIANTS, small_config, small_model
+from variants import LOSSES, MIXTURE, VARIANTS, small_config, small_model
 
 from diffllm import build_model
 from diffllm.model.attention.ops import Documents
 from diffllm.model.ffn import MoE, SwiGLU
 
 END = 0
-MIXTURE = (
-    "model.moe.n_experts=4",
-    "model.moe.top_k=2",
-    "model.moe.expert_dim=16",
-    "model.moe.n_shared=1",
-    "model.moe.score=sigmoid",
-    "model.moe.routed_scaling=1.5",
-)
-LOSSES = (
-    "model.moe.balance_loss=0.1",
-    "model.moe.balance_over=sequence",
-    "model.moe.router_z_loss=0.01",
-)
-
 shared_model = cache(small_model)
 
 

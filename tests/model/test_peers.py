@@ -39,7 +39,7 @@ def ours(variant, heads, kv_heads, *extra):
     return model
 
 
-def peer_config(kind, heads, kv_heads, tied=False):
+def peer_config(kind, heads, kv_heads, tied=False, **settings):
     return kind(
         vocab_size=VOCAB,
         hidden_size=DIM,
@@ -55,6 +55,7 @@ def peer_config(kind, heads, kv_heads, tied=False):
         attention_bias=False,
         hidden_act="silu",
         attn_implementation="eager",
+        **settings,
     )
 
 
@@ -108,8 +109,6 @@ def test_diff_v1_is_diffllama_with_its_heads_reordered(heads, kv_heads):
     compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)
 
 
-# Qwen3Moe: its experts hold gate_proj and up_proj in one tensor
-
 EXPERTS, TOP_K, EXPERT_DIM = 6, 3, 24
 
 
@@ -134,19 +133,10 @@ def our_mixture(renormalise, *extra):
 
 
 def qwen(renormalise, dense_layers=()):
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=FFN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=24,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        tie_word_embeddings=False,
-        attn_implementation="eager",
+    config = peer_config(
+        transformers.Qwen3MoeConfig,
+        4,
+        2,
         num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
         moe_intermediate_size=EXPERT_DIM,

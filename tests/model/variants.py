@@ -12,6 +12,21 @@ from diffllm.model import Transformer
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 SHAPES = [(4, 4, 8), (4, 2, 16), (8, 2, 8), (4, 1, 8)]  # MHA, GQA, GQA, MQA
 
+MIXTURE = (
+    "model.moe.n_experts=4",
+    "model.moe.top_k=2",
+    "model.moe.expert_dim=16",
+    "model.moe.n_shared=1",
+    "model.moe.score=sigmoid",
+    "model.moe.routed_scaling=1.5",
+)
+LOSSES = (
+    "model.moe.balance_loss=0.1",
+    "model.moe.balance_over=sequence",
+    "model.moe.router_z_loss=0.01",
+)
+"""Words of a mixture of experts, and of its losses."""
+
 
 @cache
 def composed(variant, extra) -> TrainConfig:

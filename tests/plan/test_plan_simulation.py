@@ -12,7 +12,7 @@ from diffllm.distributed.experts import balanced_splits
 from diffllm.distributed.gradients import local
 from diffllm.plan import simulate as simulation
 from diffllm.plan.compiled import gpu_kernels
-from diffllm.plan.memory import Collective, Kind, Observer
+from diffllm.plan.memory import Collective, Observer
 from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
 from diffllm.training.build import allocated, build, sharded_model
 from diffllm.training.step import train_step
@@ -165,23 +165,6 @@ def test_what_a_small_sharded_model_sends_is_what_a_hand_computes(reduce, times)
     assert sent(step, Collective.all_gather) == 3 * gathered * 3 / 4
     assert sent(step, Collective.reduce_scatter) == times * reduced * 3 / 4
     assert sent(step, Collective.all_reduce) == 0
-
-
-@pytest.mark.slow
-def test_of_many_layers_only_a_few_are_gathered_at_once():
-    deep, step = 24, {}
-    for layers in (6, deep):
-        cfg = load_config([*SMALL, f"model.n_layers={layers}", "global_batch_size=4"])
-        step[layers] = simulate(cfg, 4).peak.by_kind[Kind.communication]
-    assert step[deep] == step[6] > 0
-
-
-@pytest.mark.slow
-def test_gradients_that_wait_for_the_last_micro_batch_are_whole_and_in_float32():
-    layers = [*SMALL, "model.n_layers=6", "model.ffn_dim=400"]
-    every, last = (simulate(load_config([*layers, f"parallel.reduce={r}"]), 4) for r in REDUCE)
-    whole = 4 * every.n_params
-    assert 0.9 * whole < last.peak.total - every.peak.total + every.gradients < 1.1 * whole
 
 
 def test_replicas_sum_their_shards_once_a_step():

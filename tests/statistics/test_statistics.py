@@ -8,9 +8,8 @@ from scipy import stats
 
 from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, diverged_more
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, LEAST_SEEDS, bootstrap, withheld
-from diffllm.statistics.estimates import Times, sooner
+from diffllm.statistics.estimates import Estimate, Times, estimate, sooner
 from diffllm.statistics.gap_tests import equivalence, holm, paired, seed_correlation, welch
-from diffllm.statistics.power_analysis import pairing_pays_above
 from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 
 
@@ -73,11 +72,6 @@ def test_seeds_correlate_from_three_on():
     assert seed_correlation(by_seed([1.0, 1, 1]), by_seed([3.0, 1, 2])) is None
 
 
-def test_pairing_pays_where_its_interval_is_narrower():
-    assert pairing_pays_above(3) == pytest.approx(0.584, abs=1e-3)
-    assert pairing_pays_above(8) < pairing_pays_above(5) < pairing_pays_above(3)
-
-
 def test_holm_by_hand():
     """Holm (1979): the smallest times m, the next times m - 1, never below one before."""
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
@@ -102,9 +96,6 @@ def test_equivalence_is_two_one_sided_tests():
     assert narrow.p > 0.05
     with pytest.raises(ValueError, match="above 0"):
         equivalence(found, 0.0)
-
-
-# Runs that diverged
 
 
 def test_shares_have_exact_intervals():
@@ -143,9 +134,6 @@ def test_an_arm_that_diverged_whole_still_has_its_share():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
-
-
-# Spread
 
 
 def test_the_spread_of_seeds_is_pooled():
@@ -235,3 +223,43 @@ def test_half_of_the_runs_by_kaplan_and_meier():
     assert sooner(Times([5, 5], [False, False]), Times([5], [False])) is None
     assert sooner(Times([1, 2, 3], [True] * 3), Times([9, 9, 9], [False] * 3)) < 0.05
     assert sooner(Times([9, 9, 9], [False] * 3), Times([1, 2, 3], [True] * 3)) > 0.95
+
+
+T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
+"""t(0.975, n - 1) for n values, from a printed table."""
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "deviation"),
+    [
+        ([1.0, 3.0], 2.0, math.sqrt(2)),
+        ([3.9, 4.0, 4.1], 4.0, 0.1),
+        ([2.0, 4.0, 4.0, 6.0], 4.0, math.sqrt(8 / 3)),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3.5, math.sqrt(3.5)),
+        (list(range(10)), 4.5, math.sqrt(82.5 / 9)),
+    ],
+)
+def test_an_interval_is_mean_and_t_times_the_standard_error(values, mean, deviation):
+    found = estimate(values)
+    half = T_TABLE[len(values)] * deviation / math.sqrt(len(values))
+    assert found.mean == pytest.approx(mean)
+    assert found.seeds == len(values)
+    assert found.high - found.mean == pytest.approx(half, rel=2e-4)
+    assert found.mean - found.low == pytest.approx(half, rel=2e-4)
+
+
+def test_one_value_has_no_interval_and_equal_values_an_empty_one():
+    assert estimate([4.5]) == Estimate(4.5, None, None, 1)
+    assert estimate([4.5, 4.5, 4.5]) == Estimate(4.5, 4.5, 4.5, 3)
+    with pytest.raises(ValueError, match="at least one"):
+        estimate([])
+
+
+def test_a_gap_pairs_the_seeds_that_both_have():
+    own = {(0, 0): 4.0, (1, 1): 5.0, (2, 2): 100.0}
+    base = {(9, 9): -100.0, (1, 1): 5.5, (0, 0): 4.3}
+    found = paired(own, base)
+    assert found.estimate == estimate([4.0 - 4.3, 5.0 - 5.5])
+    assert paired(own, {(1, 1): 5.5}).estimate == Estimate(-0.5)
+    assert paired(own, {(3, 3): 1.0, (0, 1): 4.3}) is None
+    assert paired({}, base) is None
