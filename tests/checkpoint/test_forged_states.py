@@ -22,7 +22,7 @@ from diffllm.training.state import LoopState
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained")
     with gloo_group():
         trained_run(path, ["attention=standard"])
@@ -30,7 +30,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(trained, tmp_path):
     """A run with a whole checkpoint before the one that is damaged."""
     run = shutil.copytree(trained, tmp_path / "run")
     write_checkpoint(run / "checkpoints", 1)
@@ -150,9 +150,6 @@ def test_a_state_of_another_step_than_the_manifest_is_a_fault(run):
     file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
     sign(newest(run))
     assert faults(newest(run)) == ["state.json is of step 2, not of the 3 in its name"]
-
-
-# YAML whose aliases never end
 
 
 def test_config_of_a_run_with_endless_aliases_is_refused(run, capfd):
