@@ -21,7 +21,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml, with_recipe
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.data.tasks.task import OwnFile
-from diffllm.evaluation.evaluation import all_results, keep, kept
+from diffllm.evaluation.evaluation import all_results, read_result, store_result
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.records import read_changes, read_record
 
@@ -132,19 +132,21 @@ LOSSES = DocumentLosses(COUNTS / 3, COUNTS, COUNTS * 2, COUNTS * 3, COUNTS * 0)
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a result of an evaluation and the losses of its held-out documents."""
     run = tmp_path_factory.mktemp("ended")
-    keep(run / "evaluation" / "step-00000004" / "own.jsonl", FIRST, [{"correct": True}] * 3)
+    store_result(run / "evaluation" / "step-00000004" / "own.jsonl", FIRST, [{"correct": True}] * 3)
     LOSSES.save(run, 4)
     return run
 
 
 def test_damaged_evaluation_result_is_unchanged_or_skipped(ended: Path) -> None:
     file = ended / "evaluation" / "step-00000004" / "own.jsonl"
-    whole, before = file.read_bytes(), kept(file, KEY)
+    whole, before = file.read_bytes(), read_result(file, KEY)
     first, *lines = whole.splitlines(keepends=True)
 
     def check(content: bytes) -> None:
         problems: dict[str, list[str]] = {}
-        read = outcome(lambda: (kept(file, KEY), all_results(ended, problems)), file, content)
+        read = outcome(
+            lambda: (read_result(file, KEY), all_results(ended, problems)), file, content
+        )
         assert read[0] in (None, before)
         assert read[1] == {4: {"own": before}} or list(problems.values()) == [[str(file)]]
 

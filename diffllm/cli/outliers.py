@@ -11,7 +11,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation.load import TOKENS, decoder, first_sequences, sequences_for
-from diffllm.evaluation.outliers import TOP, measure
+from diffllm.evaluation.outliers import TOP, measure_outliers
 
 WHAT = """\
 diffllm outliers run=<dir> [key=value ...]: outliers and sinks, layer by layer
@@ -55,7 +55,7 @@ def outliers_command(argv: list[str]) -> None:
     sequences = first_sequences(run, cfg, most, device)
     count = len(sequences)
     try:
-        layers = measure(model.to(device), sequences)
+        layers = measure_outliers(model.to(device), sequences)
     except CheckpointError as error:
         raise CheckpointError(f"{run}, step {step}: {error}") from None
     found = {

@@ -23,7 +23,7 @@ from diffllm.evaluation.evaluation import (
     Asked,
     Evaluation,
     Line,
-    Score,
+    NamedScore,
     Settings,
     Subject,
 )
@@ -282,7 +282,7 @@ class Answers(Evaluation):
             for (level, example, _), scores in zip(asked, found, strict=True)
         ]
 
-    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         from scipy.stats import binomtest  # a second and a half that training does not need
 
         found = []
@@ -296,7 +296,7 @@ class Answers(Evaluation):
             chance = sum(1 / line["candidates"] for line in own if line["candidates"] > 1)
             facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
             found.append(
-                Score(
+                NamedScore(
                     ", ".join(f"{key} {value}" for key, value in level.items()),
                     right / len(own),
                     (interval.low, interval.high),

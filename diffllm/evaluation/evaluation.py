@@ -64,7 +64,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Score:
+class NamedScore:
     """A number that checkpoints are compared by."""
 
     of: str
@@ -96,7 +96,7 @@ class Evaluation(ABC):
         """Measure; return a line of JSON values for each example or document."""
 
     @abstractmethod
-    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         """Sum the lines up."""
 
 
@@ -104,7 +104,7 @@ def results_of(run: Path, step: int) -> Path:
     return run / DIRECTORY / f"step-{step:08d}"
 
 
-def kept(file: Path, key: Mapping[str, Any]) -> Line | None:
+def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
     """Read the first line of a result with the same key; None if there is no such result.
 
     Print one line if the result is damaged.
@@ -119,7 +119,7 @@ def kept(file: Path, key: Mapping[str, Any]) -> Line | None:
     return first if first["key"] == key else None
 
 
-def keep(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
+def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
     """Write a result and its checksum; raises CheckpointError where it cannot be written."""
     texts = [f"{json.dumps(line)}\n" for line in lines]
     head = json.dumps({**first, "sha256": checksum(first, texts)})
@@ -175,7 +175,7 @@ def read_first(file: Path) -> Line:
 
 
 def is_score(score: Any) -> bool:
-    """Whether this is a score whose fields have the types of `Score`."""
+    """Whether this is a score whose fields have the types of `NamedScore`."""
     if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
         return False
     groups = [value for key, value in score.items() if key.startswith("by_")]

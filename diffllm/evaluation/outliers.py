@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffllm.core.errors import CheckpointError
 from diffllm.data.progress import track
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
+from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
 from diffllm.evaluation.load import (
     TOKENS,
     HeldoutSequence,
@@ -172,7 +172,7 @@ class LayerOutliers:
 
 
 @torch.no_grad()
-def measure(
+def measure_outliers(
     model: Transformer,
     sequences: Iterable[HeldoutSequence],
     advance: Callable[[int], None] = lambda done: None,
@@ -234,14 +234,14 @@ class Outliers(Evaluation):
         sequences = first_sequences(subject.run, subject.cfg, asked, subject.device)
         with track(self.name, len(sequences)) as advance:
             try:
-                layers = measure(subject.model, sequences, advance)
+                layers = measure_outliers(subject.model, sequences, advance)
             except CheckpointError as error:
                 raise CheckpointError(f"{subject.checkpoint}: {error}") from None
         count = len(sequences)
         about = {"sequences": count, "tokens": count * subject.cfg.seq_len}
         return [{"layer": i, **about, **numbers} for i, numbers in enumerate(layers)]
 
-    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         hidden = [({"layer": line["layer"]}, line["hidden"]) for line in lines]
         logits = [
             ({"layer": line["layer"], "map": name}, numbers)
@@ -255,5 +255,5 @@ class Outliers(Evaluation):
                 if there:
                     value, where = max(there, key=lambda pair: pair[0])
                     count = lines[0]["sequences"]
-                    found.append(Score(f"{kind} {name}", value, examples=count, more=where))
+                    found.append(NamedScore(f"{kind} {name}", value, examples=count, more=where))
         return found

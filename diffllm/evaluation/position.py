@@ -15,7 +15,7 @@ from diffllm.core.errors import CheckpointError
 from diffllm.data import heldout_documents
 from diffllm.data.progress import track
 from diffllm.evaluation.answers import TOKENS, by_length, padded
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
+from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
 from diffllm.evaluation.load import own_corpus, own_data
 from diffllm.model.attention.ops import Documents
 from diffllm.statistics.bootstrap import of_documents
@@ -81,7 +81,7 @@ class Position(Evaluation):
             found.append({"start": start, **sums(text, of_text, predicted)})
         return found
 
-    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         found = []
         for kind in ("all", "position", "distance", "span"):
             for name in sorted({name for line in lines for name in line[kind]}, key=bin_order):
@@ -90,7 +90,7 @@ class Position(Evaluation):
                 word, start = bin_order(name)
                 level = {} if word else {"level": {kind: start}}
                 found.append(
-                    Score(
+                    NamedScore(
                         f"{kind} {name}".strip(),
                         float(nats.sum() / tokens.sum()),
                         of_documents(nats, tokens),

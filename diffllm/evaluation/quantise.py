@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.progress import track
-from diffllm.evaluation.evaluation import Asked, Evaluation, Line, Score, Settings, Subject
+from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
 from diffllm.evaluation.load import (
     TOKENS,
     HeldoutSequence,
@@ -139,14 +139,14 @@ KINDS = {
 """Whether weights and activations have a scale for each row; None: they are not rounded."""
 
 
-def arm_of(kind: str, bits: int) -> Arm:
+def _arm(kind: str, bits: int) -> Arm:
     what, _, how = kind.partition(" ")
     weights, activations = (None if x is None else Rounding(bits, x) for x in KINDS[kind])
     level = {"bits": bits, "rounded": kind}
     return Arm(f"{what} {bits} {how}", weights, activations, level)
 
 
-ARMS = [Arm(PLAIN), *(arm_of(kind, bits) for kind in KINDS for bits in BITS)]
+ARMS = [Arm(PLAIN), *(_arm(kind, bits) for kind in KINDS for bits in BITS)]
 """The unquantised model, then each kind of arm from many bits to few."""
 
 
@@ -181,7 +181,7 @@ class Quantise(Evaluation):
                     found += loss_lines(subject, arm.name, sequences, advance)
         return found
 
-    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[Score]:
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         nats = {
             arm.name: np.array([line["nats"] for line in lines if line["arm"] == arm.name])
             for arm in ARMS
@@ -192,7 +192,7 @@ class Quantise(Evaluation):
         for arm in ARMS[1:]:
             change = nats[arm.name] - nats[PLAIN]
             found.append(
-                Score(
+                NamedScore(
                     arm.name,
                     float(change.sum() / tokens.sum()),
                     of_documents(change, tokens),

@@ -16,7 +16,15 @@ from diffllm.data import Tokenizer
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
 from diffllm.evaluation.answers import Answers, Question, line, questions, score_batches, share
-from diffllm.evaluation.evaluation import Asked, Evaluation, Score, Subject, keep, kept, results_of
+from diffllm.evaluation.evaluation import (
+    Asked,
+    Evaluation,
+    NamedScore,
+    Subject,
+    read_result,
+    results_of,
+    store_result,
+)
 from diffllm.evaluation.outliers import Outliers
 from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
@@ -40,7 +48,7 @@ SUITES: dict[str, dict[str, Sequence[Level]]] = {
 """Evaluations by suite, with the levels that a suite insists on. Those of needles are as in section
 3.4 of arXiv 2410.05258: 4K with N needles of which R are asked for, and 64K by length and depth."""
 Result = dict[str, Any]
-"""The "unit" of an evaluation, and its "scores", a dict for each, see `Score`."""
+"""The "unit" of an evaluation, and its "scores", a dict for each, see `NamedScore`."""
 
 
 def chosen(
@@ -98,16 +106,16 @@ def evaluate(
             **settings,
         }
         file = directory / f"{each.name}.jsonl"
-        first = kept(file, key)
+        first = read_result(file, key)
         if first is None:
             lines = each.lines(subject, settings)
             scores = list(map(flat, each.scores(settings, lines)))
             first = {"key": key, "unit": each.unit, "scores": scores}
-            keep(file, first, lines)
+            store_result(file, first, lines)
         yield each.name, {name: first[name] for name in ("unit", "scores")}
 
 
-def flat(score: Score) -> dict[str, Any]:
+def flat(score: NamedScore) -> dict[str, Any]:
     """Return a score as JSON, its further facts beside the others."""
     content = asdict(score)
     more = content.pop("more")

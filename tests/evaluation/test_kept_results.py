@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.evaluation.evaluation import keep, kept
+from diffllm.evaluation.evaluation import read_result, store_result
 
 KEY = {"evaluation": "own", "levels": [{"kind": "one"}]}
 FIRST = {
@@ -20,7 +20,7 @@ Edit = Callable[[list[str]], list[str]]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    keep(tmp_path / "step" / "own.jsonl", FIRST, LINES)
+    store_result(tmp_path / "step" / "own.jsonl", FIRST, LINES)
     return tmp_path / "step" / "own.jsonl"
 
 
@@ -33,11 +33,11 @@ def without_checksum(lines: list[str]) -> list[str]:
 def test_kept_returns_scores_of_same_key_alone(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = kept(file, KEY)
+    first = read_result(file, KEY)
     assert first is not None
     assert {name: first[name] for name in FIRST} == FIRST
-    assert kept(file, {**KEY, "seed": 1}) is None
-    assert kept(file.with_name("none.jsonl"), KEY) is None
+    assert read_result(file, {**KEY, "seed": 1}) is None
+    assert read_result(file.with_name("none.jsonl"), KEY) is None
     assert capsys.readouterr() == ("", "")
 
 
@@ -60,7 +60,7 @@ def test_kept_names_a_file_that_was_changed(
     file: Path, capsys: pytest.CaptureFixture[str], edit: Edit, said: str
 ) -> None:
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))
-    assert kept(file, KEY) is None
+    assert read_result(file, KEY) is None
     error = capsys.readouterr().err
     assert error.startswith(str(file))
     assert said in error

@@ -12,7 +12,7 @@ from diffllm import build_model, load_config
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation import outliers
 from diffllm.evaluation.load import HeldoutSequence
-from diffllm.evaluation.outliers import PERCENTILES, TOP, Spread, measure
+from diffllm.evaluation.outliers import PERCENTILES, TOP, Spread, measure_outliers
 from diffllm.model.attention.ops import Documents
 
 T, EOS = 24, 3
@@ -136,7 +136,7 @@ def test_numbers_are_those_of_explicit_tensors_in_float64(variant, masked, monke
     documents = Documents.of(tokens, EOS) if masked else None
     rows = [tokens[i : i + 1] for i in range(3)]
     parts = [Documents.of(row, EOS) if masked else None for row in rows]
-    found = measure(model, map(HeldoutSequence, rows, rows, parts))
+    found = measure_outliers(model, map(HeldoutSequence, rows, rows, parts))
     expected = explicit(model.double(), tokens, documents)
     for layer, own in zip(found, expected, strict=True):
         close(layer["hidden"], sizes(own["hidden"]), 1e-4)
@@ -158,9 +158,9 @@ def test_numbers_are_those_of_explicit_tensors_in_float64(variant, masked, monke
 @torch.no_grad()
 def test_a_planted_channel_is_found_with_its_value():
     model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
-    before = measure(model, [HeldoutSequence(tokens, tokens, None)])
+    before = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     model.tok_embeddings.weight[:, 17] = -300.0  # the blocks only add to it
-    after = measure(model, [HeldoutSequence(tokens, tokens, None)])
+    after = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     for plain, planted in zip(before, after, strict=True):
         assert plain["hidden"]["top_1"] < 100
         assert planted["hidden"]["top_1_channel"] == 17
@@ -176,4 +176,4 @@ def test_values_that_are_not_finite_name_their_layer():
     with torch.no_grad():
         model.layers[1].ffn.w2.weight[0, 0] = math.nan
     with pytest.raises(CheckpointError, match="layer 1 has values that are not finite"):
-        measure(model, [HeldoutSequence(tokens, tokens, None)])
+        measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])

@@ -12,7 +12,7 @@ from diffllm import load_model
 from diffllm.config.saved import load_run_config
 from diffllm.data import prepare
 from diffllm.evaluation.load import HeldoutSequence
-from diffllm.evaluation.outliers import measure
+from diffllm.evaluation.outliers import measure_outliers
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def test_json_is_of_the_first_tokens_of_the_held_out_split(trained, outliers):
     assert outliers(f"run={trained}", "tokens=100", "json=true").out == first.out
     tokens = prepare(load_run_config(trained).data).split("heldout").tokens(0, 128)
     rows = torch.tensor(tokens.astype("int64")).view(2, 1, 64)
-    expected = measure(load_model(trained)[0], [HeldoutSequence(row, row, None) for row in rows])
+    sequences = [HeldoutSequence(row, row, None) for row in rows]
+    expected = measure_outliers(load_model(trained)[0], sequences)
     told = json.loads(json.dumps(expected))
     for layer, own in zip(found["layers"], told, strict=True):
         assert {**own, "layer": layer["layer"]} == layer

@@ -13,7 +13,7 @@ from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
-from diffllm.evaluation.evaluation import keep, results_of
+from diffllm.evaluation.evaluation import results_of, store_result
 
 STEPS = (5, 10, 20)
 
@@ -55,7 +55,7 @@ def write(place: Path, seeds: int = 3, **more: Any) -> Comparison:
                 score = {"of": "top_1", "value": loss + seed / 10, "chance": None, "examples": 9}
                 key = {"checkpoint": f"{run} {step}", **more.get(f"{variant} {step}", {})}
                 first = {"key": key, "unit": "magnitude", "scores": [score]}
-                keep(results_of(run, step) / "outliers.jsonl", first, [])
+                store_result(results_of(run, step) / "outliers.jsonl", first, [])
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (run / "metrics.jsonl").write_text(text)
     return read([place])[0]

@@ -13,7 +13,7 @@ from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
-from diffllm.evaluation.evaluation import SHARE, all_results, keep, results_of
+from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
 from diffllm.statistics.estimates import Estimate, estimate
 
 KEY = {"evaluation": "mqar", "tokenizer": "t", "levels": [{"pairs": 4}, {"pairs": 8}]}
@@ -25,7 +25,7 @@ def write_result(
     run: Path, *scores: dict[str, Any], step: int = 20, name: str = "mqar", **key: Any
 ) -> None:
     first = {"key": {**KEY, "checkpoint": str(run), **key}, "unit": SHARE, "scores": list(scores)}
-    keep(results_of(run, step) / f"{name}.jsonl", first, [])
+    store_result(results_of(run, step) / f"{name}.jsonl", first, [])
 
 
 def score(of: str, value: float | None, **more: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def test_report_reads_results_of_removed_evaluations(runs: Path) -> None:
         scores = [{"of": of, "value": value, **about} for of, value in values.items()]
         key = {"evaluation": "lm_eval-mine", "checkpoint": str(run), "limit": None}
         first = {"key": key, "unit": "metric of lm-eval", "scores": scores}
-        keep(results_of(run, 20) / "lm_eval-mine.jsonl", first, [{"values": values}])
+        store_result(results_of(run, 20) / "lm_eval-mine.jsonl", first, [{"values": values}])
         write_result(run, score("entries 3", right, level={"entries": 3}), name="phonebook")
     comparison = compared(runs)
     harness, _, phonebook = comparison.evaluated
