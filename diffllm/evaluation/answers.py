@@ -34,8 +34,8 @@ T = TypeVar("T")
 TOKENS = 16_384
 """Tokens of a forward pass, padding included, where more than one row is in it."""
 CACHED_FROM = 64
-"""Tokens of a context from which on it is read once, and its cache continued; shorter ones are read
-with each continuation, many rows at a time."""
+"""Contexts of at least so many tokens are read once for all continuations, and together with
+neighbours that begin alike. Shorter ones are read with each continuation, many rows at a time."""
 LOGITS = 1024
 """Logits that take as much room as a token of TOKENS."""
 CACHE = 2**18
@@ -99,17 +99,14 @@ def score(
     model: Transformer,
     questions: Sequence[Question],
     advance: Callable[[int], None] = lambda done: None,
-    cached_from: int = CACHED_FROM,
 ) -> list[list[Scored]]:
     """Score each continuation of each question.
 
     Args:
         model: in eval mode; raises ValueError for a question that is too long.
         advance: called with the number of rows that have been scored since its last call.
-        cached_from: contexts of at least so many tokens are read once for all continuations, and
-            together with neighbours that begin alike.
     """
-    long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= cached_from]
+    long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
     found = score_batches(model, [questions[i] for i in short], advance)
     of_question = dict(zip(short, found, strict=True))

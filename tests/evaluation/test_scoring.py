@@ -60,12 +60,13 @@ def with_generated(model: Transformer, question: Question) -> Question:
 def test_batched_and_cached_equal_single(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
+    monkeypatch.setattr(answers, "CACHED_FROM", cached_from)
     monkeypatch.setattr(answers, "TOKENS", tokens)
     monkeypatch.setattr(answers, "CACHE", cache)
     model = model_of(variant)
     asked = [with_generated(model, question) for question in questions()]
     told: list[int] = []
-    found = score(model, asked, told.append, cached_from)
+    found = score(model, asked, told.append)
     greedy = 0
     for question, scores in zip(asked, found, strict=True):
         values = [one.log_likelihood for one in scores]
@@ -109,6 +110,7 @@ def test_questions_about_one_text_read_it_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """Also where one is another's beginning, and where two texts come one after the other."""
+    monkeypatch.setattr(answers, "CACHED_FROM", 1)
     monkeypatch.setattr(answers, "CACHE", cache)
     model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]
     first, second = other.context[:60], [*other.context[:20], *other.context[:50]]
@@ -129,7 +131,7 @@ def test_questions_about_one_text_read_it_once(
         return plain(self, tokens, *others, **named)
 
     monkeypatch.setattr(Transformer, "forward", forward)
-    found = score(model, asked, cached_from=1)
+    found = score(model, asked)
     monkeypatch.undo()
     assert sum(length >= 50 for length in read) == 2
     for question, scores in zip(asked, found, strict=True):
