@@ -233,14 +233,16 @@ def compiler_fault() -> str:
 
 
 def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
-    """Return settings as JSON: {"value": ..., "reason": ...} by name; dtypes and enums as text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return dtype_name(value)
-        value = value.value if isinstance(value, Enum) else value
-        return value if isinstance(value, (bool, int)) else str(value)
-
+    """Return settings as JSON: {"value": ..., "reason": ...} by name."""
     return {
-        name: {"value": plain(value), "reason": reason} for name, (value, reason) in choices.items()
+        name: {"value": json_value(value), "reason": reason}
+        for name, (value, reason) in choices.items()
     }
+
+
+def json_value(value: Any) -> Any:
+    """Return a setting's value as JSON; dtypes and enum members become text."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    value = value.value if isinstance(value, Enum) else value
+    return value if isinstance(value, (bool, int)) else str(value)

@@ -74,7 +74,7 @@ class Record:
             values: measurements at this step by metric name.
             loader: given at a logged step; adds data, training, performance and spike metrics.
         """
-        line = {**values, **(loader.consumed() if loader else {}), **self._read(step)}
+        line = {**values, **self._read(step)}
         if loader:
             line |= self._logged(step, loader)
         if line and self.sinks:
@@ -109,7 +109,8 @@ class Record:
 
     def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
         """Return the values of training, performance and spikes since the last logged step."""
-        t = self.t
+        t, read, bits_per_nat = self.t, loader.consumed(), loader.bits_per_nat()
+        param_norm = parameter_norm(t.params, t.meshes.dense)
         assert self.last is not None
         assert self.last.update_norm is not None
         count = step - self.logged_step
@@ -117,9 +118,10 @@ class Record:
         speed = count * self.t.tokens / elapsed
         self.speeds.append(speed)
         line = {
+            **read,
             **self.latest,
             "train/lr": t.optimizer.param_groups[0]["lr"],
-            "train/param_norm": parameter_norm(t.params, t.meshes.dense).item(),
+            "train/param_norm": param_norm.item(),
             "train/update_norm": self.last.update_norm.item(),
             **grad_norm_by_group(self.last.grad_norms),
             "perf/tokens_per_s": speed,
@@ -128,7 +130,7 @@ class Record:
             "perf/peak_memory_gib": peak_memory_gib(self.t.device),
             **self.spikes.metrics(),
         }
-        if (bits_per_nat := loader.bits_per_nat()) is not None:
+        if bits_per_nat is not None:
             line["train/bits_per_byte"] = bits_per_nat * self.latest["train/loss"]
         if self.peak:
             line["perf/mfu"] = self.flops_per_token * speed / dist.get_world_size() / self.peak
