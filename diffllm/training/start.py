@@ -154,11 +154,11 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
     if claimed.weights:
         check_same_tokens(cfg, data, claimed.weights)
     order = {
+        "data.packing": cfg.data.packing.name,
         "seed": cfg.seed,
         **corpus_facts(data),
         "seq_len": cfg.seq_len,
         "global_batch_size": cfg.global_batch_size,
-        "data.packing": cfg.data.packing.name,
     }
     path, saved = claimed.checkpoint, claimed.saved
     state, changes = LoopState(order=order), Changes()

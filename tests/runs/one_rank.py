@@ -107,7 +107,8 @@ def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
 def loop_of(step: int) -> dict[str, object]:
     """The loop state of a run that has seen no data."""
     spikes = SpikeMonitor().state_dict()
-    return {"step": step, "data": {}, "order": {}, "spikes": spikes, "wandb_id": None}
+    run = {"wandb_id": None, "seconds": 0.0, "compiled": False, "mkl_mode": "AVX2,STRICT"}
+    return {"step": step, "data": {}, "order": {}, "spikes": spikes, **run}
 
 
 def sign(path: Path) -> None:
