@@ -19,7 +19,7 @@ from diffllm.compare.report.figures import RC, row_styles, to_svg
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import draw_rules, markdown, verdict_text
+from diffllm.compare.study.verdict_page import draw_rules, markdown
 from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,7 +58,7 @@ def main() -> None:
         place.mkdir(parents=True, exist_ok=True)
         (place / "verdict.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
         (place / "verdict.md").write_text(markdown(found))
-        print(verdict_text(found))
+        print(markdown(found))
     if drawn := picture(json.loads((place / "verdict.json").read_text())):
         (place / "gaps.svg").write_text(drawn)
 

@@ -138,14 +138,14 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
 def judge_study(study: Study, out: Path, as_json: bool) -> None:
     """Judge a study, write its page, and print the verdict."""
     from diffllm.compare.study.verdict import judge
-    from diffllm.compare.study.verdict_page import verdict_text, write_verdict
+    from diffllm.compare.study.verdict_page import markdown, write_verdict
 
     found = judge(study, out)
     files = write_verdict(found, out)
     if as_json:
         echo_json(found.numbers(), allow_nan=False)
         return
-    echo(verdict_text(found))
+    echo(markdown(found))
     for file in files:
         echo(file)
 

@@ -17,7 +17,7 @@ from diffllm.compare.report.figures import (
     row_styles,
     to_image,
 )
-from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, percent, plural, short
+from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
@@ -52,14 +52,6 @@ def verdict_headline(found: Verdict) -> str:
     if found.verdict == EXPLORATORY:
         return f"{found.verdict}, it would be: {found.would_be}"
     return found.verdict
-
-
-def verdict_text(found: Verdict) -> str:
-    lines = [f"{verdict_headline(found).upper()}: {found.study.claim}"]
-    lines += [f"  {reason}" for reason in found.reasons]
-    lines += ["", conditions(found.numbers())]
-    lines += ["", *(f"rule  {rule_line(each, found.study)}" for each in found.tested), ""]
-    return ascii_minus("\n".join([*lines, *arms_table(found).text()]))
 
 
 def rule_line(tested: Tested, study: Study) -> str:

@@ -18,7 +18,6 @@ from diffllm.compare.study.verdict_page import (
     markdown,
     origin,
     verdict_html,
-    verdict_text,
 )
 from diffllm.config import load_config
 from diffllm.config.plugins import config_directory
@@ -219,7 +218,7 @@ def test_on_a_log_scale_a_gap_is_a_ratio(tmp_path):
     assert found.verdict == "shown"
     mean = sum(math.log(a / b) for a, b in zip(BETTER, HALF, strict=True)) / 3
     assert found.tested[0].gap.mean == pytest.approx(mean)
-    assert f"a ratio of {math.exp(mean):.3g} (" in verdict_text(found)
+    assert f"a ratio of {math.exp(mean):.3g} (" in markdown(found)
     assert "log heldout_loss of v2 minus" in markdown(found)
 
 
@@ -290,7 +289,7 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     assert text == verdict_html(found)
     for said in ("v2 is better than half", "Gaps of the rules"):
         assert said in text
-    assert verdict_text(found).startswith("SHOWN: v2 is better than half\n")
+    assert markdown(found).startswith("# shown\n\n**Claim**: v2 is better than half")
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
     assert main([*words, "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -322,7 +321,7 @@ def test_every_page_names_size_tokens_seeds_and_what_was_equal(tmp_path):
         "parameter. Equal across arms: tokens, learning rate, parameters (within 0.4%). Not equal: "
         "training FLOPs per token (largest 10% above smallest)."
     )
-    for text in (markdown(found), verdict_html(found), verdict_text(found)):
+    for text in (markdown(found), verdict_html(found)):
         assert expected in text
     source = f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU."
     assert source in markdown(found)
@@ -371,7 +370,7 @@ def test_arms_are_compared_over_all_learning_rates(tmp_path):
     assert half["losses"]["half-lr0.004-seed0"] is None
     assert v2["values"]["0"] == pytest.approx(0.04)
     assert v2["lr"] is None
-    assert "0.001 to 0.004" in verdict_text(found)
+    assert "0.001 to 0.004" in markdown(found)
     json.dumps(found.numbers(), allow_nan=False)
 
 
