@@ -284,7 +284,6 @@ def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
 def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
-    assert markdown(found).startswith("# shown\n")
     text = verdict_html(found)
     assert text == verdict_html(found)
     for said in ("v2 is better than half", "Gaps of the rules"):
