@@ -139,14 +139,15 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """A target has its own total: it counts as matched where all other variants are."""
+    """A target has its own total, so its unmatched runs count as matched to it, unless other runs
+    of that variant name a target too."""
+    unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
-        targets = {each[match] for each in values} - {None}
-        if len(targets) == 1 and all(
-            each["attention"] in targets for each in values if not each[match]
-        ):
-            for each in values:
-                each[match] = next(iter(targets))
+        targets = {each[match] for each in values}
+        targets -= {each["attention"] for each in values if each[match]}
+        for each in unmatched:
+            if each["attention"] in targets:
+                each[match] = each["attention"]
 
 
 def overrides(run: Run) -> dict[str, Any]:

@@ -189,6 +189,16 @@ SWEPT = {
             "diff_v2 match_params_to=diff_v2": -0.05,
         },
     ),
+    "a target is measured from what is matched to it": (
+        [*PLAIN, ("gated", 3.95), (f"standard {PARAMS}", 3.92)],
+        None,
+        {
+            "standard match_params_to=null": None,
+            "standard match_params_to=diff_v2": None,
+            "gated match_params_to=null": -0.05,
+            "diff_v2 match_params_to=diff_v2": -0.02,
+        },
+    ),
     "the target itself counts as matched": (
         [("diff_v2", 3.9), (f"standard {PARAMS}", 4.0), (f"gated {PARAMS}", 4.1)],
         None,
