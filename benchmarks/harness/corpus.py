@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from diffllm.config import load_config
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.text.packages import python_files
 
 FOLDER = Path(__file__).parents[2] / "gpu-data"

@@ -12,8 +12,7 @@ from diffllm.cli.arguments import argument, parse, plugins_argument, write_out
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import Table, echo
-from diffllm.data import Tokenizer
-from diffllm.data.tokenizer import tokenizer_of
+from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
 from diffllm.model.stats import entropy, negative_share

@@ -27,9 +27,8 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.data import Tokenizer
 from diffllm.data.tasks.task import Level, levels_of
-from diffllm.data.tokenizer import tokenizer_of
+from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation.evaluation import Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate

@@ -6,7 +6,9 @@ import sys
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
 from diffllm.core.printing import echo
-from diffllm.data import Prepared, packing_counts, prepare
+from diffllm.data.mixture import Prepared
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Split
 
 USAGE = """\

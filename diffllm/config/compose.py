@@ -189,7 +189,8 @@ def steps_to_train(cfg: TrainConfig) -> int:
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)
     else:
-        from diffllm.data import prepare, sequences_of_epoch  # takes seconds
+        from diffllm.data.preparation.prepare import prepare  # takes seconds
+        from diffllm.data.sequences import sequences_of_epoch
 
         assert cfg.epochs is not None
         sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)

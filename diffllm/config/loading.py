@@ -53,7 +53,6 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
         composed.steps = MOST_STEPS
     cfg = typed_config(composed)  # what is wrong is said before a corpus is prepared
     check_paths(cfg)
-    cfg.data.check_asked_for()
     if follows:
         composed.steps = steps_to_train(cfg)
         cfg = typed_config(composed)

@@ -1,14 +1,13 @@
 """The config of the ``data`` group."""
 
 import re
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.registry import SOURCES
-from diffllm.data.text.file_index import FORMATS
 
 
 class SampleBy(Enum):
@@ -55,18 +54,16 @@ READ = {
     "synthetic": (),
     "files": ("paths", *COLUMNS, "sample_by"),
     "hub": ("dataset", "name", "data_dir", "split", "revision", *COLUMNS),
-    TOKENS: ("paths", "text_column"),
+    TOKENS: ("paths",),
     MIXTURE: ("sources",),
 }
-"""The fields of a source of text that each source of ours reads."""
+"""The fields that each source of ours reads."""
 NEEDED = {
     "files": ("paths", "[file, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
     "hub": ("dataset", "<owner/name>"),
 }
 """The field that a source must have, and an example of it."""
-TABLES = (*(suffix for suffix in FORMATS if suffix != ".txt"), ".bin", ".ds")
-"""Ends of names of files that are no plain text, as far as they are not packed."""
 MOST_WEIGHT = 1e18
 MOST_SOURCES, MOST_POINTS, MOST_WEIGHTS = 500, 500, 10_000
 """Largest mixture and curriculum. Every point has a weight for each source."""
@@ -90,7 +87,7 @@ class TextConfig:
     sample_by: SampleBy = SampleBy.document
     """Unit of a txt file that becomes one document."""
     dataset: str | None = None
-    """Hub dataset owner/name, or a local dataset directory (data=hub)."""
+    """Hub dataset owner/name (data=hub)."""
     name: str | None = None
     """Configuration of the hub dataset, where it has several."""
     data_dir: str | None = None
@@ -108,38 +105,20 @@ class TextConfig:
         """
         if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
             raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
-        for name, source in READ_BY.items():
-            value = getattr(self, name, None)
-            if value and name not in READ.get(self.source, READ_BY):
-                needs = f"data={source}" if where == "data." else f"{where}source={source}"
-                raise ConfigError(f"{where}{name}={value} needs {needs}, not {self.source}")
-        if self.prompt_column and self.source in ("stdlib", "packages", TOKENS):
-            raise ConfigError(f"{where}prompt_column is not supported with data={self.source}")
         if self.prompt_column == self.text_column:
             raise ConfigError(f"{where}prompt_column has to be another than {where}text_column")
+        for key in chain(*READ.values()) if self.source in READ else ():
+            value = getattr(self, key, None)
+            is_set = value and value != getattr(TextConfig, key, None)
+            if is_set and key not in READ[self.source]:
+                raise ConfigError(
+                    f"{where}{key}={getattr(value, 'value', value)} is not read with "
+                    f"{where}source={self.source}, which reads "
+                    f"{', '.join(READ[self.source]) or 'none of these keys'}"
+                )
         name, example = NEEDED.get(self.source, ("source", ""))
         if not getattr(self, name):
             raise ConfigError(f"{where}source={self.source} needs {where}{name}={example}")
-
-    def check_read(self, where: str) -> None:
-        """Raise ConfigError for a key that has been set and that the source does not read.
-
-        It is of what somebody asks for: the saved config of an older run may have such keys.
-        """
-        for each in fields(TextConfig):
-            value = getattr(self, each.name)
-            default = each.default if each.default is not MISSING else []
-            if each.name == "source" or self.source not in READ or value == default:
-                continue
-            said = f"{where}{each.name}={getattr(value, 'value', value)}"
-            if each.name not in READ[self.source]:
-                instead = f"it reads {', '.join(READ[self.source]) or 'none of these keys'}"
-                if self.source == MIXTURE:
-                    instead = f"each source has its own, {where}sources.NAME.{each.name}"
-                raise ConfigError(f"{said} is not read with source={self.source}; {instead}")
-            names = [path.lower().removesuffix(".gz").removesuffix(".zst") for path in self.paths]
-            if each.name == "sample_by" and all(name.endswith(TABLES) for name in names):
-                raise ConfigError(f"{said} is of .txt files, and {where}paths names none")
 
 
 @dataclass
@@ -196,11 +175,9 @@ class DataConfig(TextConfig):
 
     @property
     def whole_documents(self) -> bool:
-        """Whether a document that fits into a sequence is kept in one."""
         return self.packing is Packing.best_fit
 
     def for_source(self, source: SourceConfig) -> "DataConfig":
-        """Return the config of one source of a mixture as a corpus of its own."""
         text = {each.name: getattr(source, each.name) for each in fields(TextConfig)}
         return replace(self, **text, sources={}, curriculum=[])
 
@@ -212,12 +189,6 @@ class DataConfig(TextConfig):
             self.check_mixture()
         elif self.curriculum:
             raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
-
-    def check_asked_for(self) -> None:
-        """Raise ConfigError for keys that have been set and that nothing reads."""
-        self.check_read("data.")
-        for name, source in self.sources.items():
-            source.check_read(f"data.sources.{name}.")
 
     def check_mixture(self) -> None:
         """Raise ConfigError for sources or a curriculum that no mixture can have."""
@@ -233,9 +204,7 @@ class DataConfig(TextConfig):
             if source.source == MIXTURE:
                 raise ConfigError(f"{where}source=mixture: a mixture cannot hold another")
             if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(
-                    f"{where}source=tokens needs data.tokenizer, with which they were written"
-                )
+                raise ConfigError(f"{where}source=tokens needs the data.tokenizer of the tokens")
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0")

@@ -120,10 +120,10 @@ class HeldoutDocuments:
     def _read(
         self, start: int, stop: int, dtype: Any, read: Callable[[int, int], np.ndarray]
     ) -> np.ndarray:
-        def from_document(i: int, first: int, last: int) -> np.ndarray:
-            return read(int(self.starts[i]) + first, int(self.starts[i]) + last)
-
-        return read_joined(self.ends, start, stop, dtype, from_document)
+        at = self.starts
+        return read_joined(
+            self.ends, start, stop, dtype, lambda i, a, b: read(int(at[i]) + a, int(at[i]) + b)
+        )
 
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1

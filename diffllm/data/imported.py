@@ -1,6 +1,5 @@
-"""Tokens of other libraries as a corpus: read in place, or copied from parquet into shards."""
+"""Tokens of other libraries as a corpus, read in place."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.core.printing import to_stderr
 from diffllm.data.config import DataConfig
-from diffllm.data.shards import FORMAT_VERSION, MANIFEST, Manifest, Shard, ShardWriter, Split
-from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans
+from diffllm.data.shards import MANIFEST, Manifest, Shard, Split
+from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans, token_counts
 from diffllm.data.text.file_index import (
     FileFacts,
     check_unchanged,
@@ -28,13 +27,9 @@ from diffllm.data.token_files import (
     fingerprint,
     index_files,
     open_tokens,
-    rows_of_tokens,
 )
 from diffllm.data.tokenizer import Tokenizer, located, write_tokenizer
 from diffllm.data.verified import usable
-
-COUNTED = 1 << 22
-"""Tokens that are counted at a time."""
 
 
 class FilesStream:
@@ -118,37 +113,22 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     if cfg.tokenizer is None:
         raise DataError("data=tokens needs data.tokenizer, the one that they were written with")
     tokenizer = Tokenizer.from_file(cfg.tokenizer)
-    found = paths_of(cfg)
-    tables = [path for path in found if path.suffix == ".parquet"]
-    paths = [path for path in found if path.suffix in OPENERS]
-    if tables and paths:
-        raise DataError(f"data.paths: .parquet and {paths[0].suffix} files make two sources")
-    if not tables and not paths:
-        known = ", ".join((*OPENERS, ".parquet"))
-        raise DataError(f"data.paths={cfg.paths}: none of {known}, and no directory of ours")
-    prints = [fingerprint(path) for path in tables or paths]
-    if tables:
-        corpus = combined_hash(["parquet", cfg.text_column, prints])
-        what = [FORMAT_VERSION, corpus, tokenizer.pieces_hash, cfg.heldout_fraction]
-    else:
-        indexes = [index for path in paths for index in index_files(path)]
-        facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
-        hashes = [each.sha256 for each in facts.values()]
-        corpus = combined_hash(["tokens", prints, cfg.heldout_fraction, hashes])
-        what = [corpus, tokenizer.pieces_hash]
+    paths = paths_of(cfg)
+    if wrong := [path for path in paths if path.suffix not in OPENERS]:
+        raise DataError(f"{wrong[0]}: none of {', '.join(OPENERS)}, and no directory of ours")
+    prints = [fingerprint(path) for path in paths]
+    indexes = [index for path in paths for index in index_files(path)]
+    facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
+    hashes = [each.sha256 for each in facts.values()]
+    corpus = combined_hash(["tokens", prints, cfg.heldout_fraction, hashes])
+    what = [corpus, tokenizer.pieces_hash]
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
 
     def build(directory: Path) -> None:
         write_tokenizer(located(str(cfg.tokenizer)), directory)
-        if tables:
-            to_stderr(f"copying tokens of {len(tables)} files into {cache_dir}")
-            copy_rows(cfg, tables, tokenizer, corpus, directory)
-        else:
-            counted(paths, prints, tokenizer, cfg.heldout_fraction, corpus).save(directory)
+        counted(paths, prints, tokenizer, cfg.heldout_fraction, corpus).save(directory)
 
     build_once(directory, build)
-    if tables:
-        return TokenData(directory)
     return ImportedData(directory, tuple(map(str, paths)), facts)
 
 
@@ -169,10 +149,7 @@ def counted(
             f"{', '.join(map(str, paths[:3]))}: no document ends before the last "
             f"{fraction:.2g} of its tokens; a larger data.heldout_fraction holds out more"
         )
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
-    for start in range(cut, length, COUNTED):
-        part = whole.tokens(start, min(start + COUNTED, length))
-        counts += np.bincount(part, minlength=len(counts))
+    counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}
     for name, start, stop in (("train", 0, cut), ("heldout", cut, length)):
         documents, shards = 0, []
@@ -186,41 +163,3 @@ def counted(
         to_stderr(f"{documents:,} {what}; the documents of the index are counted")
     source = f"tokens of {names_of(paths)}"
     return Manifest.of(tokenizer, counts, source=source, corpus=corpus, splits=splits)
-
-
-def copy_rows(
-    cfg: DataConfig, paths: Sequence[Path], tokenizer: Tokenizer, corpus: str, directory: Path
-) -> None:
-    """Copy rows of tokens into shards; a hash of its tokens decides if a document is held out."""
-    writers = {
-        name: ShardWriter(directory, name, tokenizer.vocab_size) for name in ("train", "heldout")
-    }
-    limit, empty = int(cfg.heldout_fraction * 2**64), 0
-    for path in paths:
-        for rows in rows_of_tokens(path, cfg.text_column, tokenizer.vocab_size):
-            parts: dict[str, list[np.ndarray]] = {name: [] for name in writers}
-            for tokens in rows:
-                if not len(tokens):
-                    empty += 1
-                    continue
-                digest = hashlib.sha256(tokens.astype("<i8").tobytes()).digest()
-                split = "heldout" if int.from_bytes(digest[:8]) < limit else "train"
-                ending = [] if tokens[-1] == tokenizer.eos_id else [tokenizer.eos_id]
-                parts[split].append(np.append(tokens, ending).astype(np.int64))
-            for name, documents in parts.items():
-                together = np.concatenate([np.zeros(0, np.int64), *documents])
-                writers[name].add(together, text_bytes=0, documents=len(documents))
-    for name, writer in writers.items():
-        if not writer.documents:
-            raise DataError(
-                f"{paths[0]}: its documents are too few for a {name} split with "
-                f"data.heldout_fraction={cfg.heldout_fraction:g}"
-            )
-    Manifest.of(
-        tokenizer,
-        writers["heldout"].counts,
-        source=f"tokens of {names_of(paths)}",
-        corpus=corpus,
-        skipped_empty=empty,
-        splits={name: writer.finish() for name, writer in writers.items()},
-    ).save(directory)

@@ -20,10 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
+from diffllm.data.preparation.workers import ignore_signals
 from diffllm.data.samples import Samples
 from diffllm.data.sequences import Batch
-
-WORKER_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class TrainLoader:
@@ -47,13 +46,9 @@ class TrainLoader:
     ) -> None:
         """Start at the first sample; raises ConfigError for a global batch that does not divide
         into micro batches of all ranks, and for counts and ranks that cannot be."""
-        check_counts(
-            least=1,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            world_size=world_size,
-        )
-        check_counts(least=0, num_workers=num_workers, rank=rank)
+        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+        check_counts(least=1, **sizes)
+        check_counts(least=0, num_workers=num_workers)
         check_counts(least=int(num_workers > 0), prefetch_factor=prefetch_factor)
         check_rank(rank, world_size)
         if global_batch_size % (micro_batch_size * world_size):
@@ -163,7 +158,7 @@ class TrainLoader:
                 _Stacked(self._samples),
                 batch_size=None,
                 sampler=(range(start, start + m) for start in first),
-                worker_init_fn=_leave_signals_to_the_trainer,
+                worker_init_fn=ignore_signals,
                 # A generator of its own: worker seeds would otherwise be drawn from the model's.
                 generator=torch.Generator(),
                 # Our state is one number; that of the library also fixes the number of workers.
@@ -195,9 +190,3 @@ class _Stacked(Dataset[Tensor | DataError]):
     def __getitem__(self, samples: range) -> Tensor | DataError:
         batch = self._samples[samples]
         return batch if isinstance(batch, DataError) else torch.stack(batch)
-
-
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Ignore stop signals in a worker: they reach the whole process group."""
-    for number in WORKER_IGNORES:
-        signal.signal(number, signal.SIG_IGN)

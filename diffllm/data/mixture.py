@@ -1,40 +1,28 @@
 """The prepared sources of a mixture: tokens of one tokenizer, each under a key of its own."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.config import TextConfig
 from diffllm.data.shards import Manifest, together
 from diffllm.data.streams import JoinedStream
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import Tokenizer
 
-KEYS = "|".join(f.name for f in fields(TextConfig))
-OWN = re.compile(rf"(?<![\w./-])data\.(?=(?:{KEYS})\b(?![./-]\w))")
-"""Matches the prefix of a key that each source has one of, unless it is part of a path."""
-
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """Raise a ConfigError or DataError anew, its keys as those of the source, whose name is said.
-
-    A decorator as well.
-    """
+    """Begin a ConfigError or DataError with the name of a mixture's source; also a decorator."""
     try:
         yield
     except (ConfigError, DataError) as error:
-        where = f"data.sources.{name}"
-        text = OWN.sub(f"{where}.", str(error))
-        named = text.startswith((f"{where}.", f"{where}:"))
-        raise type(error)(text if named else f"{where}: {text}") from error
+        raise type(error)(f"data.sources.{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,6 @@ class MixtureData:
         )
 
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that all shards were written with."""
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
@@ -84,14 +71,9 @@ class MixtureData:
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()
-        hashes = {name: data.manifest.pieces_hash for name, data in self.sources.items()}
-        (first, own), *others = hashes.items()
-        for name, other in others:
-            if other != own:
-                raise DataError(
-                    f"data.sources: {first} and {name} are tokens of different tokenizers, "
-                    f"{own[:12]} and {other[:12]}"
-                )
+        hashes = {name: data.manifest.pieces_hash[:12] for name, data in self.sources.items()}
+        if len({*hashes.values()}) > 1:
+            raise DataError(f"data.sources are tokens of different tokenizers: {hashes}")
 
     def split(self, name: str) -> JoinedStream:
         """Open the tokens of "train" or "heldout" of all sources, one behind the other."""

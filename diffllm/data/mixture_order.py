@@ -219,7 +219,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights over their sum; 0 for one below the least that is read at all."""
+    """Return weights over their sum; 0 for one below the least that is read at all."""
     total = sum(weights)
     kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(kept) for weight in kept)
@@ -261,7 +261,7 @@ def limited(
 
 
 def from_sample(plan: Segments, first: int) -> Segments:
-    """The segments from a sample on, the one that it lies in cut."""
+    """Return the segments from a sample on; the segment that contains the sample is cut."""
     past = [weights for start, weights in plan if start <= first]
     return [(first, past[-1]), *(segment for segment in plan if segment[0] > first)]
 
@@ -295,9 +295,8 @@ class MixturePlace:
         check_sample_counts(
             [self.sample, self.since, *self.consumed.values(), *self.before.values()]
         )
-        if [*self.before] != [*self.consumed]:
-            raise ValueError("before and consumed must have the same sources")
-        if sum(self.consumed.values()) != self.sample or sum(self.before.values()) != self.since:
+        sums = sum(self.consumed.values()), sum(self.before.values())
+        if [*self.before] != [*self.consumed] or sums != (self.sample, self.since):
             raise ValueError("the samples of all sources must add up to sample and since")
         for row in self.weights:
             start, *shares = row or [0.5]

@@ -13,13 +13,12 @@ the tokens and the length of a sequence alone.
 Shapes: T sequence length, n sequences, k pieces.
 """
 
-import hashlib
 import json
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ import numpy as np
 from diffllm.core.printing import to_stderr
 from diffllm.core.typed import read_typed
 from diffllm.data.progress import track
-from diffllm.data.streams import FileArray, Stream, document_ends
-from diffllm.data.verified import again, identity_of, is_at, leave_mark, matches, usable
+from diffllm.data.shards import HashedFile
+from diffllm.data.streams import FileArray, Stream, check_size, checked_array, document_ends
+from diffllm.data.verified import identity_of, leave_mark, usable
 
 PLAN_VERSION = 1
 WINDOW = 2**20
@@ -50,7 +50,10 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
     assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
     bins = np.empty(len(sizes), np.int64)
     open_bins, count = Bins(), 0
-    for items in by_size(sizes, capacity):
+    dtype = np.uint16 if capacity <= 2**16 else np.int64  # numpy sorts 16 bits by radix
+    order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
+    per_size = np.bincount(sizes, minlength=capacity + 1)[::-1]
+    for items in np.split(order, np.cumsum(per_size[per_size > 0])[:-1]) if len(sizes) else []:
         size = int(sizes[items[0]])
         while len(items):
             room = open_bins.least_room(size)
@@ -70,15 +73,6 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
             open_bins.put(room - last * size, here[used - 1 : used])
             open_bins.put(room, here[used:])
     return bins, count
-
-
-def by_size(sizes: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Group the numbers of items by size, largest first; those of one size rise."""
-    # numpy sorts 16 bits by radix
-    dtype = np.uint16 if capacity <= 2**16 else np.int64
-    order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
-    counts = np.bincount(sizes, minlength=capacity + 1)[::-1]
-    return np.split(order, np.cumsum(counts[counts > 0])[:-1]) if len(sizes) else []
 
 
 class Bins:
@@ -164,11 +158,9 @@ class PackingCounts:
 
     @property
     def padding_share(self) -> float:
-        """Share of padding in all targets."""
         return self.padding / (self.tokens + self.padding)
 
     def text(self) -> str:
-        """Return these counts as a line."""
         return (
             f"best fit, {self.documents:,} documents in {self.sequences:,} sequences; documents "
             f"that had to be cut, being longer than a sequence: {self.documents_cut:,}; tokens "
@@ -176,7 +168,6 @@ class PackingCounts:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return them by name, with the share of padding."""
         return {**asdict(self), "padding_share": self.padding_share}
 
     def __add__(self, other: "PackingCounts") -> "PackingCounts":
@@ -201,13 +192,10 @@ class PlanRecord:
 
     def check(self, directory: Path) -> None:
         """Raise ValueError for counts and sizes that contradict each other or the files."""
-        if min(vars(self.counts).values()) < 0:
-            raise ValueError("counts must not be negative")
-        if missing := ARRAYS.keys() - self.files:
-            raise ValueError(f"files.{min(missing)} is missing")
+        if min(vars(self.counts).values()) < 0 or self.files.keys() != ARRAYS.keys():
+            raise ValueError("must have counts of at least 0 and the files of a plan")
         for name in ARRAYS:
-            if (directory / name).stat().st_size != self.files[name].bytes:
-                raise ValueError(f"{name} is not of the {self.files[name].bytes} bytes written")
+            check_size(directory / name, self.files[name].bytes)
         starts, lengths, firsts = (self.files[name].bytes for name in ARRAYS)
         if starts != 2 * lengths or firsts != 8 * (self.counts.sequences + 1):
             raise ValueError("its files do not have the sizes that its counts give")
@@ -218,16 +206,19 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     started = time.monotonic()
     to_stderr(f"packing documents into sequences of {seq_len:,} tokens")
     documents = cut = sequences = packed = 0
-    with ExitStack() as stack:
-        files = {name: stack.enter_context((directory / name).open("wb")) for name in ARRAYS}
+    files = [HashedFile(directory / name) for name in ARRAYS]
 
-        def write(*arrays: np.ndarray) -> None:
-            for (name, file), values in zip(files.items(), arrays, strict=True):
-                file.write(values.astype(ARRAYS[name]).tobytes())
+    def write(*arrays: Any) -> None:
+        for file, dtype, values in zip(files, ARRAYS.values(), arrays, strict=True):
+            file.write(np.ascontiguousarray(values, dtype))
 
-        advance = stack.enter_context(track("packing", len(stream)))
+    with track("packing", len(stream)) as advance:
         for window in windows(pieces_of_documents(stream, eos_id, seq_len), WINDOW):
-            bins, count = best_fit_decreasing(slots(window, seq_len), seq_len)
+            _, lengths, before = window
+            # The end of a document that was cut takes a place more: an EOS that is no target parts
+            # it from what lies before. A piece that fills a sequence begins where it begins.
+            slots = lengths + ((before > 0) & (lengths < seq_len))
+            bins, count = best_fit_decreasing(slots, seq_len)
             # A stable sort: in a sequence, pieces lie in the order of the corpus.
             starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
             each = np.bincount(bins)
@@ -236,30 +227,16 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
             cut += int((before == seq_len).sum())
             sequences, packed = sequences + count, packed + len(bins)
             advance(int(lengths.sum()))
-        files["firsts.bin"].write(np.array([packed], ARRAYS["firsts.bin"]).tobytes())
+    write([], [], [packed])
     padding = sequences * seq_len - len(stream)
     counts = PackingCounts(documents, cut, len(stream), sequences, padding)
-    record = PlanRecord(counts, {name: described(directory / name) for name in ARRAYS})
+    described: dict[str, PlanFile] = {}
+    for name, sha256 in (file.close() for file in files):
+        described[name] = PlanFile((directory / name).stat().st_size, sha256)
+        leave_mark(directory / name, sha256, identity_of(directory / name))
+    record = PlanRecord(counts, described)
     (directory / PLAN).write_text(json.dumps(asdict(record), indent=2) + "\n")
     to_stderr(f"packed {documents:,} documents in {time.monotonic() - started:.0f} s")
-
-
-def slots(window: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the targets' places that pieces (3, k) take, (k,) int64.
-
-    The end of a document that was cut begins behind one that is no target, an EOS, which parts it
-    from what lies before; a piece that fills a sequence begins where it begins.
-    """
-    _, lengths, before = window
-    return lengths + ((before > 0) & (lengths < seq_len))
-
-
-def described(path: Path) -> PlanFile:
-    """Return the size and the checksum of a file, and mark it as compared."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    leave_mark(path, digest, identity_of(path))
-    return PlanFile(path.stat().st_size, digest)
 
 
 class PackingPlan:
@@ -271,7 +248,6 @@ class PackingPlan:
     def __init__(self, directory: Path) -> None:
         """Open it; raises DataError if a file is missing or of another size."""
         self._directory = directory
-        self._open: dict[str, FileArray] = {}
         with usable(directory / PLAN, directory):
             record = read_typed(directory / PLAN, PlanRecord, follow=True)
             record.check(directory)
@@ -280,7 +256,7 @@ class PackingPlan:
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
         """Return the pieces of a sequence: first token and tokens of each, as they lie in it;
         raises DataError if the plan is damaged."""
-        starts, lengths, firsts = (self._array(name) for name in ARRAYS)
+        starts, lengths, firsts = self._arrays
         here = slice(*firsts[sequence : sequence + 2].tolist())
         return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
 
@@ -290,15 +266,12 @@ class PackingPlan:
             if not fits:
                 raise ValueError("has a piece that does not fit")
 
-    def _array(self, name: str) -> FileArray:
-        if name not in self._open:
-            path = self._directory / name
-            array = FileArray(path, ARRAYS[name], advice=f"; {again(self._directory)}")
-            with usable(path, self._directory):
-                if not matches(path, self._files[name].sha256) or not is_at(path, array.identity):
-                    raise ValueError("is not as it was written")
-            self._open[name] = array
-        return self._open[name]
+    @cached_property
+    def _arrays(self) -> list[FileArray]:
+        return [
+            checked_array(self._directory / name, dtype, self._files[name].sha256)
+            for name, dtype in ARRAYS.items()
+        ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+    def __reduce__(self) -> tuple[object, ...]:
+        return PackingPlan, (self._directory,)

@@ -211,9 +211,9 @@ class MixedSequences:
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]
         if known != self.names:
-            of = f"the sources {', '.join(known)}" if known else "no mixture"
             raise CheckpointError(
-                f"the checkpoint is of {of}, this run of the sources {', '.join(self.names)}"
+                f"the checkpoint is of the sources {', '.join(known) or '(no mixture)'}, this run "
+                f"of the sources {', '.join(self.names)}"
             )
         try:
             place = made(MixturePlace, state)
@@ -240,12 +240,13 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
 
     Returns None if nothing was read or the text of a split is unknown.
     """
-    each = [
+    read = [
         (count * split.share_predicted, split.bits_per_byte(1.0))
         for split, count in zip(splits, tokens, strict=True)
+        if count * split.share_predicted
     ]
-    known = [(count, bits) for count, bits in each if count and bits is not None]
-    if len(known) < sum(count > 0 for count, _ in each) or not known:
+    known = [(count, bits) for count, bits in read if bits is not None]
+    if not known or len(known) < len(read):
         return None
     return sum(count for count, _ in known) / sum(count / bits for count, bits in known)
 

@@ -97,21 +97,16 @@ Sequences = StreamSequences | PackedSequences
 
 
 def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:
-    """Return the sequences of one source's training split; raises as `sequences_in` and
-    `packed_sequences`."""
-    if cfg.packing is Packing.best_fit:
-        return packed_sequences(data, cfg, seq_len)
-    return StreamSequences(data.split("train"), seq_len)
+    """Return the sequences of one source's training split, packed or not; raises as `sequences_in`.
 
-
-def packed_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> PackedSequences:
-    """Return one source's training split packed by best fit, planned if the cache does not hold the
-    plan yet. Safe to call in any number of processes at once, and before process groups exist.
-
-    Raises DataError for tokens that cannot be read, or a cache that cannot be used.
+    Packed ones are planned if the cache does not hold the plan yet. Safe to call in any number of
+    processes at once, and before process groups exist. Raises DataError for tokens that cannot be
+    read, or a cache that cannot be used.
     """
-    stream, eos_id = data.split("train"), data.manifest.eos_id
-    cache_dir = Path(cfg.cache_dir).expanduser()
+    stream = data.split("train")
+    if cfg.packing is Packing.stream:
+        return StreamSequences(stream, seq_len)
+    eos_id, cache_dir = data.manifest.eos_id, Path(cfg.cache_dir).expanduser()
     directory = cache_dir / "packing" / plan_key(data.manifest, seq_len)
     try:
         build_once(directory, partial(write_plan, stream, eos_id, seq_len))
@@ -136,16 +131,17 @@ def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
     """Count what packing made of the training split, of all sources together; None where nothing is
-    packed. Raises as `packed_sequences`."""
+    packed. Raises as `training_sequences`."""
     if cfg.packing is Packing.stream:
         return None
-    if not isinstance(data, MixtureData):
-        return packed_sequences(data, cfg, seq_len).plan.counts
-    packed = [
-        of_source(name)(packed_sequences)(source, cfg, seq_len)
-        for name, source in data.sources.items()
-    ]
-    return reduce(add, (each.plan.counts for each in packed))
+    if isinstance(data, MixtureData):
+        packed = [
+            of_source(name)(training_sequences)(source, cfg, seq_len)
+            for name, source in data.sources.items()
+        ]
+    else:
+        packed = [training_sequences(data, cfg, seq_len)]
+    return reduce(add, (each.plan.counts for each in packed if isinstance(each, PackedSequences)))
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:

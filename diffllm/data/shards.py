@@ -192,11 +192,7 @@ class ShardWriter:
         self._dtype = token_dtype(vocab_size)
         self._shards: list[Shard] = []
         self._files: list[HashedFile] = []
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
-        """Occurrences of each token that is to be predicted so far, (vocab_size,)."""
-        self.tokens = 0
-        self.documents = 0
-        self.bytes = 0
+        self._tokens = self._predicted = self._documents = self._bytes = 0
 
     def add(
         self, tokens: np.ndarray, text_bytes: int, documents: int, mask: np.ndarray | None = None
@@ -210,15 +206,17 @@ class ShardWriter:
         """
         if not len(tokens):
             return
-        predicted = tokens if mask is None else tokens[mask]
-        self.counts += np.bincount(predicted, minlength=len(self.counts))
-        self.tokens += len(tokens)
-        self.documents += documents
-        self.bytes += text_bytes
+        self._tokens += len(tokens)
+        self._predicted += 0 if mask is None else int(mask.sum())
+        self._documents += documents
+        self._bytes += text_bytes
         rows = [tokens.astype(self._dtype), *([] if mask is None else [mask.astype(np.uint8)])]
         while len(rows[0]):
             if not self._files:
-                self._open()
+                name = f"{self._name}-{len(self._shards):05d}"
+                ends = [".bin", ".mask"] if self._masked else [".bin"]
+                self._files = [HashedFile(self._directory / f"{name}{end}") for end in ends]
+                self._written = 0
             room = SHARD_TOKENS - self._written
             for file, row in zip(self._files, rows, strict=True):
                 file.write(row[:room])
@@ -230,14 +228,8 @@ class ShardWriter:
     def finish(self) -> Split:
         """Close the last shard, which outlives a power cut from now on, and describe the split."""
         self._close()
-        predicted = int(self.counts.sum()) if self._masked else None
-        return Split(self.documents, self.tokens, self.bytes, self._shards, predicted)
-
-    def _open(self) -> None:
-        name = f"{self._name}-{len(self._shards):05d}"
-        ends = [".bin", ".mask"] if self._masked else [".bin"]
-        self._files = [HashedFile(self._directory / f"{name}{end}") for end in ends]
-        self._written = 0
+        predicted = self._predicted if self._masked else None
+        return Split(self._documents, self._tokens, self._bytes, self._shards, predicted)
 
     def _close(self) -> None:
         if self._files:

@@ -6,8 +6,8 @@ the process, and with it what has not been saved.
 
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +15,13 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import open_regular
-from diffllm.data.shards import Manifest, Shard, token_dtype
-from diffllm.data.verified import again, identity_in, is_at, matches
+from diffllm.data.shards import Manifest, token_dtype
+from diffllm.data.verified import again, identity_in, identity_of, matches, usable
 
 MOST_OPEN = 256
 """Files that a stream has open at a time: each takes a file descriptor."""
 BLOCK = 2**22
-"""Tokens that are searched for ends of documents at once, where all of them are."""
+"""Tokens that are searched or counted at once."""
 STEP = 2**12
 """The same, where the end of one document is looked for."""
 
@@ -35,7 +35,7 @@ class FileArray:
     def __init__(
         self, path: Path, dtype: Any, offset: int = 0, count: int | None = None, advice: str = ""
     ) -> None:
-        """Open the file; raises DataError.
+        """Open the file; raises DataError, also if it is too short or not of whole numbers.
 
         Args:
             offset: bytes before the first number.
@@ -53,16 +53,18 @@ class FileArray:
         self.identity = identity_in(found)
         """The file's size and times as it was opened: they change when it is written to."""
         self._written = found.st_size, found.st_mtime_ns
-        there = max(0, found.st_size - offset) // self.itemsize
+        there, rest = divmod(found.st_size - offset, self.dtype.itemsize)
         self._count = there if count is None else count
+        if not 0 <= self._count <= there or (count is None and rest):
+            raise self._unusable(
+                f"{found.st_size:,} bytes, which are not {self._count:,} numbers of "
+                f"{self.dtype.itemsize} bytes after byte {offset:,}: cut off, or of another type"
+            )
 
     @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self._count * self.itemsize
+    def end(self) -> int:
+        """The place in the file after the last number, in bytes."""
+        return self.offset + self._count * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self._count
@@ -84,14 +86,13 @@ class FileArray:
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, self.dtype)
-        place = self.offset + start * self.itemsize
+        place, filled = self.offset + start * self.dtype.itemsize, 0
         try:
-            read = os.preadv(self._file, [out.data], place) if len(out) else 0
-            while read < out.nbytes:  # a system call reads 2 GiB at most
-                more = os.preadv(self._file, [out.view(np.uint8)[read:].data], place + read)
-                if not more:
+            while filled < out.nbytes:  # a system call reads 2 GiB at most
+                read = os.preadv(self._file, [out.view(np.uint8)[filled:].data], place + filled)
+                if not read:
                     raise self._unusable("cut off since it was opened")
-                read += more
+                filled += read
             now = os.fstat(self._file)
         except OSError as error:
             raise self._unusable(error.strerror or str(error)) from error
@@ -101,6 +102,24 @@ class FileArray:
 
     def _unusable(self, problem: str) -> DataError:
         return DataError(f"{self.path}: {problem}{self.advice}")
+
+
+def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
+    """Open a file of the cache; raises DataError if its content has another checksum."""
+    array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
+    with usable(path):
+        if not matches(path, sha256) or identity_of(path) != array.identity:
+            problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
+            raise DataError(f"{path}: {problem}{array.advice}")
+    return array
+
+
+def check_size(path: Path, expected: int) -> None:
+    """Raise DataError unless a file of the cache has the expected size in bytes."""
+    with usable(path):
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+    if found != f"{expected} bytes":
+        raise DataError(f"{path}: {found} where the manifest says {expected}; {again(path.parent)}")
 
 
 class Readable(Protocol):
@@ -134,14 +153,24 @@ def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
     return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
 
 
+def token_counts(
+    read: Callable[[int, int], np.ndarray], start: int, stop: int, vocab_size: int
+) -> np.ndarray:
+    """Count each token that `read` returns for [start, stop), -1 ignored, (vocab_size,) int64."""
+    counts = np.zeros(vocab_size, np.int64)
+    for begin in range(start, stop, BLOCK):
+        targets = read(begin, min(begin + BLOCK, stop))
+        counts += np.bincount(targets[targets >= 0], minlength=vocab_size)
+    return counts
+
+
 def document_ends(
-    stream: Readable, eos_id: int, start: int = 0, block: int = 0
+    stream: Readable, eos_id: int, start: int = 0, block: int = BLOCK
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Search a stream for ends of documents, the places behind their EOS, from `start` on.
 
     Yields, for each of the blocks that are read at once, its own end and the ends in it, (n,).
     """
-    block = block or BLOCK
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
         yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
@@ -232,71 +261,41 @@ class TokenStream:
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
         """Open the shards; raises DataError if one is missing or its size is not the manifest's."""
-        self.split = split
-        self._directory = directory
+        self._made_of = directory, manifest, split
+        self.split, self._directory = split, directory
         self._shards = manifest.split(split).shards
+        self.masked = manifest.splits[split].masked
         self._dtype = token_dtype(manifest.vocab_size)
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        self._open: OrderedDict[str, FileArray] = OrderedDict()
-        self.masked = manifest.splits[split].masked
+        self._array = lru_cache(MOST_OPEN)(checked_array)
         for shard in self._shards:
-            self._check(shard.file, shard.tokens * self._dtype.itemsize)
+            check_size(directory / shard.file, shard.tokens * self._dtype.itemsize)
             if shard.mask:
-                self._check(shard.mask, shard.tokens)
+                check_size(directory / shard.mask, shard.tokens)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), (stop - start,) int64, across shard borders."""
-        return read_joined(self._ends, start, stop, np.int64, self._tokens)
+
+        def read(number: int, start: int, stop: int) -> np.ndarray:
+            shard = self._shards[number]
+            path = self._directory / shard.file
+            return self._array(path, self._dtype, shard.sha256)[start:stop]
+
+        return read_joined(self._ends, start, stop, np.int64, read)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
         """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
-        return read_joined(self._ends, start, stop, np.bool_, self._mask)
 
-    def _tokens(self, number: int, start: int, stop: int) -> np.ndarray:
-        shard = self._shards[number]
-        return self._array(shard, shard.file, self._dtype, shard.sha256)[start:stop]
+        def read(number: int, start: int, stop: int) -> np.ndarray:
+            shard = self._shards[number]
+            if shard.mask is None or shard.mask_sha256 is None:
+                return np.ones(stop - start, np.bool_)
+            return self._array(self._directory / shard.mask, "u1", shard.mask_sha256)[start:stop]
 
-    def _mask(self, number: int, start: int, stop: int) -> np.ndarray:
-        shard = self._shards[number]
-        if shard.mask is None or shard.mask_sha256 is None:
-            return np.ones(stop - start, np.bool_)
-        return self._array(shard, shard.mask, np.dtype(np.uint8), shard.mask_sha256)[start:stop]
+        return read_joined(self._ends, start, stop, np.bool_, read)
 
-    def _array(self, shard: Shard, file: str, dtype: np.dtype[Any], sha256: str) -> FileArray:
-        if file not in self._open:
-            size = shard.tokens * dtype.itemsize
-            self._check(file, size)
-            path, advice = self._directory / file, f"; {again(self._directory)}"
-            array = FileArray(path, dtype, count=shard.tokens, advice=advice)
-            self._check(file, size, sha256)
-            if not is_at(path, array.identity):
-                raise DataError(f"{path}: replaced while it was compared{advice}")
-            self._open[file] = array
-            if len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
-
-    def _check(self, file: str, expected: int, sha256: str | None = None) -> None:
-        path = self._directory / file
-        problem: str | None = None
-        try:
-            actual = path.stat().st_size
-            if not path.is_file():
-                problem = "not a file"
-            elif actual != expected:
-                problem = f"{actual} bytes where the manifest says {expected}"
-            elif sha256 and not matches(path, sha256):
-                problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
-        except FileNotFoundError as error:
-            problem = error.strerror
-        except OSError as error:  # of this machine, and not of the shard
-            raise DataError(f"{path}: {error.strerror or error}") from error
-        if problem:
-            raise DataError(f"{path}: {problem}; {again(self._directory)}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
+    def __reduce__(self) -> tuple[object, ...]:
+        return TokenStream, self._made_of

@@ -22,7 +22,6 @@ class TokenData:
 
     @property
     def sources(self) -> "dict[str, TokenData]":
-        """The sources that it is a mixture of: none."""
         return {}
 
     def tokenizer(self) -> Tokenizer:

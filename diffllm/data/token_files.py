@@ -1,4 +1,4 @@
-"""Files of tokens that other libraries wrote: Megatron's, datatrove's, and parquet with integers.
+"""Files of tokens that other libraries wrote: Megatron's and datatrove's.
 
 Megatron's indexed dataset: NAME.bin has the tokens. NAME.idx has the magic MMIDIDX and two zeros,
 the version (uint64) 1, a code of the tokens' type (uint8), numbers of sequences and of document
@@ -12,7 +12,7 @@ documents (uint64), and NAME.ds.metadata a first line that ends with the bytes o
 import hashlib
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ SAMPLED = 64
 BLOCK = 1 << 16
 LOOKED_AT = 100
 """Documents whose last tokens say whether all end with the token for that."""
-ROWS = 128
-"""Rows of parquet that are in memory at a time."""
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -103,8 +101,12 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
     ends = [file.end_of(int(i)) for i in looked_at]
-    if min(ends) < 0 or max(ends) > len(file):
-        raise DataError(f"{path}: its index has documents outside of the file")
+    # The ends between are too many to be read at every start.
+    if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
+        raise DataError(
+            f"{path}: the documents of its index end at token {ends[-1]:,}, its tokens at "
+            f"{len(file):,}"
+        )
     last = [int(file.content[end - 1]) == eos_id for end in ends if end]
     if all(last):
         return file
@@ -125,36 +127,26 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{index}: {reason}; {path.name} needs its index") from error
-    if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise DataError(f"{index} is no index of Megatron's: it does not begin with MMIDIDX")
-    _, version, code, sequences, marks = HEADER.unpack(head)
-    if version != 1 or code not in MEGATRON_TYPES:
-        raise DataError(f"{index}: version {version} with tokens of type {code} is not known")
-    at = HEADER.size
-    lengths = array_in(index, "<i4", at, sequences)
-    places = array_in(index, "<i8", at + lengths.nbytes, sequences)
-    firsts = array_in(index, "<i8", at + lengths.nbytes + places.nbytes, marks)
-    content = array_in(path, MEGATRON_TYPES[code])
-    size = content.itemsize
-    if not sequences or places[0] or not follow_each_other(places, lengths, size):
-        raise DataError(f"{index}: its sequences do not follow each other in {path.name}")
-    if len(firsts) < 2 or firsts[0] or int(firsts[-1]) != sequences:
-        raise DataError(f"{index}: its documents do not hold all of its {sequences:,} sequences")
+    magic, version, code, sequences, marks = HEADER.unpack(head.ljust(HEADER.size))
+    if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
+        raise DataError(f"{index} is no index of Megatron's of version 1 and a known type")
+    lengths = FileArray(index, "<i4", HEADER.size, sequences)
+    places = FileArray(index, "<i8", lengths.end, sequences)
+    firsts = FileArray(index, "<i8", places.end, marks)
+    content = FileArray(path, MEGATRON_TYPES[code])
+    size = content.dtype.itemsize
+    looked_at = np.unique(np.linspace(0, max(sequences - 2, 0), LOOKED_AT).astype(np.int64))
+    ends = places[looked_at] + lengths[looked_at].astype(np.int64) * size if sequences else []
+    # Only some of the sequences are compared: there are too many.
+    contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
+    if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
+        raise DataError(f"{index}: its documents do not follow each other in {path.name}")
 
     def end_of(document: Any) -> Any:
         last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
         return (places[last] // size + lengths[last]) * (last >= 0)
 
-    return whole_file(path, index, content, end_of, marks - 1, vocab_size)
-
-
-def follow_each_other(places: FileArray, lengths: FileArray, size: int) -> bool:
-    """Whether sequences are contiguous, judged by LOOKED_AT of them."""
-    if len(places) == 1:
-        return True
-    looked_at = np.unique(np.linspace(0, len(places) - 2, LOOKED_AT).astype(np.int64))
-    ends = places[looked_at] + lengths[looked_at].astype(np.int64) * size
-    return bool((ends == places[looked_at + 1]).all())
+    return TokenFile(path, content, end_of, marks - 1, vocab_size)
 
 
 def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
@@ -170,36 +162,17 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
             size = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
         if size not in DATATROVE_TYPES:
             raise DataError(f"{metadata}: tokens of {size!r} bytes are not known; 2 or 4")
-    content = array_in(path, DATATROVE_TYPES[size])
+    content = FileArray(path, DATATROVE_TYPES[size])
     index = path.with_name(f"{path.name}.index")
     if not index.is_file():
         raise DataError(f"{index}: no such file; {path.name} needs its index")
-    ends = array_in(index, "<u8")
+    ends = FileArray(index, "<u8")
     if not len(ends):
         raise DataError(f"{index}: it has no documents")
-    return whole_file(
-        path, index, content, lambda i: ends[i].astype("int64"), len(ends), vocab_size
-    )
+    return TokenFile(path, content, lambda i: ends[i].astype("int64"), len(ends), vocab_size)
 
 
 OPENERS = {".bin": open_megatron, ".ds": open_datatrove}
-
-
-def whole_file(
-    path: Path,
-    index: Path,
-    content: FileArray,
-    end_of: Callable[[Any], Any],
-    documents: int,
-    vocab_size: int,
-) -> TokenFile:
-    """Make a TokenFile; raises DataError unless the last document ends where the tokens do. The
-    ends before it are too many to be read at every start."""
-    if (end := int(end_of(documents - 1))) != len(content):
-        raise DataError(
-            f"{index}: its documents end at token {end:,}, its tokens at {len(content):,}"
-        )
-    return TokenFile(path, content, end_of, documents, vocab_size)
 
 
 def documents_in(file: Tokens, start: int, stop: int) -> int:
@@ -234,57 +207,9 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def array_in(path: Path, dtype: str, offset: int = 0, count: int | None = None) -> FileArray:
-    """Open a file as an array; raises DataError if it is too short, or not of whole numbers."""
-    kind = np.dtype(dtype)
-    try:
-        size = path.stat().st_size - offset
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    there = size // kind.itemsize
-    if size < 0 or (count is None and size % kind.itemsize) or (count or 0) > there:
-        wanted = f"{count:,} numbers" if count is not None else "whole numbers"
-        raise DataError(
-            f"{path}: {max(size, 0):,} bytes where {wanted} of {kind.itemsize} are expected: it is "
-            "cut off, or of another type"
-        )
-    return FileArray(path, kind, offset, count)
-
-
 def index_files(path: Path) -> list[Path]:
     """List the files next to a file of tokens that say where its documents lie."""
     sisters = [path.with_suffix(".idx")]
     if path.suffix == ".ds":
         sisters = [path.with_name(f"{path.name}.{end}") for end in ("index", "metadata")]
     return [sister for sister in sisters if sister.is_file()]
-
-
-def rows_of_tokens(path: Path, column: str, vocab_size: int) -> Iterator[list[np.ndarray]]:
-    """Yield the tokens of each row, (n,) int64, many rows at a time; raises DataError."""
-    import pyarrow
-    from pyarrow import parquet, types
-
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    try:
-        file = parquet.ParquetFile(path)
-        kinds = {field.name: field.type for field in file.schema_arrow}
-        usable_names = [
-            name for name, kind in kinds.items()
-            if any(is_list(kind) for is_list in lists) and types.is_integer(kind.value_type)
-        ]  # fmt: skip
-        if column not in usable_names:
-            hint = ", none of them tokens"
-            if usable_names:
-                hint = f": use data.text_column={' or '.join(usable_names)}"
-            known = ", ".join(kinds)
-            raise DataError(f"{path}: no column {column!r} of tokens; it has {known}{hint}")
-        for batch in file.iter_batches(ROWS, columns=[column]):
-            rows = [
-                np.asarray(row.values if row.is_valid else [], dtype=np.int64)
-                for row in batch.column(0)
-            ]
-            for tokens in rows:
-                check_pieces(path, tokens, vocab_size)
-            yield rows
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: {str(error).splitlines()[0]}") from error

@@ -66,7 +66,6 @@ class Tokenizer:
         return Tokenizer(processor, str(path))
 
     def encode(self, text: str) -> list[int]:
-        """Encode `text` to token ids, without EOS."""
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
@@ -78,10 +77,10 @@ class Tokenizer:
         parts = [part for of_text in cut for part in of_text]
         ids = self._processor.encode(parts, num_threads=threads)
         if self._mark_bytes is not None:
-            ids = [
-                self._encode_around_marks(part) if SPACE_MARK in part else encoded
-                for part, encoded in zip(parts, ids, strict=True)
-            ]
+            for i, part in enumerate(parts):
+                if SPACE_MARK in part:  # spelt in its bytes, or it would come back as a space
+                    first, *rest = self._processor.encode(part.split(SPACE_MARK))
+                    ids[i] = first + [id for some in rest for id in (*self._mark_bytes, *some)]
         left = iter(ids)
         return [
             next(left) if len(of_text) == 1 else [token for _ in of_text for token in next(left)]
@@ -109,7 +108,6 @@ class Tokenizer:
 
     @cached_property
     def _cuttable(self) -> bool:
-        """Whether the model takes text as it is, except for the mark of a space."""
         probe = BEHAVIOUR_PROBE
         return self._processor.normalize(probe) == probe.replace(" ", SPACE_MARK)
 
@@ -118,12 +116,6 @@ class Tokenizer:
         """The pairs of characters that some piece contains side by side."""
         pieces = map(self.piece, range(self.vocab_size))
         return frozenset(piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1))
-
-    def _encode_around_marks(self, text: str) -> list[int]:
-        """Encode text with U+2581 spelt in its bytes, or it would come back as a space."""
-        assert self._mark_bytes is not None
-        first, *rest = self._processor.encode(text.split(SPACE_MARK))
-        return first + [token for part in rest for token in (*self._mark_bytes, *part)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode `ids` to text, without EOS and other control pieces."""
@@ -164,11 +156,11 @@ class FastTokenizer(Tokenizer):
         """Load the file; raises DataError if it is no tokenizer or names no end of a document."""
         try:
             import tokenizers
-        except ImportError as error:
-            raise DataError(f"{path}: pip install tokenizers reads such files") from error
-        try:
+
             self._fast = tokenizers.Tokenizer.from_file(str(path))
             self._fast.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
+        except ImportError as error:
+            raise DataError(f"{path}: pip install tokenizers reads such files") from error
         except Exception as error:
             raise DataError(f"{path}: not a file of tokenizers ({error})") from error
         self._fast.encode_special_tokens = True
@@ -209,17 +201,15 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
         said = content.get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{config}: not a tokenizer's config ({error})") from error
-    name = said.get("content") if isinstance(said, dict) else said
-    if name is None:
-        name = next((usual for usual in USUAL_ENDS if usual in vocabulary), None)
-    if name is None:
-        raise DataError(
-            f"{path}: nothing says which token ends a document; {FAST_CONFIG} next to it does, "
-            'with {"eos_token": "..."}'
-        )
-    if not isinstance(name, str) or name not in vocabulary:
-        raise DataError(f"{path}: it has no token {name!r} to end a document with")
-    return name
+    said = said.get("content") if isinstance(said, dict) else said
+    named = USUAL_ENDS if said is None else [said]
+    for name in named:
+        if isinstance(name, str) and name in vocabulary:
+            return name
+    raise DataError(
+        f"{path}: it has no token {' or '.join(map(repr, named))} to end a document with; "
+        f'{FAST_CONFIG} next to it can name another, with {{"eos_token": "..."}}'
+    )
 
 
 def located(name: str | Path) -> Path:
@@ -250,7 +240,6 @@ def located(name: str | Path) -> Path:
 
 
 def tokenizer_in(directory: Path) -> Path:
-    """Return the file of the tokenizer in a directory of tokens, a run or a model."""
     fast = directory / FAST
     return fast if fast.is_file() else directory / MODEL
 

@@ -1,10 +1,8 @@
 """Checksums of files, compared once for all processes that read them, and again after a day.
 
-A shard is compared before the first token of it is used. Many ranks and loader workers, on one
-node or on many with a shared file system, read the same shards: whoever comes first hashes and
-leaves a mark beside the file, the others wait for it; a preparation marks what it has just hashed.
-The mark holds what identifies the file, so a file that was written to is compared again. Decay that
-leaves size and times alone is found by the first run that starts after the mark has become old.
+The first process hashes a file and leaves a mark next to it; the others wait for the mark. The mark
+contains the file's identity, so a file that was written to is compared again. A mark counts for a
+day: then decay that keeps size and times is found, too.
 """
 
 import contextlib
@@ -69,25 +67,12 @@ def identity_of(path: Path) -> str:
     return identity_in(path.stat())
 
 
-def is_at(path: Path, identity: str) -> bool:
-    """Whether the file of this identity lies there."""
-    try:
-        return identity_of(path) == identity
-    except OSError:
-        return False
-
-
 def identity_in(stat: os.stat_result) -> str:
-    """Return the same of a file whose facts are there already."""
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
 def settled_identity(path: Path) -> str:
-    """Return the identity of a file that whatever is written from now on changes.
-
-    A file that has just been written could be written to again at the same time of its clock: that
-    time is let pass.
-    """
+    """Return an identity that any later write changes: wait until the clock's tick has passed."""
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
     return identity_of(path)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.core.errors import ConfigError
-from diffllm.data import Tokenizer
 from diffllm.data.progress import track
 from diffllm.data.tasks import VERSION
 from diffllm.data.tasks.task import Example, Task
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.evaluation import (
     SHARE,
     Asked,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from diffllm.config import TrainConfig
-    from diffllm.data import Tokenizer
     from diffllm.data.tasks.task import Level
+    from diffllm.data.tokenizer import Tokenizer
     from diffllm.model import Transformer
 
 DIRECTORY = "evaluation"

@@ -19,9 +19,10 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.data import Prepared, Tokenizer, prepare, sequences_in
-from diffllm.data.sequences import StreamSequences
-from diffllm.data.tokenizer import tokenizer_of
+from diffllm.data.mixture import Prepared
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.sequences import StreamSequences, sequences_in
+from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend, Documents

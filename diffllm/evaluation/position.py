@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffllm.core.errors import CheckpointError
-from diffllm.data import heldout_documents
+from diffllm.data.heldout import heldout_documents
 from diffllm.data.progress import track
 from diffllm.evaluation.answers import TOKENS, by_length, padded
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject

@@ -12,9 +12,9 @@ from diffllm.checkpoint.manifest import NAME as MANIFEST
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
-from diffllm.data import Tokenizer
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import Answers, Question, line, questions, score_batches, share
 from diffllm.evaluation.evaluation import (
     Asked,

@@ -18,12 +18,12 @@ from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, wri
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import check_absent, new_directory
-from diffllm.data import Tokenizer
 from diffllm.data.tokenizer import (
     BEHAVIOUR_PROBE,
     FAST,
     MODEL,
     SPACE_MARK,
+    Tokenizer,
     tokenizer_files,
     tokenizer_of,
 )

@@ -11,9 +11,11 @@ from diffllm.config.origin import named_in, origin_of
 from diffllm.config.schema import Changes, is_allowed
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
-from diffllm.data import Prepared, Tokenizer, predicts_something
+from diffllm.data.heldout import predicts_something
+from diffllm.data.mixture import Prepared
 from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.optim import Schedule, learning_rate

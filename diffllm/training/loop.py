@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, DataError
-from diffllm.data import Prepared, TrainLoader
+from diffllm.data.loader import TrainLoader
+from diffllm.data.mixture import Prepared
 from diffllm.distributed.consistency import check_tensors
 from diffllm.distributed.stop import Agreed, Agreement, raise_together
 from diffllm.distributed.watch import Watch

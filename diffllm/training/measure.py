@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedByAll
-from diffllm.data import Prepared, heldout_batches, heldout_documents
+from diffllm.data.heldout import heldout_batches, heldout_documents
+from diffllm.data.mixture import Prepared
 from diffllm.data.sequences import Batch
 from diffllm.distributed.stop import Agreement, raise_together, read_together
 from diffllm.evaluation.heldout import DocumentLosses, DocumentSums, heldout_loss, next_batch

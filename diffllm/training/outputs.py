@@ -13,7 +13,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.config.schema import changes_text
 from diffllm.core.errors import AgreedByAll, UserError
-from diffllm.data import Prepared
+from diffllm.data.mixture import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.profiling import StepProfiler

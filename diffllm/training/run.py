@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from diffllm.config import TrainConfig
 from diffllm.core.errors import UserError
 from diffllm.core.printing import echo
-from diffllm.data import Tokenizer, ignores_targets
+from diffllm.data.sequences import ignores_targets
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.distributed.launcher import environment, keep_memory
 from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join

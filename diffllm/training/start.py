@@ -19,7 +19,9 @@ from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.config.schema import Changes, changes_text
 from diffllm.core.errors import CheckpointError, DataError, UserError
-from diffllm.data import Prepared, packing_counts, prepare
+from diffllm.data.mixture import Prepared
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.sequences import packing_counts
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local

@@ -10,12 +10,9 @@ import torch.distributed as dist
 from diffllm.config import TrainConfig
 from diffllm.config.help import variant_line
 from diffllm.config.plugins import plugin_versions
-from diffllm.data import (
-    Prepared,
-    heldout_tokens,
-    packing_counts,
-    sequences_of_epoch,
-)
+from diffllm.data.heldout import heldout_tokens
+from diffllm.data.mixture import Prepared
+from diffllm.data.sequences import packing_counts, sequences_of_epoch
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode

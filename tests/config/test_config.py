@@ -218,8 +218,11 @@ def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["data=stdlib", "data.paths=a.txt"], "data.paths=['a.txt'] needs data=files, not stdlib"),
-        (["data.source=stdlib", "data.paths=a.txt"], "needs data=files, not stdlib"),
+        (
+            ["data=stdlib", "data.paths=a.txt"],
+            "data.paths=['a.txt'] is not read with",
+        ),
+        (["data.source=stdlib", "data.paths=a.txt"], "is not read with data.source=stdlib"),
         (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
         (["data.paths="], "data.source=files needs data.paths=[file, glob, ...]"),
     ],

@@ -282,7 +282,7 @@ ODD = [
     (["run={matched: null}"], "run={matched"),
     (["++run.matched.params=1"], "run.matched"),
     (["model.seq_len=32"], "model.seq_len=32"),
-    (["data=stdlib", "data.paths=[x.txt]"], "needs data=files"),
+    (["data=stdlib", "data.paths=[x.txt]"], "data.source=stdlib, which reads none"),
     (["wandb={mode: offline, colour: red}"], "colour"),
     (["optim.lr.x=1"], "optim.lr.x=1"),
     (["steps=${steps}"], "steps"),

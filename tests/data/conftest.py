@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from sample_texts import sample_documents
 
-from diffllm.data import TokenData, TokenStream, prepare, shards
+from diffllm.data import shards
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.shards import Manifest, ShardWriter, Split
+from diffllm.data.streams import TokenStream
+from diffllm.data.token_data import TokenData
 
 
 @pytest.fixture
@@ -28,8 +31,9 @@ def make_config(tmp_path: Path) -> Callable[..., DataConfig]:
             "paths": [str(path) for path in paths],
             "cache_dir": str(tmp_path / "cache"),
             "vocab_size": 400,
-            "sample_by": SampleBy.line,
         }
+        if changes.get("source", "files") == "files":
+            defaults["sample_by"] = SampleBy.line
         return DataConfig(**{**defaults, **changes})
 
     return make

@@ -11,10 +11,10 @@ import pytest
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
-from diffllm.data import prepare
 from diffllm.data.config import DataConfig, Packing, SampleBy
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.tokens import TokensJob
-from diffllm.data.sequences import PackedSequences, packed_sequences
+from diffllm.data.sequences import PackedSequences, training_sequences
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def read(cfg: DataConfig) -> list[list[int]]:
     """Read the first sequence and a held-out token, and load the tokenizer."""
     data = prepare(cfg)
     data.tokenizer()
-    sequences = packed_sequences(data, cfg, 32)  # type: ignore[arg-type]
+    sequences = training_sequences(data, cfg, 32)  # type: ignore[arg-type]
     assert isinstance(sequences, PackedSequences)
     return [sequences.plan[0], data.split("heldout").tokens(0, 1).tolist()]  # type: ignore[list-item]
 
@@ -138,8 +138,8 @@ def edited(file: Path, keys: list[Any], value: Any) -> None:
         ("manifest", ["splits", "train", "shards", 0, "file"], "a\0", "is not in this directory"),
         ("manifest", ["heldout_unigram_entropy"], 1e999, "must be a finite number"),
         ("plan", ["counts", "sequences"], 3, "sizes that its counts give"),
-        ("plan", ["counts", "padding"], -1, "counts must not be negative"),
-        ("plan", ["files"], {}, "files.firsts.bin is missing"),
+        ("plan", ["counts", "padding"], -1, "must have counts of at least 0"),
+        ("plan", ["files"], {}, "and the files of a plan"),
         ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
     ],
 )

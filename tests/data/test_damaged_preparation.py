@@ -20,10 +20,11 @@ from sample_texts import sample_documents
 from tiers import slow_but
 
 from diffllm.core.errors import DataError
-from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.text import files
 from diffllm.data.text.file_index import FileFacts
+from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(3000)

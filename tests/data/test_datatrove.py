@@ -20,7 +20,7 @@ from sample_texts import sample_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from diffllm import load_config, train
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_files import open_tokens
 
 README = Path(__file__).parents[2] / "data" / "README.md"

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diffllm.core.errors import DataError
-from diffllm.data import Tokenizer, prepare
-from diffllm.data.tokenizer import FastTokenizer, located, tokenizer_files, tokenizer_in
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.tokenizer import FastTokenizer, Tokenizer, located, tokenizer_files, tokenizer_in
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|endoftext|>"

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from diffllm.data import (
+from diffllm.data.heldout import (
     HeldoutDocuments,
-    TokenData,
-    TokenStream,
     heldout_batches,
     heldout_documents,
+    heldout_tokens,
 )
-from diffllm.data.heldout import heldout_tokens
+from diffllm.data.streams import TokenStream
+from diffllm.data.token_data import TokenData
 
 EOS = 0
 MakeStream = Callable[..., TokenStream]

@@ -10,19 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from fake_hub import NAME, SHA
 from sample_texts import sample_documents
 
-from diffllm.core.errors import DataError
-from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig
-from diffllm.data.text.corpus import open_corpus
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(300)
@@ -59,12 +56,12 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, str]]]:
-    """Starts the hub; returns the environment of processes that read from it."""
+    """Starts the hub, which hangs at files of this name; returns what tells others of it."""
     servers: list[subprocess.Popen[str]] = []
 
-    def start() -> dict[str, str]:
+    def start(hangs_at: str = "no file") -> dict[str, str]:
         script = Path(__file__).with_name("fake_hub.py")
-        words = [sys.executable, str(script), str(repository)]
+        words = [sys.executable, str(script), str(repository), str(tmp_path / "log"), hangs_at]
         servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
         assert servers[-1].stdout is not None
         address = f"http://127.0.0.1:{int(servers[-1].stdout.readline())}"
@@ -110,6 +107,15 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
     process.communicate()
 
 
+@pytest.mark.slow
+def test_a_hub_that_hangs_in_the_middle_is_named(
+    tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
+) -> None:
+    script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
+    words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, ""]
+    waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
+
+
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
@@ -121,85 +127,23 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
 
 
-def read(cfg: DataConfig) -> list[str | None]:
-    parts = open_corpus(cfg, Path(cfg.cache_dir)).parts
-    return [text for part in parts for some in part.read() for text in some.texts]
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "dataset"
-    path.mkdir()
-    (path / "a.jsonl").write_bytes(LINES)
-    return path
-
-
-def test_files_that_are_not_read_are_said(
-    directory: Path, make_config: MakeConfig, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("split='dev'", "Bad split: dev. Available splits"),
+        ("text_column='x'", "no column 'x' of text; it has content, id: use data.text_column=con"),
+        ("split='train[:30]', vocab_size=9999999", "data.vocab_size=9999999 does not fit"),
+    ],
+)
+def test_a_wrong_key_is_named(
+    tmp_path: Path, serve: Callable[..., dict[str, str]], options: str, said: str
 ) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["p"]}), directory / "b.parquet")
-    (directory / "c.txt").write_text("text")
-    (directory / "notes.md").write_text("no text of a dataset")
-    assert read(make_config(source="hub", dataset=str(directory))) == ["p"]
-    said = [line for line in capfd.readouterr().err.splitlines() if "not read" in line]
-    assert said == [
-        f"data.dataset={directory}: these files are not read: a.jsonl, c.txt; data.paths reads them"
-    ]
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def cut_off(path: Path) -> None:
-    packed = zstandard.compress(LINES)
-    path.with_name("b.jsonl.zst").write_bytes(packed[: len(packed) // 2])
-
-
-def bad_line(path: Path) -> None:
-    path.write_bytes(LINES + b'{"text": \n')
-
-
-@pytest.mark.parametrize("damage", [dangling, os.mkfifo, cut_off, bad_line])
-def test_a_damaged_file_is_named(
-    directory: Path, make_config: MakeConfig, damage: Callable[[Path], Any]
-) -> None:
-    damage(directory / "b.jsonl")
-    with pytest.raises(DataError, match=str(directory / "b.jsonl")):
-        read(make_config(source="hub", dataset=str(directory)))
-
-
-@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/nowhere", "a/b/c"])
-def test_a_directory_that_is_not_there(make_config: MakeConfig, name: str) -> None:
-    with pytest.raises(DataError, match=f"data.dataset={name}: no such directory, and no name of"):
-        read(make_config(source="hub", dataset=name))
-
-
-def rewrite(path: Path) -> None:
-    """Neither its size nor its time shows it."""
-    before = path.stat()
-    path.write_bytes(path.read_bytes().replace(b"line", b"LINE"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@pytest.mark.parametrize("split", ["train", "train[:30]"])
-def test_a_file_of_the_same_size_and_time_gives_its_new_text(
-    directory: Path, make_config: MakeConfig, split: str
-) -> None:
-    cfg = make_config(source="hub", dataset=str(directory), split=split)
-    before = read(cfg)
-    rewrite(directory / "a.jsonl")
-    assert read(cfg) == [str(text).replace("line", "LINE") for text in before]
-
-
-def test_a_file_that_is_written_over_while_it_is_read(
-    directory: Path, make_config: MakeConfig
-) -> None:
-    cfg = make_config(source="hub", dataset=str(directory))
-    (part,) = open_corpus(cfg, Path(cfg.cache_dir)).parts
-    some = part.read()
-    next(some)
-    rewrite(directory / "a.jsonl")
-    with pytest.raises(DataError, match=r"a.jsonl: changed since it was hashed; start again"):
-        list(some)
-    assert prepare(make_config(source="hub", dataset=str(directory), vocab_size=265))
+    """The last one is wrong only after the slice has been read."""
+    kept = 'text_column="content"' * ("text_column" not in options)
+    size = "vocab_size=400, " * ("vocab_size" not in options)
+    script = PREPARE.replace("vocab_size=400,", size).replace('text_column="content",', "")
+    script = script.replace(")).directory", f"{options}, {kept})).directory")
+    words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, SHA]
+    result = subprocess.run(words, env=serve(), capture_output=True, text=True)
+    assert f"DataError: data.dataset={NAME}: " in result.stderr or "vocab_size" in options
+    assert said in result.stderr

@@ -10,16 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data import TokenData, prepare, token_files
 from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream, ImportedData
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_tokens
 from diffllm.evaluation.load import own_data
 
@@ -269,55 +268,6 @@ def test_tokens_and_text_mix(make: Make, tmp_path: Path, prepared: TokenData) ->
     assert len(data.split("heldout")) == sum(len(s.split("heldout")) for s in data.sources.values())
 
 
-def table(path: Path, column: str = "input_ids", **more: Any) -> Path:
-    rows = [document[:-1] if i % 2 else document for i, document in enumerate(DOCUMENTS)]
-    columns = {column: pyarrow.array([*rows, [], None], pyarrow.list_(pyarrow.int32())), **more}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
-    return path
-
-
-@pytest.mark.parametrize("rows", [5, 128])
-def test_a_column_of_tokens_is_copied_as_it_is(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
-    monkeypatch.setattr(token_files, "ROWS", rows)
-    data = prepare(make(table(tmp_path / "a.parquet"), text_column="input_ids"))
-    splits = {name: data.split(name) for name in ("train", "heldout")}
-    read = {}
-    for name, stream in splits.items():
-        tokens = stream.tokens(0, len(stream))
-        parts = np.split(tokens, np.flatnonzero(tokens == EOS) + 1)
-        read[name] = [part.tolist() for part in parts if len(part)]
-    in_order = [d for d in DOCUMENTS if d in read["train"]]
-    assert read["train"] == in_order
-    assert sorted([*read["train"], *read["heldout"]]) == sorted(DOCUMENTS)
-    assert data.manifest.skipped_empty == 2
-    assert data.tokenizer().vocab_size == 400
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, "no column 'text' of tokens; it has input_ids, n: use data.text_column=input_ids"),
-        ({"text_column": "n"}, "no column 'n' of tokens"),
-        ({"text_column": "input_ids", "paths": NAMES[:1]}, "make two sources"),
-    ],
-)
-def test_a_table_without_tokens_is_named(
-    make: Make, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    path = table(tmp_path / "a.parquet", n=pyarrow.array(range(62)))
-    more = [str(FILES / name) for name in changes.pop("paths", [])]
-    with pytest.raises(DataError, match=said):
-        prepare(make(paths=[str(path), *more], **changes))
-    pyarrow.parquet.write_table(pyarrow.table({"ids": [[5, -3, EOS], [EOS]]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet: token -3 is none of the .* 400 pieces"):
-        prepare(make(path, text_column="ids"))
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"a\.parquet: "):
-        prepare(make(path, text_column="input_ids"))
-
-
 # What is wrong
 
 
@@ -333,9 +283,9 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
     ("name", "suffix", "damage", "said"),
     [
         damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "do not follow|end at token"),
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes where whole numbers of 2"),
+        damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"),
         damaged(NAMES[0], ".idx", lambda p: p.unlink(), "No such file.*needs its index"),
-        damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes where 61 numbers of 8"),
+        damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes, which are not 61 numbers of 8"),
         damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "no index of Megatron's"),
         damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "no index of Megatron's"),
         damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "end at token 1,906, its tokens at 1,905"),
@@ -370,5 +320,5 @@ def test_what_is_missing_is_said(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
         prepare(make())
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"none of \.bin, \.ds, \.parquet"):
+    with pytest.raises(DataError, match=r"none of \.bin, \.ds, and no"):
         prepare(make(tmp_path / "a.txt"))

@@ -7,19 +7,13 @@ from typing import Any
 import pytest
 
 from diffllm.core.errors import ConfigError
-from diffllm.data import (
-    TokenData,
-    TokenStream,
-    TrainLoader,
-    heldout_batches,
-    heldout_documents,
-    heldout_tokens,
-    sequences_in,
-    training_samples,
-)
 from diffllm.data.config import DataConfig
-from diffllm.data.samples import ShuffledSequences
-from diffllm.data.sequences import StreamSequences
+from diffllm.data.heldout import heldout_batches, heldout_documents, heldout_tokens
+from diffllm.data.loader import TrainLoader
+from diffllm.data.samples import ShuffledSequences, training_samples
+from diffllm.data.sequences import StreamSequences, sequences_in
+from diffllm.data.streams import TokenStream
+from diffllm.data.token_data import TokenData
 
 MakeStream = Callable[..., TokenStream]
 NO_COUNT: list[Any] = [0, -1, 1.5, "2", None, True]

@@ -15,9 +15,12 @@ from processes import PATIENCE_S
 from tiers import slow_but
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
-from diffllm.data import TokenData, TokenStream, TrainLoader, heldout_batches
+from diffllm.data.heldout import heldout_batches
+from diffllm.data.loader import TrainLoader
 from diffllm.data.samples import ShuffledSequences, permute
 from diffllm.data.sequences import StreamSequences
+from diffllm.data.streams import TokenStream
+from diffllm.data.token_data import TokenData
 
 SEQ_LEN, SEED, GLOBAL_BATCH = 8, 5, 12
 TOKENS = 8 * 50 + 5
@@ -201,7 +204,7 @@ def test_a_data_error_arrives_as_one_line(
     (tmp_path / "stream" / "train-00002.bin").write_bytes(b"")
     with pytest.raises(DataError) as caught:
         list(islice(loader, 20))
-    assert "train-00002.bin: 0 bytes where the manifest says 194" in str(caught.value)
+    assert "train-00002.bin: damaged, its sha256 is not" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -232,7 +235,8 @@ def test_close_ends_the_workers_although_they_ignore_stop_signals(make_loader: M
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from diffllm.data import TokenStream, TrainLoader
+from diffllm.data.loader import TrainLoader
+from diffllm.data.streams import TokenStream
 from diffllm.data.samples import ShuffledSequences
 from diffllm.data.sequences import StreamSequences
 from diffllm.data.shards import Manifest

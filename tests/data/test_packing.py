@@ -18,22 +18,23 @@ from hypothesis import strategies as st
 
 from diffllm.config.compose import steps_to_train
 from diffllm.core.errors import DataError
-from diffllm.data import (
-    TokenData,
-    TokenStream,
-    TrainLoader,
-    packing,
-    packing_counts,
-    sequences_of_epoch,
-    streams,
-)
+from diffllm.data import packing, streams
 from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream
+from diffllm.data.loader import TrainLoader
 from diffllm.data.mixture import MixtureData
 from diffllm.data.packing import PackingPlan, best_fit_decreasing, write_plan
 from diffllm.data.samples import ShuffledSequences, permute, training_samples
-from diffllm.data.sequences import PackedSequences, packed_sequences, plan_key
+from diffllm.data.sequences import (
+    PackedSequences,
+    packing_counts,
+    plan_key,
+    sequences_of_epoch,
+    training_sequences,
+)
 from diffllm.data.shards import Manifest
+from diffllm.data.streams import TokenStream
+from diffllm.data.token_data import TokenData
 from diffllm.model.attention.ops import Documents
 from diffllm.training.state import LoopState
 
@@ -288,10 +289,12 @@ def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, nam
     content = bytearray(file.read_bytes())
     content[3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}: unusable \(is not as it was written\)"):
+    with pytest.raises(DataError, match=rf"{name}: damaged, its sha256 is not"):
         PackingPlan(tmp_path / "plan")[0]
     file.write_bytes(content[:-1])
-    with pytest.raises(DataError, match=rf"{name} is not of the {len(content)} bytes written"):
+    with pytest.raises(
+        DataError, match=rf"{name}: {len(content) - 1} bytes where the manifest says {len(content)}"
+    ):
         PackingPlan(tmp_path / "plan")
 
 
@@ -322,12 +325,12 @@ def config(cache: Path, **changes: Any) -> DataConfig:
 
 def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    first = packed_sequences(prepared, cfg, 32)
+    first = training_sequences(prepared, cfg, 32)
     (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
     made = (plan / "plan.json").stat().st_mtime_ns
-    assert len(packed_sequences(prepared, cfg, 32)) == len(first)
+    assert len(training_sequences(prepared, cfg, 32)) == len(first)
     assert (plan / "plan.json").stat().st_mtime_ns == made
-    packed_sequences(prepared, cfg, 33)
+    training_sequences(prepared, cfg, 33)
     assert len([path for path in (tmp_path / "packing").iterdir() if path.is_dir()]) == 2
     other = replace(prepared.manifest, corpus="another")
     keys = {plan_key(manifest, 32) for manifest in (prepared.manifest, other)}
@@ -359,7 +362,7 @@ def test_sources_of_a_mixture_are_packed_on_their_own(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     data, cfg = mixture_of(make_stream, tmp_path, code=1)
-    own = {name: packed_sequences(each, cfg, SEQ_LEN) for name, each in data.sources.items()}
+    own = {name: training_sequences(each, cfg, SEQ_LEN) for name, each in data.sources.items()}
     total = len(own["code"]) * 3
     samples = training_samples(data, cfg, SEQ_LEN, SEED, total)
     inputs, _ = samples[range(total)]  # type: ignore[misc]
@@ -377,7 +380,7 @@ def test_sources_of_a_mixture_are_packed_on_their_own(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_epochs_are_of_packed_sequences(corpus_file: Path, tmp_path: Path) -> None:
+def test_epochs_are_of_training_sequences(corpus_file: Path, tmp_path: Path) -> None:
     data = config(
         tmp_path / "cache",
         source="files",

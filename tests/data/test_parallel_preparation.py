@@ -20,14 +20,15 @@ from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
 from diffllm.core.printing import to_stderr
-from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig
 from diffllm.data.preparation import encoding, workers
 from diffllm.data.preparation.encoding import Document, document_hashes
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import PrepareConfig
 from diffllm.data.text import files
 from diffllm.data.text.corpus import Part, TextBatch, open_corpus
+from diffllm.data.token_data import TokenData
 
 TEXTS = sample_documents(1200)
 MakeConfig = Callable[..., DataConfig]
@@ -50,7 +51,7 @@ def corpus(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPa
 
 
 def hash_of(text: str) -> int:
-    return int(document_hashes([Document(text.encode(), b"")])[0])
+    return int(document_hashes([Document(text.encode(), b"")])[0]) + encoding.HALF
 
 
 def contents(data: TokenData) -> dict[str, bytes]:

@@ -16,10 +16,10 @@ from processes import PATIENCE_S
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
-from diffllm.data import TokenData, prepare
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.preparation.prepare import cut_in_two
+from diffllm.data.preparation.prepare import cut_in_two, prepare
 from diffllm.data.text.corpus import open_corpus
+from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 
@@ -214,9 +214,8 @@ def test_processes_that_prepare_one_cache_agree(
     assert [process.returncode for process in processes] == [0, 0, 0]
     (directory,) = {stdout.strip() for stdout, _ in outputs}
     lines = [line for _, stderr in outputs for line in stderr.splitlines()]
-    assert [line.split()[0] for line in lines if not line.startswith("waiting for ")] == [
-        "training", "preparing", "prepared"
-    ]  # fmt: skip
+    said = sorted(line.split()[0] for line in lines if not line.startswith("waiting for "))
+    assert said == ["prepared", "preparing", "training"]
     alone = prepare(make_config(corpus_file))
     assert contents(TokenData(Path(directory))) == contents(alone)
 

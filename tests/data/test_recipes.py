@@ -10,7 +10,7 @@ import diffllm
 from diffllm.cli.prepare import prepare_command
 from diffllm.config.yaml_file import with_recipe
 from diffllm.core.errors import ConfigError
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
 

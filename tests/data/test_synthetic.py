@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from diffllm import load_config
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.tasks.task import TASKS
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.synthetic import words_of

@@ -2,6 +2,7 @@ import hashlib
 import inspect
 import io
 import linecache
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 
 from diffllm.core.errors import DataError
-from diffllm.data import Tokenizer, prepare, tokenizer
+from diffllm.data import tokenizer
 from diffllm.data.config import DataConfig
-from diffllm.data.preparation.prepare import train_tokenizer, training_sample
+from diffllm.data.preparation.prepare import prepare, train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
+from diffllm.data.tokenizer import Tokenizer
 
 CODE = [inspect.getsource(module) for module in (inspect, hashlib, linecache, io)]
 
@@ -153,12 +155,12 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "message"),
     [
-        (50_000, r"data.vocab_size=50000 is more than this corpus can fill; .* works is \d+"),
-        (100, r"data.vocab_size=100 is too small for this corpus: .* alone need \d+"),
+        (50_000, r"vocab_size=50000 does not fit .*too high .* a value <= \d+"),
+        (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
 def test_a_vocabulary_that_does_not_fit_is_explained(vocab_size: int, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         train_tokenizer(sample(CODE, 50_000), vocab_size, threads=2)
-    works = int(str(caught.value).split()[-1])
-    train_tokenizer(sample(CODE, 50_000), works, threads=2)
+    limit = int(re.findall(r"\d+", str(caught.value))[-1])
+    train_tokenizer(sample(CODE, 50_000), limit + (vocab_size < limit), threads=2)

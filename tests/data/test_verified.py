@@ -11,7 +11,8 @@ import pytest
 from processes import PATIENCE_S
 
 from diffllm.core.errors import DataError
-from diffllm.data import TokenStream, verified
+from diffllm.data import verified
+from diffllm.data.streams import TokenStream
 
 CONTENT = bytes(range(256)) * 64
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -12,7 +12,7 @@ from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
-from diffllm.data import heldout_documents
+from diffllm.data.heldout import heldout_documents
 from diffllm.evaluation import answers
 from diffllm.evaluation.answers import Question, score, score_batches
 from diffllm.evaluation.heldout import DocumentSums

@@ -13,7 +13,7 @@ from tiers import slow_but
 
 from diffllm import cli as tools
 from diffllm.checkpoint.writer import write_parameters
-from diffllm.data import Tokenizer
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.maps import LONGEST, LayerMaps, draw, layer_maps, visible
 

@@ -11,9 +11,9 @@ from runs.written import write_untrained
 
 from diffllm import build_model, load_config
 from diffllm.cli import main
-from diffllm.data import Tokenizer
 from diffllm.data.preparation.prepare import train_tokenizer
 from diffllm.data.tasks.task import TASKS
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation import suite
 from diffllm.evaluation.answers import Answers
 from diffllm.evaluation.evaluation import Asked, Subject
@@ -224,7 +224,7 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
         (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, no pair"),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={pairs: [[4]]}"], "level={pairs: [[4]]} must be settings like"),
-        (["tasks=[mqar]", "level={}"], "level: mqar has pairs, words; pairs is missing"),
+        (["tasks=[mqar]", "level={}"], "level: mqar has pairs, words, not {}"),
         (["level={pairs: 5}"], "level is of one task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),

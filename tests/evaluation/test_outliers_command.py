@@ -10,7 +10,7 @@ from runs.command import call, prepared_corpus, start
 from diffllm import cli as tools
 from diffllm import load_model
 from diffllm.config.saved import load_run_config
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from diffllm.evaluation.load import HeldoutSequence
 from diffllm.evaluation.outliers import measure_outliers
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from runs.written import data_words, made, subject_of
 
-from diffllm.data import TokenData, heldout_documents
+from diffllm.data.heldout import heldout_documents
+from diffllm.data.token_data import TokenData
 from diffllm.evaluation.evaluation import Asked, Line, Subject
 from diffllm.evaluation.position import octave, sums
 from diffllm.evaluation.suite import EVALUATIONS

@@ -11,7 +11,7 @@ from runs.written import data_words, made, subject_of
 from torch import Tensor, nn
 
 from diffllm import build_model, load_config
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from diffllm.evaluation.evaluation import Asked, Subject
 from diffllm.evaluation.quantise import ARMS, Rounding, quantised, rounded
 from diffllm.evaluation.suite import EVALUATIONS

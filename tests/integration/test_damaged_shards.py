@@ -26,7 +26,8 @@ from runs.command import (
 
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.config import load_config
-from diffllm.data import prepare, shards
+from diffllm.data import shards
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import permute
 from diffllm.data.shards import Manifest
 

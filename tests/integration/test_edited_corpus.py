@@ -12,7 +12,7 @@ import pytest
 from runs.command import overrides_of, prepared_corpus, start
 
 from diffllm import load_config
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from diffllm.data.verified import mark_of
 
 STEPS = 6

@@ -11,7 +11,8 @@ import pytest
 from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of, prepared_corpus
 
 from diffllm.config import load_config
-from diffllm.data import TokenData, prepare
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.token_data import TokenData
 from diffllm.evaluation.heldout import document_losses
 
 STEPS = 3

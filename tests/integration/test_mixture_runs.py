@@ -13,7 +13,7 @@ from diffllm import load_config
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import read_state
 from diffllm.compare.report import write_report
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 
 STEPS, BATCH = 24, 12
 RAMP = "data.curriculum=[{at: 0.1, weights: {code: 3, prose: 1}}, {at: 0.9, weights: {prose: 1}}]"

@@ -11,7 +11,9 @@ from test_same_data import samples
 from tiers import slow_but
 
 from diffllm import load_config
-from diffllm.data import packing_counts, prepare, training_samples
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.samples import training_samples
+from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Manifest
 
 STEPS, BATCH = 4, 8

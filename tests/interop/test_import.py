@@ -15,7 +15,7 @@ from torch import Tensor
 import diffllm
 from diffllm.cli import main
 from diffllm.config.saved import load_run_config
-from diffllm.data import Tokenizer
+from diffllm.data.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers", "5")
 

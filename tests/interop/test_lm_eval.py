@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import diffllm
-from diffllm.data import Tokenizer
+from diffllm.data.tokenizer import Tokenizer
 from diffllm.model import Transformer
 from diffllm.model.generate import generate
 

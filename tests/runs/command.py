@@ -38,7 +38,7 @@ from processes import PATIENCE_S, wait_until
 from diffllm import load_config
 from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.data import prepare
+from diffllm.data.preparation.prepare import prepare
 from runs import planted_train
 from runs.planted_train import ROOT, Fault
 from runs.ranks import forked

@@ -27,8 +27,8 @@ from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run,
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.matching import totals
 from diffllm.core.files import write_atomic
-from diffllm.data import TokenData, prepare
-from diffllm.data.preparation.prepare import train_tokenizer
+from diffllm.data.preparation.prepare import prepare, train_tokenizer
+from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import tokenizer_in
 from diffllm.model import Transformer
 

@@ -5,7 +5,8 @@ from tiers import slow_but
 
 from diffllm import load_config
 from diffllm.core.errors import ConfigError
-from diffllm.data import prepare, sequences_in
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.sequences import sequences_in
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from diffllm.data.tokenizer import Tokenizer
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 HALF = 2**63
-"""Hashes minus this fit into signed 64 bits, as numbers of JSON must."""
+"""Subtracted from hashes, which then fit into signed 64 bits, as numbers of JSON must."""
 
 
 class Document(NamedTuple):
@@ -44,7 +44,7 @@ class PartRecord:
     splits: dict[str, Split]
     skipped_empty: int
     below: int
-    """Documents whose hash is below this are held out; all hashes here are minus HALF."""
+    """Documents whose hash is below this are held out."""
     least: int | None
     most: int | None
     """The range of the documents' hashes; None if there is no document."""
@@ -55,13 +55,6 @@ class PartRecord:
         record = read_typed(record_path(directory, number), cls)
         check_splits(record.splits)
         return record
-
-    def changes_with(self, below: int) -> bool:
-        """Whether another limit `below` holds out other documents of this part."""
-        low, high = sorted((below - HALF, self.below))
-        if self.least is None or self.most is None or low == high:
-            return False
-        return self.least < high and self.most >= low
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,6 @@ class Encoding:
 
     @property
     def directory(self) -> Path:
-        """The directory of shards, which becomes that of all tokens."""
         return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
@@ -94,7 +86,11 @@ class Encoding:
             there = [(self.directory / s.file).stat().st_size == s.tokens * size for s in shards]
         except (OSError, ValueError):
             return False
-        return all(there) and not record.changes_with(self.heldout_below)
+        if record.least is None or record.most is None:
+            return all(there)
+        low, high = sorted((self.heldout_below, record.below))
+        changed = low < high and record.least < high and record.most >= low
+        return all(there) and not changed
 
     def work(self, number: int, counts: Counts, threads: int) -> None:
         """Encode a part unless it is done."""
@@ -117,15 +113,16 @@ class Encoding:
             split: ShardWriter(self.directory, f"{split}-{number:05d}", vocab_size, masked)
             for split in SPLITS
         }
-        empty, least, most = 0, 2 * HALF, -1
+        empty = 0
+        range_of_hashes: list[int] = []
         for kept, blank in batches(self.corpus.parts[number]):
             empty += blank
             if not kept:
                 continue
             hashes = document_hashes(kept)
-            least, most = min(least, int(hashes.min())), max(most, int(hashes.max()))
+            range_of_hashes += [int(hashes.min()), int(hashes.max())]
             tokens, sizes = self.tokens_of(kept, threads)
-            is_heldout = hashes < np.uint64(self.heldout_below)
+            is_heldout = hashes < self.heldout_below
             if self.cut:
                 is_heldout[:] = number == len(self.corpus.parts) - 1
             for split, chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
@@ -141,9 +138,9 @@ class Encoding:
         record = PartRecord(
             splits={split: writer.finish() for split, writer in writers.items()},
             skipped_empty=empty,
-            below=self.heldout_below - HALF,
-            least=least - HALF if most >= 0 else None,
-            most=most - HALF if most >= 0 else None,
+            below=self.heldout_below,
+            least=min(range_of_hashes, default=None),
+            most=max(range_of_hashes, default=None),
         )
         replace_file(record_path(self.partial, number), json.dumps(asdict(record)))
 
@@ -197,11 +194,11 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
-    """Return the first 8 bytes of the SHA-256 of documents, (n,) uint64: of the text, or of the
-    prompt's pieces and the text with a zero byte between them."""
+    """Return the first 8 bytes of the SHA-256 of documents minus HALF, (n,) int64: of the text, or
+    of the prompt's pieces and the text with a zero byte between them."""
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
-    hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) for content in contents)
-    return np.fromiter(hashes, np.uint64, len(documents))
+    hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
+    return np.fromiter(hashes, np.int64, len(documents))
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:

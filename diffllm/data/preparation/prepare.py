@@ -1,7 +1,6 @@
 """From a data config to a tokenizer and token shards, which a cache keeps."""
 
 import io
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -65,10 +64,8 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
         data: Prepared
         if cfg.source == MIXTURE:
             data = prepare_mixture(cfg, cache_dir, how)
-        elif cfg.source == TOKENS:
-            data = prepare_tokens(cfg, cache_dir)
         else:
-            data = prepare_text(cfg, open_corpus(cfg, cache_dir), cache_dir, how)
+            data = prepare_one(cfg, cache_dir, how)
         data.check()
         return data
     except OSError as error:
@@ -102,19 +99,19 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
         path = trained_tokenizer(cache_dir, [MIXTURE, *what])
         build_tokenizer(cfg, sample(), path, list(texts.values()))
         tokenizer = str(path)
-    own = {name: replace(each[name], tokenizer=tokenizer) for name in each}
-    prepared: dict[str, TokenData] = {}
-    for name in each:
-        with of_source(name):
-            if name in texts:
-                prepared[name] = prepare_text(own[name], texts[name], cache_dir, how)
-            else:
-                prepared[name] = prepare_tokens(own[name], cache_dir)
-    return MixtureData(prepared)
+    return MixtureData(
+        {
+            name: of_source(name)(prepare_one)(replace(own, tokenizer=tokenizer), cache_dir, how)
+            for name, own in each.items()
+        }
+    )
 
 
-def prepare_text(cfg: DataConfig, corpus: Corpus, cache_dir: Path, how: PrepareConfig) -> TokenData:
-    """Prepare a tokenizer, unless one is given, and the tokens of a corpus."""
+def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenData:
+    """Prepare a tokenizer, unless one is given, and the tokens of one source."""
+    if cfg.source == TOKENS:
+        return prepare_tokens(cfg, cache_dir)
+    corpus = open_corpus(cfg, cache_dir)
     if cfg.tokenizer is None:
         training = [corpus.identity, cfg.vocab_size, cfg.tokenizer_sample_bytes, TRAINING]
         tokenizer_path = trained_tokenizer(cache_dir, training)
@@ -189,10 +186,9 @@ def build_tokenizer(
 
     def build(directory: Path) -> None:
         to_stderr(f"training the tokenizer {path}")
-        model = train_tokenizer(sample, cfg.vocab_size, available_cores())
+        (directory / MODEL).write_bytes(train_tokenizer(sample, cfg.vocab_size, available_cores()))
         for corpus in corpora:
             corpus.check()
-        (directory / MODEL).write_bytes(model)
 
     build_once(path.parent, build)
     check_tokenizer(path)
@@ -217,13 +213,10 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
             **TRAINING,
         )
     except RuntimeError as error:
-        message, reason = str(error), f"cannot be trained: {error}"
-        if limit := re.search(r"set it to a value <= (\d+)", message):
-            reason = f"is more than this corpus can fill; the largest that works is {limit[1]}"
-        elif needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-            least = int(needed[1]) + 1
-            reason = f"is too small for this corpus: bytes and single characters alone need {least}"
-        raise DataError(f"data.vocab_size={vocab_size} {reason}") from error
+        reason = str(error).rpartition("] ")[2]
+        raise DataError(
+            f"data.vocab_size={vocab_size} does not fit this corpus: {reason}"
+        ) from error
     return model.getvalue()
 
 
@@ -261,9 +254,6 @@ def beginning(part: Part, limit: int) -> Iterator[bytes]:
 
 def texts_of(documents: TextBatch) -> list[str | None]:
     """Return the texts of documents and then their prompts; one of several pieces is one text."""
-    before = documents.before
-    texts = [
-        "".join((*pieces, text or "")) if len(pieces) > 1 else text
-        for pieces, text in zip(before, documents.texts, strict=True)
-    ]
-    return [*texts, *(pieces[0] for pieces in before if len(pieces) == 1)]
+    pairs = list(zip(documents.before, documents.texts, strict=True))
+    texts = ["".join((*before, text or "")) if len(before) > 1 else text for before, text in pairs]
+    return [*texts, *(before[0] for before, _ in pairs if len(before) == 1)]

@@ -30,14 +30,11 @@ from diffllm.data.preparation.workers import (
 )
 from diffllm.data.progress import held
 from diffllm.data.shards import SPLITS, Manifest, together, unigram_entropy
-from diffllm.data.streams import TokenStream, as_targets
+from diffllm.data.streams import TokenStream, as_targets, token_counts
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in, write_tokenizer
 from diffllm.data.verified import identity_of, leave_mark, usable
-
-COUNTED = 1 << 22
-"""Tokens that are counted at a time."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +69,14 @@ class TokensJob:
                 return
             to_stderr(f"preparing tokens: {self.corpus.description}, in {self.final}")
             started = time.monotonic()
-            encoding = self.encoding()
+            tokens = self.partial / "tokens"
+            tokens.mkdir(parents=True, exist_ok=True)
+            write_tokenizer(self.tokenizer, tokens)
+            tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
+            below = math.floor(self.heldout_fraction * 2**64) - HALF
+            encoding = Encoding(self.corpus, tokenizer, self.partial, below, self.cut)
             self.encode(encoding, how)
             self.join(encoding, how, started)
-
-    def encoding(self) -> Encoding:
-        """Make the directories, and return what encodes a part."""
-        tokens = self.partial / "tokens"
-        tokens.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(self.tokenizer, tokens)
-        tokenizer = Tokenizer.from_file(tokenizer_in(tokens))
-        below = math.floor(self.heldout_fraction * 2**64)
-        return Encoding(self.corpus, tokenizer, self.partial, below, self.cut)
 
     def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
         """Encode the parts that are not done, in processes, and report the progress.
@@ -103,7 +96,8 @@ class TokensJob:
         def reading() -> str:
             return ", ".join({parts[i].name for i in todo if counts.state[i] == READING})
 
-        with Reporter(before) as reporter:
+        reporter = Reporter(before)
+        with reporter.bar:
             if before:
                 to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
 
@@ -146,7 +140,8 @@ class TokensJob:
         publish(encoding.directory, self.final)
         for name, sha256 in hashes.items():
             leave_mark(self.final / name, sha256, identity_of(self.final / name))
-        self.remove_partial()
+        for partial in self.final.parent.glob(f"{self.final.name}.partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         to_stderr(
             f"prepared {train:,} training and {heldout:,} held-out tokens"
@@ -155,16 +150,14 @@ class TokensJob:
         )
 
     def records(self) -> list[PartRecord]:
-        """Read the records of all parts; raises DataError for a damaged one."""
         with usable(self.partial, self.partial):
             return [PartRecord.load(self.partial, i) for i in range(len(self.corpus.parts))]
 
     def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
         """Describe the shards of all parts together; raises DataError for a damaged shard."""
-        counts = np.zeros(encoding.tokenizer.vocab_size, np.int64)
         manifest = Manifest.of(
             encoding.tokenizer,
-            counts,
+            np.zeros(1),
             source=self.corpus.description,
             corpus=self.corpus.identity,
             skipped_empty=self.corpus.skipped_empty + sum(r.skipped_empty for r in records),
@@ -174,22 +167,19 @@ class TokensJob:
             note=self.corpus.note,
         )
         heldout = TokenStream(encoding.directory, manifest, "heldout")
-        for start in range(0, len(heldout), COUNTED):
-            tokens = heldout.tokens(start, min(start + COUNTED, len(heldout)))
-            targets = as_targets(heldout, start, tokens)
-            counts += np.bincount(targets[targets >= 0], minlength=len(counts))
-        return replace(manifest, heldout_unigram_entropy=unigram_entropy(counts))
 
-    def remove_partial(self) -> None:
-        for partial in self.final.parent.glob(f"{self.final.name}.partial-*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        def targets(start: int, stop: int) -> np.ndarray:
+            return as_targets(heldout, start, heldout.tokens(start, stop))
+
+        counts = token_counts(targets, 0, len(heldout), manifest.vocab_size)
+        return replace(manifest, heldout_unigram_entropy=unigram_entropy(counts))
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
     """Return the hash below which documents are held out: `below`, or the next one that leaves a
     document on either side. Raises DataError if all documents are equal."""
-    least = HALF + min((r.least for r in records if r.least is not None), default=-HALF)
-    most = HALF + max((r.most for r in records if r.most is not None), default=-HALF)
+    hashes = [h for record in records for h in (record.least, record.most) if h is not None]
+    least, most = min(hashes, default=0), max(hashes, default=0)
     if least == most:
         raise DataError(
             "the corpus has fewer than two distinct documents that are not blank, too few to hold "

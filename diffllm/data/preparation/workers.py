@@ -20,7 +20,7 @@ from diffllm.core.errors import printable
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that reach a whole process group: the parent decides what they mean."""
+"""Signals that the parent of a worker process handles."""
 TICK = 0.25
 """Seconds between two looks at the workers."""
 EVERY = 60.0
@@ -77,13 +77,17 @@ def work_through(
 
 
 def start_worker(do: Callable[[int], None], parent: int) -> None:
-    """Prepare a worker process to run `do`."""
     global _do
     _do = do
     gc.freeze()  # or each collection looks through all that the parent has, which stays
-    for ignored in IGNORED:
-        signal.signal(ignored, signal.SIG_IGN)
+    ignore_signals()
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
+
+
+def ignore_signals(*_: object) -> None:
+    """Ignore, in a worker process, signals that reach the whole process group."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def work(number: int) -> None:
@@ -91,14 +95,12 @@ def work(number: int) -> None:
 
 
 def leave_with(parent: int) -> None:
-    """End this process when its parent is gone, whatever it waits for."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def available_cores() -> int:
-    """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -111,23 +113,15 @@ class Reporter:
 
     def __init__(self, before: float) -> None:
         console = Console(stderr=True)
-        self.on_terminal = console.is_terminal
         self._before = before
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("tokenising"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.description}"),
-            console=console, transient=True, disable=not self.on_terminal,
+            console=console, transient=True, disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._bar.add_task("", total=1.0)
+        self._task = self.bar.add_task("", total=1.0)
         self._started = time.monotonic()
         self._next_line = self._started + EVERY
-
-    def __enter__(self) -> "Reporter":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def show(self, share: float, text_bytes: int, tokens: int, reading: str) -> None:
         """Report the progress.
@@ -145,7 +139,7 @@ class Reporter:
             left = round(seconds * (1 - share) / (share - self._before))
             said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
         said += f"; reading {reading[:100]}"
-        self._bar.update(self._task, completed=share, description=escape(printable(said)))
-        if not self.on_terminal and now >= self._next_line:
+        self.bar.update(self._task, completed=share, description=escape(printable(said)))
+        if self.bar.disable and now >= self._next_line:
             self._next_line += EVERY
             to_stderr(f"{share:4.0%}  {said}")

@@ -56,7 +56,6 @@ def words(rng: random.Random, count: int, pool: Sequence[int] | None = None) -> 
 
 
 def pool(level: Level) -> range | None:
-    """Return the numbers of the words that a level draws from; None for all."""
     return range(int(level["words"])) if "words" in level else None
 
 
@@ -169,7 +168,13 @@ class Needle(Task):
     def levels(self, length: int) -> list[Level]:
         shortest = 100
         lengths = sorted({max(shortest, round(share * length)) for share in SHARES})
-        return [{"length": tokens, **needles_in(tokens)} for tokens in lengths if tokens <= length]
+        return [
+            {"length": tokens, "needles": NEEDLES, "asked": ASKED}
+            if tokens >= 400
+            else {"length": tokens, "needles": 3 if tokens >= 150 else 2, "asked": 1}
+            for tokens in lengths
+            if tokens <= length
+        ]
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         """Make examples, each needle of a text the last of one, so that a text is read once."""
@@ -242,13 +247,6 @@ def sentence(city: str, number: str) -> str:
 
 def question(city: str) -> str:
     return f"The magic number of {city} is"
-
-
-def needles_in(tokens: int) -> Level:
-    """Return how many needles lie in so many tokens, and are asked for."""
-    if tokens >= 400:
-        return {"needles": NEEDLES, "asked": ASKED}
-    return {"needles": 3 if tokens >= 150 else 2, "asked": 1}
 
 
 def haystack(rng: random.Random, tokens: int, count: Count) -> list[str]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from diffllm.core.bounds import at_most
-from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import parse_json, read_bytes, readable
+from diffllm.core.errors import ConfigError
+from diffllm.core.files import parse_json, read_bytes
 from diffllm.core.typed import made
 
 Level = Mapping[str, int | float | str]
@@ -131,13 +131,8 @@ class Task(ABC):
         """Raise ConfigError for a level that cannot be, or does not fit into so many tokens."""
         known = self.settings(length)
         for level in levels:
-            wrong = [key for key in level if key not in known]
-            missing = [key for key in known if key not in (*level, *self.optional)]
-            if wrong or missing:
-                raise ConfigError(
-                    f"level: {self.name} has {', '.join(known)}"
-                    f"{f', no {wrong[0]}' if wrong else f'; {missing[0]} is missing'}"
-                )
+            if not {*known} - {*self.optional} <= level.keys() <= {*known}:
+                raise ConfigError(f"level: {self.name} has {', '.join(known)}, not {dict(level)}")
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
                 # Reject a huge size before generating examples of that size.
@@ -224,10 +219,9 @@ class OwnFile(Task):
     def __init__(self, path: Path):
         self.name, self.path = path.stem, path
         try:
-            with readable(path):
-                content = read_bytes(path, LARGEST, follow=True)
-        except CheckpointError as error:
-            raise ConfigError(f"tasks: {error}") from None
+            content = read_bytes(path, LARGEST, follow=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"tasks: {path}: {error}") from None
         self.version = hashlib.sha256(content).hexdigest()
         self.by_level: dict[str, tuple[Level, list[Example]]] = {}
         for number, line in enumerate(content.splitlines(), 1):

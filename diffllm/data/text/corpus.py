@@ -108,18 +108,14 @@ class RowsPart:
     columns: tuple[str, ...]
     name: str
     size: int
-    check: Callable[[], None] = lambda: None
-    """Raises DataError if a file has changed since it was hashed."""
 
     def read(self) -> Iterator[TextBatch]:
         """Yield the rows, some at a time; raises DataError if the library cannot read them."""
-        self.check()
         try:
             for table in self.rows.with_format("arrow").iter(ROWS):
                 yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
         except Exception as error:
             raise DataError(f"{self.name}: {reason(error)}") from error
-        self.check()
 
 
 def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
@@ -174,7 +170,7 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
         if column not in texts:
-            hint = " or ".join(f"data.{key}={name}" for name in texts)
+            hint = " or ".join(f"data.{key}={name}" for name in texts if name not in columns)
             problem = f"no column {column!r} of text; it has {', '.join(kinds)}"
             end = f": use {hint}" if hint else ", none of them text"
             raise DataError(f"{where}: {problem}{end}")

@@ -53,7 +53,6 @@ def format_of(path: Path) -> str:
 
 
 def names_of(paths: Sequence[str | Path]) -> str:
-    """Join the names of the first three files, without their directories."""
     return ", ".join(
         [printable(Path(path).name) for path in paths[:3]] + ["..."] * (len(paths) > 3)
     )

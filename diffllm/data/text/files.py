@@ -138,16 +138,14 @@ def paths_of(cfg: DataConfig) -> list[Path]:
     found: dict[Path, None] = {}
     for pattern in cfg.paths:
         path = Path(pattern).expanduser().absolute()
-        if os.path.lexists(path):
-            if path.is_dir():
-                advice = "name its files, for example with *.parquet"
-                raise DataError(f"data.paths: {pattern} is a directory; {advice}")
-            paths = [path]
-        else:
-            names = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-            paths = [path for path in names if not path.is_dir()]
+        exists = os.path.lexists(path)
+        names = [path] if exists else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        paths = [each for each in names if not each.is_dir()]
         if not paths:
-            raise DataError(f"data.paths: {pattern} matches no file")
+            raise DataError(
+                f"data.paths: {pattern} matches no file; of a directory name the files, such as "
+                "DIRECTORY/*.parquet"
+            )
         for each in paths:
             check_file(each)
             found[each] = None

@@ -81,7 +81,6 @@ def facts_of(paths: Sequence[Path], cache_dir: Path) -> dict[Path, FileFacts]:
 
 
 def with_text(facts: dict[Path, FileFacts]) -> list[Path]:
-    """List the files that contain UTF-8 text other than whitespace."""
     return [path for path, each in facts.items() if each.is_utf8 and not each.is_blank]
 
 
@@ -133,16 +132,13 @@ def package_files(name: str) -> list[Path]:
     if spec is None or not spec.submodule_search_locations:
         return []
     root = Path(spec.submodule_search_locations[0])
-
-    def is_source(path: Path) -> bool:
-        relative = path.relative_to(root.parent).as_posix()
-        return (
-            path.name not in GENERATED
-            and path != root / "__init__.py"
-            and not relative.startswith(ONLY_SOME_BUILDS)
-        )
-
-    return [path for path in python_files(root) if is_source(path)]
+    return [
+        path
+        for path in python_files(root)
+        if path.name not in GENERATED
+        and path != root / "__init__.py"
+        and not path.relative_to(root.parent).as_posix().startswith(ONLY_SOME_BUILDS)
+    ]
 
 
 def texts_hash(facts: Sequence[FileFacts]) -> str:

@@ -9,16 +9,13 @@ import codecs
 import io
 import json
 import os
-import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow
-import pyarrow.json
 import pyarrow.parquet
 
 from diffllm.core.errors import DataError
@@ -29,11 +26,6 @@ from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 COMPRESSED_TEXT = 4
 """Bytes of text in a byte of a compressed file, about."""
 BLOCK_BYTES = 1 << 22
-NO_LINES = (pyarrow.ArrowException, UnicodeDecodeError)
-"""Errors of lines that are no JSON, or have no text in a column of text."""
-LEADING_NULL = re.compile(rb"\s*null")
-SEEN_LINES = 1000
-"""JSON lines that say which columns there are."""
 
 
 @dataclass(frozen=True)
@@ -113,39 +105,54 @@ def read_rows(part: Slice) -> Iterator[TextBatch]:
 
 
 def read_json_lines(part: Slice) -> Iterator[TextBatch]:
-    """Read whole lines of a JSON-lines file, each an object; None if one lacks a column."""
-    explicit = pyarrow.schema([(name, pyarrow.string()) for name in part.columns])
-    known = pyarrow.json.ParseOptions(explicit, unexpected_field_behavior="ignore")
-    place, seen = part.start, part.start > 0
-    for whole in blocks(part.path, part.start, part.stop):
-        block = whole if place else whole.removeprefix(codecs.BOM_UTF8)
-        if block.strip():
-            if not seen and (kinds := kinds_in(block)):
-                check_columns(kinds, part.columns, str(part.path))
-            seen = True
+    """Read whole lines of a JSON-lines file, each an object or null."""
+    lines, checked = 0, part.start > 0
+    for block in text_blocks(part):
+        rows: list[Any] = []
+        texts: list[list[str | None]] = []
+        for line in block.split(b"\n"):
+            lines += 1
             try:
-                yield parsed(block, known)
-            except NO_LINES as error:
-                bad, error = first_bad_line(block, known, error)
-                bad += sum(before.count(b"\n") for before in blocks(part.path, 0, place))
-                what = re.sub(r"\.? in row \d+$", "", reason(error))
-                raise DataError(f"{part.path}: line {bad:,}: {what}") from error
-        place += len(whole)
+                if line.strip():
+                    rows.append(json.loads(line.decode()))
+                    texts.append(texts_in(rows[-1], part.columns))
+            except (ValueError, RecursionError) as error:
+                before = sum(each.count(b"\n") for each in blocks(part.path, 0, part.start))
+                place = f"{part.path}: line {before + lines:,}"
+                raise DataError(f"{place}: {getattr(error, 'msg', reason(error))}") from error
+        lines -= 1  # nothing follows the last line feed
+        if rows and not checked:
+            check_columns(kinds_of_rows(rows), part.columns, str(part.path))
+            checked = True
+        yield TextBatch(*map(list, zip(*texts, strict=True))) if texts else TextBatch([])
 
 
 def read_json_array(part: Slice) -> Iterator[TextBatch]:
-    """Read a JSON file that is an array of objects at once; None if one lacks a column."""
+    """Read a JSON file that is an array of objects at once."""
     with opened(part.path) as file:
         rows = json.load(file)
     if not rows or not all(isinstance(row, dict) for row in rows):
         column = part.columns[0]
         raise ValueError(f"must be an array of objects, with text under data.text_column={column}")
-    if kinds := kinds_of_rows(rows[:SEEN_LINES]):
-        check_columns(kinds, part.columns[:1], str(part.path))
+    check_columns(kinds_of_rows(rows), part.columns[:1], str(part.path))
     for start in range(0, len(rows), ROWS):
-        columns = [[row.get(name) for row in rows[start : start + ROWS]] for name in part.columns]
-        # A value that is no text, or has half of a surrogate pair, raises.
-        yield TextBatch(*(pyarrow.array(each, pyarrow.string()).to_pylist() for each in columns))
+        texts = [texts_in(row, part.columns) for row in rows[start : start + ROWS]]
+        yield TextBatch(*map(list, zip(*texts, strict=True)))
+
+
+def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
+    """Return the texts of a JSON object; None for null, or if it lacks the column.
+
+    Raises ValueError for another value.
+    """
+    if row is not None and not isinstance(row, dict):
+        raise ValueError(f"must be an object, not {type(row).__name__}")
+    texts = [(row or {}).get(name) for name in columns]
+    for name, text in zip(columns, texts, strict=True):
+        if not isinstance(text, str | None):
+            raise ValueError(f"column {name!r} holds {type(text).__name__}, not text")
+        (text or "").encode()  # half of a surrogate pair is no text
+    return texts
 
 
 def read_lines(part: Slice) -> Iterator[TextBatch]:
@@ -232,40 +239,3 @@ def begins_with(path: Path) -> bytes:
 def decoded(block: bytes) -> io.TextIOWrapper:
     """Decode UTF-8; all line ends become line feeds."""
     return io.TextIOWrapper(io.BytesIO(block), "utf-8")
-
-
-def parsed(block: bytes, options: pyarrow.json.ParseOptions) -> TextBatch:
-    """Parse the columns of JSON lines that the options name; raises NO_LINES."""
-    added = 1 if LEADING_NULL.match(block) else 0
-    block = b"{}\n" * added + block  # pyarrow crashes at a null that follows no object
-    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(block) + 1)
-    table = pyarrow.json.read_json(pyarrow.BufferReader(block), reading, options)
-    names = options.explicit_schema.names
-    return TextBatch(*(table.column(name).to_pylist()[added:] for name in names))
-
-
-def first_bad_line(
-    block: bytes, options: pyarrow.json.ParseOptions, error: Exception
-) -> tuple[int, Exception]:
-    """Return the number, from 1, of the first line that cannot be parsed, and its error.
-
-    Args:
-        error: of parsing all lines together.
-    """
-    for number, line in enumerate(io.BytesIO(block), start=1):
-        try:
-            if line.strip():
-                parsed(line, options)
-        except NO_LINES as found:
-            return number, found
-    return 1, error
-
-
-def kinds_in(block: bytes) -> dict[str, str]:
-    """Return the types of the columns of the first JSON lines by name, as far as they can be told:
-    lines that are no JSON are found when they are parsed."""
-    rows = []
-    for line in block.split(b"\n", SEEN_LINES)[:SEEN_LINES]:
-        with suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return kinds_of_rows(rows)

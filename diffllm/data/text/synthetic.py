@@ -51,13 +51,10 @@ class SyntheticConfig(DataConfig):
             raise ConfigError(f"data.task={self.task} is none of {', '.join(sorted(TASKS))}")
         known = TASKS[self.task].settings(USUAL)
         for key, value in self.level.items():
-            if key not in known:
+            if key not in known or type(value) is not int or not 0 <= value <= LARGEST:
                 raise ConfigError(
-                    f"data.level: {self.task} has no {key}; it has {', '.join(known)}"
-                )
-            if type(value) is not int or not 0 <= value <= LARGEST:
-                raise ConfigError(
-                    f"data.level: {key}={value} must be a whole number, at most {LARGEST:,}"
+                    f"data.level: {key}={value} must be one of {', '.join(known)} with a whole "
+                    f"number, at most {LARGEST:,}"
                 )
 
 
