@@ -47,7 +47,6 @@ class OptimConfig:
     """Learning rate at the end, as a share of `lr`."""
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError for a warmup that is longer than the run."""
         if self.warmup_steps > steps:
             raise ConfigError(f"optim.warmup_steps={self.warmup_steps} exceeds steps={steps}")
 
@@ -96,8 +95,8 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
     """Build fused AdamW over named parameters, its state allocated at once.
 
-    Replicated parameters and those sharded (DTensors) over one mesh or another are groups apart, as
-    fused kernels want; within each, only tensors of two and more dimensions decay.
+    Fused kernels need one group per mesh, and one for replicated parameters. Only tensors of two
+    and more dimensions decay.
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
@@ -124,11 +123,8 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in every parameter group from the next step on.
-
-    A decay that takes away more than all of a matrix would make it larger with every step, up to
-    infinity, whatever its gradients.
-    """
+    """Use `lr` in every parameter group from the next step on, with at most the decay that sets a
+    matrix to zero: more would make it grow with every step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
@@ -137,8 +133,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
     """Make a step with learning rate `lr`; if `skip` is 1.0, parameters and state stay bit for bit.
 
-    The decision, a float32 scalar that is equal on all ranks, stays on the device: `found_inf` is
-    how the fused kernels take it.
+    `skip` is a float32 scalar on the device, equal on all ranks.
     """
     set_learning_rate(optimizer, lr)
     optimizer.found_inf = skip  # type: ignore[attr-defined]

@@ -59,12 +59,10 @@ ATTEMPTS = 20
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint, complete or not."""
     return int(path.name.removesuffix(".incomplete").rpartition("-")[2])
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint once it is complete."""
     return directory / f"step-{step:08d}"
 
 
@@ -118,12 +116,7 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
     """Find a run's whole checkpoint, at step 0 the newest; raises CheckpointError without one."""
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
-        if list(run.glob("model*.safetensors")):
-            raise CheckpointError(
-                f"{run} holds consolidated parameters, not a run: safetensors.torch.load_file "
-                "reads them, and commands read the run that they came from"
-            )
-        raise CheckpointError(f"{run} has no complete checkpoint yet")
+        raise CheckpointError(f"{run} has no complete checkpoint")
     if step not in (0, *found):
         raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
     if step:

@@ -78,11 +78,8 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read a JSON file of the checkpoint directory `path` and check its format and step.
-
-    Raises CheckpointError if that fails, and for a ValueError of the context, which says what is
-    wrong with the content.
-    """
+    """Read a JSON file of the checkpoint directory `path` and check its format and step; turn a
+    ValueError in the context into a CheckpointError."""
     try:
         content = read_json(path / name)
         if content.get("format") != FORMAT:
@@ -120,11 +117,8 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
-    """Return the faults of a checkpoint, a phrase a file; empty for one that is as it was written.
-
-    Args:
-        checksums: read every file; without, only its size is looked at.
-    """
+    """Return the faults of a checkpoint's files, one phrase per file; without `checksums`, compare
+    sizes only."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:

@@ -106,11 +106,8 @@ def read_index(path: Path) -> Metadata:
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
-    """Fill `tensors` in place from a checkpoint, whatever mesh wrote it.
-
-    Sizes are checked, and the checksum of the index; those of tensors are for `verify`. Raises
-    CheckpointError for a file that is missing or damaged.
-    """
+    """Fill `tensors` in place from a checkpoint of any mesh; check sizes and the index, but not the
+    checksums of tensors. Raises CheckpointError for a missing or damaged file."""
     reader = TensorReader(path)
     try:
         with warnings.catch_warnings():

@@ -264,14 +264,8 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_parameters(
     directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
 ) -> Path:
-    """Write the checkpoint of step 0 below `directory`, not atomically, and return its path.
-
-    Raises OSError, or an error of DCP.
-
-    Args:
-        tensors: parameters and router state by name, float32.
-        parameters: the names of the parameters.
-    """
+    """Write float32 parameters and router state as the checkpoint of step 0, not atomically; return
+    its path. Raises OSError, or an error of DCP."""
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)
     with warnings.catch_warnings():

@@ -42,7 +42,7 @@ from diffllm.config.schema import (
 from diffllm.config.yaml_file import with_recipe
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
-from diffllm.core.registry import SCHEMAS, schema_name
+from diffllm.core.registry import SCHEMAS
 from diffllm.model.attention.base import AttentionConfig
 
 
@@ -114,9 +114,9 @@ def typed_config(composed: DictConfig) -> TrainConfig:
     except TypeError as error:  # of a list whose interpolation is none
         raise ConfigError(f"a list is interpolated from something else: {error}") from error
     assert isinstance(cfg, TrainConfig)
-    classes = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
-    names = {group: schema_name(group, cls) for group, cls in classes.items()}
-    cfg.run.schemas = {group: name for group, name in names.items() if name}
+    used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
+    names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
+    cfg.run.schemas = {g: names[g, cls] for g, cls in used.items() if (g, cls) in names}
     check_fields(cfg)
     check_values(cfg)
     check_allowed(cfg)

@@ -100,13 +100,9 @@ def opened(path: Path, flags: int, follow: bool = False) -> int:
 
 
 def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
-    """Open a regular file to read it, without waiting, as at a pipe.
+    """Open a regular file of at most `most` bytes, through a link only to `follow`.
 
     Raises OSError, or ValueError with words that follow the file's name.
-
-    Args:
-        most: limit of its size in bytes.
-        follow: whether it may be a symbolic link.
     """
     try:
         descriptor = opened(file, os.O_RDONLY, follow)
@@ -366,12 +362,9 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
 
 
 def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
-    """Rename a directory to `final`, so that it outlives a power cut with all of its content.
+    """Rename a directory to `final` after syncing its content, unless `files_synced`.
 
     Raises OSError, also if `final` exists.
-
-    Args:
-        files_synced: the content is on disk already, only the names in the directory are not.
     """
     for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)

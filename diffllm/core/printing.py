@@ -33,7 +33,6 @@ def echo_json(content: Any, allow_nan: bool = True) -> None:
 
 
 def to_stderr(text: str) -> None:
-    """Print a message as one line on stderr."""
     echo(" ".join(line.strip() for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
@@ -120,7 +119,6 @@ class Table:
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
     def lines(self) -> list[list[str]]:
-        """Return the heads and every row, each cell as one line."""
         heads = [column.head for column in self.columns]
         return [heads, *([cell.line for cell in row] for row in self.rows)]
 
@@ -162,13 +160,7 @@ class Table:
         return file.getvalue()
 
     def html(self, label: str, style: str = "cards", key: str = "") -> str:
-        """Return a <table> in a region that scrolls if it is too wide.
-
-        Args:
-            label: what the region is called.
-            style: class of the table.
-            key: its id.
-        """
+        """Return a <table> of class `style` and id `key`, in a region that can scroll."""
         heads = ""
         for i, column in enumerate(self.columns):
             kind = attribute("class", "text" if i and column.left else "")

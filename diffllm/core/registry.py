@@ -52,10 +52,6 @@ def source(name: str) -> Callable[[Source], Source]:
     return register
 
 
-def schema_name(group: str, cls: type) -> str | None:
-    return next((name for (g, name), c in SCHEMAS.items() if g == group and c is cls), None)
-
-
 def check_free(what: str, there: Any, new: Any) -> None:
     """Raise ConfigError if another class or function has the name.
 

@@ -15,13 +15,8 @@ TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or f
 
 
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
-    """Read a regular file of JSON as a dataclass; keys that it has no field for are ignored.
-
-    Raises OSError, or ValueError whose message continues the file's name.
-
-    Args:
-        follow: whether the file may be a symbolic link.
-    """
+    """Read a regular file of JSON as a dataclass; unknown keys are ignored. Raises OSError, or
+    ValueError whose message continues the file's name."""
     content = read_json(file, follow=follow)
     try:
         return made(cls, content)

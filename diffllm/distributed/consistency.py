@@ -70,7 +70,6 @@ def code_version() -> dict[str, str]:
 
 
 def hash_sources(root: Path, files: Iterable[Path]) -> str:
-    """Hash the contents of files and their names relative to `root`."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

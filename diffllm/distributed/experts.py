@@ -53,9 +53,8 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Keep this rank's E/n experts in `experts`, and have its forward pass send tokens to theirs.
 
     The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The forward pass
-    goes on taking the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
-    (M,) and counts (E,) to (M, D). Its result is not waited for: what the caller computes before it
-    uses the result runs while the rows travel.
+    still takes the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
+    (M,) and counts (E,) to (M, D). The rows travel while the caller computes other things.
     """
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]

@@ -106,29 +106,23 @@ def wrap_forward(
 ) -> None:
     """Checkpoint and compile the forward pass of a layer; `one_graph` if it is one graph.
 
-    Checkpointing inside a graph leaves it to the compiler what to keep. A layer that exchanges rows
-    is several graphs, which only checkpointing outside of them can hold together.
+    Inside a graph, the compiler decides what to keep. Several graphs, as of a layer that exchanges
+    rows, are checkpointed together from outside.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
+    if compile and not one_graph:
+        ffn: Any = layer.ffn
+        # Each step has another number of rows.
+        ffn.experts.activation = torch.compile(ffn.experts.activation, dynamic=True)
+        if ffn.shared is not None:
+            # A graph of its own does not wait for rows that are still on their way.
+            shared = torch.compile(ffn.shared.forward, fullgraph=True)
+            ffn.shared.forward = torch.compiler.disable(shared)
     if compile:
-        if not one_graph:
-            compile_between_exchanges(layer.ffn)
         layer.forward = torch.compile(layer.forward, fullgraph=one_graph)
     if activation_checkpointing and not one_graph:
         layer.forward = checkpointed(layer.forward)
-
-
-def compile_between_exchanges(ffn: Any) -> None:
-    """Compile the experts and the shared expert of a layer that exchanges rows.
-
-    Each step has another number of rows. The shared expert has a graph of its own, because a graph
-    waits for all of its inputs, also for rows that are still on their way.
-    """
-    ffn.experts.activation = torch.compile(ffn.experts.activation, dynamic=True)
-    if ffn.shared is not None:
-        shared = torch.compile(ffn.shared.forward, fullgraph=True)
-        ffn.shared.forward = torch.compiler.disable(shared)
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

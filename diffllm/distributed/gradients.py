@@ -30,20 +30,17 @@ class Norms(NamedTuple):
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
     """Average gradients that FSDP2 does not average, clip; return the norms before clipping.
 
-    The host does not wait for the device. Every rank must call this.
-
-    Args:
-        params: DTensors and replicated tensors by name, with gradients or None.
-        mesh: the mesh of dense parameters.
-        clip_norm: the largest global norm; 0 turns clipping off.
+    The host does not wait for the device. Every rank must call this. A `clip_norm` of 0 turns
+    clipping off; arguments else as for `norms`.
     """
     average_replicated(params.values())
     trained = {name: p for name, p in params.items() if p.grad is not None}
     grads = [local(p.grad) for p in trained.values() if p.grad is not None]
-    for param, grad in zip(trained.values(), grads, strict=True):
-        # Experts got the tokens of all ranks that share them out: FSDP's average is of their sums.
-        if (ranks := expert_ranks(param)) > 1:
-            grad.div_(ranks)
+    if dist.get_world_size() > 1:
+        for param, grad in zip(trained.values(), grads, strict=True):
+            # Experts got the tokens of all ranks that share them: FSDP's average is of their sums.
+            if (ranks := expert_ranks(param)) > 1:
+                grad.div_(ranks)
     found = norms(trained, grads, mesh)
     if clip_norm:
         torch._foreach_mul_(grads, (clip_norm / (found.total + 1e-6)).clamp(max=1.0))
@@ -89,10 +86,7 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the norm of the change of all parameters since `before`, a float32 scalar.
-
-    Args:
-        before: from `copies`; overwritten, because a third copy would raise the peak of memory.
-    """
+    """Compute the norm of the change of all parameters since `before`, from `copies`, which is
+    overwritten."""
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total

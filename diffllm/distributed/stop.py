@@ -61,7 +61,6 @@ class StopRequest:
         return self.come
 
     def close(self) -> None:
-        """Restore the handlers that were there before."""
         if self.previous:
             signal.set_wakeup_fd(self.previous_end)
         for number, handler in self.previous.items():
@@ -83,9 +82,6 @@ class Agreement:
     """An exchange of flags between ranks: one small asynchronous collective per step.
 
     No rank waits for it; all ranks see the same flags one step later, or at once on one rank.
-
-    Args:
-        timeout: seconds that a rank may wait for the others.
     """
 
     def __init__(self, request: StopRequest, timeout: int):
@@ -124,11 +120,8 @@ T = TypeVar("T")
 
 
 def raise_together(error: DataError | None, more: str = "") -> None:
-    """Raise AgreedByAll on every rank if any rank has an error. Every rank must call this.
-
-    Args:
-        more: text appended to the message.
-    """
+    """Raise AgreedByAll on every rank if any rank has an error; `more` ends the message. Every rank
+    must call this."""
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))
     for rank, text in enumerate(texts):

@@ -10,7 +10,6 @@ independent of world size. Another thread judges; it never asks the store, which
 import contextlib
 import faulthandler
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -68,17 +67,15 @@ class Beat(NamedTuple):
 
 
 class Watch:
-    """A rank's watch on the others: names a missing rank and ends this process.
-
-    `traces` may be set to a directory for stack traces, `on_end` to a function to call before the
-    process ends.
-    """
+    """A rank's watch on the others: names a missing rank and ends this process."""
 
     def __init__(self, world: World, timeout: float, request: StopRequest):
         self.rank, self.size, self.request = world.rank, world.size, request
         self.limit = timeout - min(10.0, timeout / 5)  # before a collective says only "timed out"
         self.traces: Path | None = None
+        """Directory for stack traces."""
         self.on_end: Callable[[], None] = lambda: None
+        """Called before the process ends."""
         self.words, self.verdict = "", ""
         self.patience = LEAVE_S
         self.stopped: signal.Signals | None = None
@@ -137,11 +134,11 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Before an error ends this rank, find out whether a missing rank caused the error.
+        """If a missing rank caused an error, name the rank and exit.
 
-        If so, name the missing rank and exit. For an error of this rank itself, or a stop before
-        training, tell the others and return; the process then exits within EXIT_S. Raises
-        StoppedEarly if another rank's stop made a collective fail.
+        For an error of this rank itself, or a stop before training, tell the others and return; the
+        process then exits within EXIT_S. Raises StoppedEarly if another rank's stop made a
+        collective fail.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -218,18 +215,15 @@ class Watch:
     def _judge_itself(self) -> None:
         """End a single process that waits in vain; runs on its own thread.
 
-        Warn once of a long wait. After a request to stop, the limit is shorter and also applies
-        outside of waits.
+        Warn once of a long wait. After a request to stop, the limit is shorter.
         """
-        asked, said = math.inf, None
+        said = None
         while not self.closed.wait(BEAT_S):
-            now, waits = time.monotonic(), self.waits
-            asked = min(asked, now if self.request.has_come() else math.inf)
-            waited = now - waits[1] if waits else 0.0
+            waits = self.waits
+            waited = time.monotonic() - waits[1] if waits else 0.0
             message = f"this process hangs at {self.where()}{stopped_children()}"
-            if waited > (min(self.limit, STOPPING_S) if asked < now else self.limit):
-                self._end(message)
-            if now - max(asked, self.since) > self.limit:
+            asked = self.request.has_come()
+            if waited > (min(self.limit, STOPPING_S) if asked else self.limit):
                 self._end(message)
             if waited > STOPPING_S and waits is not said:
                 said = waits
@@ -332,7 +326,7 @@ def shortened(error: BaseException) -> str:
 
 
 def is_failed_collective(error: BaseException | None) -> bool:
-    """Whether a missing rank may have caused it."""
+    """Whether a missing rank may have caused the error."""
     if isinstance(error, UserError):
         return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (
@@ -351,12 +345,8 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Say in one line which ranks are missing, and in which collectives other ranks wait.
-
-    Args:
-        beats: the last beat of each rank.
-        silent: ranks without a sign of life.
-    """
+    """Say in one line which ranks are missing, and in which collectives other ranks wait; `silent`
+    ranks give no sign of life."""
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
     if failed := [r for r, b in beats.items() if b.words]:
         culprits = failed

@@ -118,7 +118,6 @@ class World:
         return signal.Signals(int(self.store.get(STOPPED)))
 
     def stop(self, number: signal.Signals) -> None:
-        """Tell the other ranks that a signal stopped this rank before training."""
         self.store.set(STOPPED, str(int(number)))
 
     def device(self) -> torch.device:

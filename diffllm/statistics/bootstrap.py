@@ -97,6 +97,5 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
 
 
 def central(found: list[np.ndarray], tail: float) -> tuple[float, float]:
-    """Return the quantiles `tail` and 1 - `tail` of all draws."""
     low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
     return float(low), float(high)

@@ -95,7 +95,6 @@ class Times:
 
     @property
     def censored(self) -> Any:
-        """The times as scipy's `CensoredData`."""
         from scipy.stats import CensoredData
 
         return CensoredData.right_censored(self.tokens, ~np.array(self.reached, dtype=bool))

@@ -35,7 +35,6 @@ class Mapped:
     """Makes the tensor of them."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Make it of the other side's tensors, by their names."""
         return self.make(*(tensors[name] for name in self.sources))
 
 
@@ -77,11 +76,7 @@ PARTS = {
 
 
 def name_there(name: str, parts: Mapping[str, str]) -> str:
-    """Return the name that Llama's relatives have for a parameter of ours.
-
-    Args:
-        parts: parts of names beside those of Llama; the first that fits is used.
-    """
+    """Return the name that Llama's relatives have for a parameter of ours, with further `parts`."""
     for own, other in NAMES.items():
         if name.startswith(own):
             name = other + name.removeprefix(own)

@@ -287,7 +287,6 @@ class ModelDirectory:
 
     @property
     def names(self) -> list[str]:
-        """The parameters of ours that it has values for."""
         return list(self._made)
 
     @cached_property
@@ -321,7 +320,13 @@ class ModelDirectory:
                     "they may run code: save the model as safetensors"
                 )
             with readable(self.path / INDEX):
-                names = weight_files(read_json(self.path / INDEX, follow=True))
+                files = read_json(self.path / INDEX, follow=True).get("weight_map")
+                if not isinstance(files, dict) or not files:
+                    raise ValueError("has no weight_map")
+                for name in files.values():
+                    if not isinstance(name, str) or name != os.path.basename(name):
+                        raise ValueError(f"has {name!r} in its weight_map, which is no file name")
+            names = sorted(set(files.values()))
         places: dict[str, Any] = {}
         for name in names:
             with readable(self.path / name):  # safe_open would wait at a FIFO
@@ -355,17 +360,6 @@ class ModelDirectory:
                     f"{self.path}: {name} is {found.get_dtype()} {found.get_shape()}, and {CONFIG} "
                     f"asks for {shape} of dtype {', '.join(FLOATS)}"
                 )
-
-
-def weight_files(index: dict[str, Any]) -> list[str]:
-    """List the files that an index names; raises ValueError unless they are next to it."""
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ValueError("has no weight_map")
-    for name in places.values():
-        if not isinstance(name, str) or name != os.path.basename(name):
-            raise ValueError(f"has {name!r} in its weight_map, which must be file names")
-    return sorted(set(places.values()))
 
 
 def is_model_directory(path: Path) -> bool:

@@ -45,12 +45,8 @@ def writing(what: str) -> Iterator[None]:
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name the tensors of a checkpoint's decoder, without storage: parameters in `dtype`, routers'
-    state.
-
-    Parameters that a variant keeps in float32 stay that. Raises CheckpointError for a checkpoint of
-    another model.
-    """
+    """Return the tensors of a checkpoint's decoder by name, without storage: parameters in `dtype`
+    unless they stay in float32, and router state. Raises CheckpointError for another model."""
     empty = without_storage(model)
     params = dict(empty.named_parameters())
     check_parameters(checkpoint, read_state(checkpoint), params)
@@ -79,12 +75,9 @@ def write_safetensors(
     max_shard_size: str,
     exported: Sequence[Mapped] | None = None,
 ) -> int:
-    """Write a checkpoint's tensors as `<stem>.safetensors` into a directory, beyond max_shard_size
-    as several files with an index, as Hugging Face libraries write them; return the bytes of all
-    tensors.
+    """Write `<stem>.safetensors`, or several files with an index; return the bytes of all tensors.
 
     Args:
-        checkpoint: the files get the permissions of its state.json.
         ours: the result of `tensors_of`.
         exported: the tensors to write, made of ours; None writes ours under their own names.
     """
