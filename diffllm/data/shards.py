@@ -140,13 +140,13 @@ class Manifest:
         skipped = (self.skipped_empty, self.skipped_undecodable)
         if min(*skipped, self.heldout_unigram_entropy) < 0:
             raise ValueError("skipped_* and heldout_unigram_entropy must not be negative")
-        check_splits(self.splits)
+        check_split_counts(self.splits)
 
     def save(self, directory: Path) -> None:
         replace_file(directory / MANIFEST, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def check_splits(splits: Mapping[str, Split]) -> None:
+def check_split_counts(splits: Mapping[str, Split]) -> None:
     """Raise ValueError if a split is missing or contradicts itself."""
     if missing := [name for name in SPLITS if name not in splits]:
         raise ValueError(f"splits.{missing[0]} is missing")

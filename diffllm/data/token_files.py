@@ -55,7 +55,12 @@ class TokenFile:
         """Read tokens [start, stop), (stop - start,) int64; raises DataError for a token outside
         the vocabulary."""
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
-        check_pieces(self.path, tokens, self.pieces)
+        if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
+            wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
+            raise DataError(
+                f"{self.path}: token {wrong} is none of the tokenizer's {self.pieces:,} pieces: "
+                "it was written with another one, or the file has changed"
+            )
         return tokens
 
 
@@ -183,16 +188,6 @@ def documents_in(file: Tokens, start: int, stop: int) -> int:
         begins, begin = np.append(begin, ends[:-1]), ends[-1]
         found += int((np.minimum(ends, stop) > np.maximum(begins, start)).sum())
     return found
-
-
-def check_pieces(path: Path, tokens: np.ndarray, pieces: int) -> None:
-    """Raise DataError for a token outside the tokenizer's vocabulary."""
-    if tokens.max(initial=0) >= pieces or tokens.min(initial=0) < 0:
-        wrong = tokens[(tokens >= pieces) | (tokens < 0)][0]
-        raise DataError(
-            f"{path}: token {wrong} is none of the tokenizer's {pieces:,} pieces: it was written "
-            "with another one, or the file has changed"
-        )
 
 
 def fingerprint(path: Path) -> str:

@@ -15,7 +15,7 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import locked, replace_file
 from diffllm.core.typed import read_typed
 from diffllm.data.preparation.workers import DONE, READING, Counts
-from diffllm.data.shards import SPLITS, ShardWriter, Split, check_splits, token_dtype
+from diffllm.data.shards import SPLITS, ShardWriter, Split, check_split_counts, token_dtype
 from diffllm.data.text.corpus import Corpus, Part
 from diffllm.data.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class PartRecord:
     def load(cls, directory: Path, number: int) -> "PartRecord":
         """Read the record of a part; raises OSError, or ValueError for a damaged record."""
         record = read_typed(record_path(directory, number), cls)
-        check_splits(record.splits)
+        check_split_counts(record.splits)
         return record
 
 

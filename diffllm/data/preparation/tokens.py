@@ -94,7 +94,7 @@ class TokensJob:
         before = 1 - sum(sizes[number] for number in todo) / sum(sizes)
 
         def reading() -> str:
-            return ", ".join({parts[i].name for i in todo if counts.state[i] == READING})
+            return ", ".join(sorted({parts[i].name for i in todo if counts.state[i] == READING}))
 
         reporter = Reporter(before)
         with reporter.bar:

@@ -80,7 +80,7 @@ class FilesPart:
         """Yield the documents; raises DataError for a file that cannot be read, or has changed
         since it was hashed."""
         for part in self.slices:
-            with reading(part.path):
+            with naming(part.path):
                 check_unchanged(part.path, part.facts)
                 yield from part.read(part)
                 check_unchanged(part.path, part.facts)
@@ -98,7 +98,7 @@ def parts_of(
     size = 0
     columns = tuple(columns_of(cfg))
     for path, of_file, form in zip(paths, facts, formats, strict=True):
-        with reading(path):
+        with naming(path):
             slices = list(slices_of(path, of_file, form, cfg.sample_by, columns, least))
         for part in slices:
             collected.append(part)
@@ -112,12 +112,12 @@ def parts_of(
 def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
     """Raise DataError if a file has changed since it was hashed."""
     for path, of_file in zip(paths, facts, strict=True):
-        with reading(path):
+        with naming(path):
             check_unchanged(path, of_file)
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Turn every error of the block into a DataError that names the file."""
     try:
         yield
@@ -146,22 +146,16 @@ def paths_of(cfg: DataConfig) -> list[Path]:
                 f"data.paths: {pattern} matches no file; of a directory name the files, such as "
                 "DIRECTORY/*.parquet"
             )
-        for each in paths:
-            check_file(each)
-            found[each] = None
+        for each in paths:  # reading a pipe or a socket could block
+            with usable(each), open_regular(each, 2**63, follow=True):
+                found[each] = None
     return list(found)
 
 
 def begins_with_mark(path: Path) -> bool:
     """Whether a text begins with a byte order mark; False if it cannot be read."""
-    from diffllm.data.text.readers import opened
+    from diffllm.data.text.readers import unpacked
 
-    with suppress(OSError, ValueError), opened(path) as file:
+    with suppress(OSError, ValueError), unpacked(path) as file:
         return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
     return False
-
-
-def check_file(path: Path) -> None:
-    """Raise DataError for something else than a file: reading a pipe or a socket could block."""
-    with usable(path), open_regular(path, 2**63, follow=True):
-        pass

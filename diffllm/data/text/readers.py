@@ -60,15 +60,15 @@ def slices_of(
     start = path, facts, columns
     if form == "parquet":
         for size, first, last in row_groups(path, columns, least):
-            yield Slice(*start, size, read_rows, first, last)
+            yield Slice(*start, size, _read_rows, first, last)
         return
     compressed = path.suffix.lower() in COMPRESSIONS
     size = facts.size * (COMPRESSED_TEXT if compressed else 1)
-    read = read_lines if form == "text" else read_json_lines
+    read = _read_lines if form == "text" else _read_json_lines
     if form == "text" and sample_by is not SampleBy.line:
-        read = read_text if sample_by is SampleBy.document else read_paragraphs
+        read = _read_text if sample_by is SampleBy.document else _read_paragraphs
     elif form == "json" and begins_with(path) == b"[":
-        read = read_json_array
+        read = _read_json_array
     elif not compressed:
         for first, last in pairwise(line_starts(path, size, least)):
             yield Slice(*start, last - first, read, first, last)
@@ -95,7 +95,7 @@ def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tup
                 size, first = 0, i + 1
 
 
-def read_rows(part: Slice) -> Iterator[TextBatch]:
+def _read_rows(part: Slice) -> Iterator[TextBatch]:
     """Read row groups of a parquet file."""
     assert part.stop is not None
     groups, columns = range(part.start, part.stop), list(part.columns)
@@ -104,13 +104,13 @@ def read_rows(part: Slice) -> Iterator[TextBatch]:
             yield TextBatch(*(batch.column(name).to_pylist() for name in columns))
 
 
-def read_json_lines(part: Slice) -> Iterator[TextBatch]:
+def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
     """Read whole lines of a JSON-lines file, each an object or null."""
     lines, checked = 0, part.start > 0
     for block in text_blocks(part):
         rows: list[Any] = []
         texts: list[list[str | None]] = []
-        for line in block.split(b"\n"):
+        for line in io.BytesIO(block):
             lines += 1
             try:
                 if line.strip():
@@ -120,21 +120,21 @@ def read_json_lines(part: Slice) -> Iterator[TextBatch]:
                 before = sum(each.count(b"\n") for each in blocks(part.path, 0, part.start))
                 place = f"{part.path}: line {before + lines:,}"
                 raise DataError(f"{place}: {getattr(error, 'msg', reason(error))}") from error
-        lines -= 1  # nothing follows the last line feed
-        if rows and not checked:
-            check_columns(kinds_of_rows(rows), part.columns, str(part.path))
+        if not checked and (kinds := kinds_of_rows(rows)):
+            check_columns(kinds, part.columns, str(part.path))
             checked = True
         yield TextBatch(*map(list, zip(*texts, strict=True))) if texts else TextBatch([])
 
 
-def read_json_array(part: Slice) -> Iterator[TextBatch]:
+def _read_json_array(part: Slice) -> Iterator[TextBatch]:
     """Read a JSON file that is an array of objects at once."""
-    with opened(part.path) as file:
+    with unpacked(part.path) as file:
         rows = json.load(file)
     if not rows or not all(isinstance(row, dict) for row in rows):
         column = part.columns[0]
         raise ValueError(f"must be an array of objects, with text under data.text_column={column}")
-    check_columns(kinds_of_rows(rows), part.columns[:1], str(part.path))
+    if kinds := kinds_of_rows(rows):
+        check_columns(kinds, part.columns[:1], str(part.path))
     for start in range(0, len(rows), ROWS):
         texts = [texts_in(row, part.columns) for row in rows[start : start + ROWS]]
         yield TextBatch(*map(list, zip(*texts, strict=True)))
@@ -155,13 +155,13 @@ def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
     return texts
 
 
-def read_lines(part: Slice) -> Iterator[TextBatch]:
+def _read_lines(part: Slice) -> Iterator[TextBatch]:
     """Read whole lines of a text, each a document."""
     for block in text_blocks(part):
         yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
 
 
-def read_paragraphs(part: Slice) -> Iterator[TextBatch]:
+def _read_paragraphs(part: Slice) -> Iterator[TextBatch]:
     """Read a text whose documents are separated by an empty line."""
     rest = ""
     for block in text_blocks(part):
@@ -170,7 +170,7 @@ def read_paragraphs(part: Slice) -> Iterator[TextBatch]:
     yield TextBatch([rest] if rest else [])
 
 
-def read_text(part: Slice) -> Iterator[TextBatch]:
+def _read_text(part: Slice) -> Iterator[TextBatch]:
     """Read a text that is one document."""
     yield TextBatch([decoded(b"".join(text_blocks(part))).read()])
 
@@ -191,7 +191,7 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
     """Yield the bytes [start, stop) of a file, which end with a line, as blocks of whole lines."""
-    with opened(path) as file:
+    with unpacked(path) as file:
         if start:
             file.seek(start)
         left = None if stop is None else stop - start
@@ -213,7 +213,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
         yield block if part.start or number else block.removeprefix(codecs.BOM_UTF8)
 
 
-def opened(path: Path) -> IO[bytes]:
+def unpacked(path: Path) -> IO[bytes]:
     """Open a file, decompressed if it is compressed; a truncated file raises."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
@@ -229,7 +229,7 @@ def raw(path: Path) -> Any:
 
 def begins_with(path: Path) -> bytes:
     """Return the first byte of a file that is not whitespace."""
-    with opened(path) as file:
+    with unpacked(path) as file:
         while block := file.read(1 << 16):
             if text := block.removeprefix(codecs.BOM_UTF8).strip():
                 return text[:1]
