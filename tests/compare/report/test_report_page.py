@@ -159,7 +159,7 @@ def test_a_legend_of_many_rows_names_variants():
 def test_differences_and_notes_are_shown_and_leave_no_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared with each other; they differ in steps." in text
-    assert "rowsstandard steps=800diff_v2 steps=400 steps800400" in text
+    assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
     assert "diff_v2-0 has not finished: step 400 of 400" in text
     assert text.count("Rows are not comparable: they differ in steps.") >= 2
     assert "Gap to" not in text
@@ -227,7 +227,7 @@ def test_settings_are_those_of_all_runs():
     assert shown["optim.lr"] == "0.0003 or 0.001 or 0.003"
     assert shown["steps"] == "600"
     assert shown["device"] == "CPU"
-    assert "lr 0.0003 or 0.001 or 0.003" in Reader(page(comparison)).text
+    assert "optim.lr0.0003 or 0.001 or 0.003" in Reader(page(comparison)).text
 
 
 def test_finished_runs_are_counted():
