@@ -128,7 +128,7 @@ def hue_and_dash(variant: str) -> tuple[str, int]:
     return others[nth % len(others)], 1 + nth % (len(DASHES) - 1)
 
 
-def shortened(label: str, most: int = LONGEST) -> str:
+def short_label(label: str, most: int = LONGEST) -> str:
     return label if len(label) <= most else f"{label[: most - 1]}…"
 
 
@@ -138,7 +138,7 @@ def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
     if len(styles) > ENTRIES:
         entries = {style.variant: style for style in reversed(styles)}
         entries = dict(list(reversed(entries.items()))[:ENTRIES])
-    return [(shortened(name), style) for name, style in entries.items()]
+    return [(short_label(name), style) for name, style in entries.items()]
 
 
 def new_figure(width: float, height: float, styles: list[RowStyle] | None = None) -> "Figure":
@@ -276,7 +276,7 @@ def draw_gaps(
                     axes.plot(end, y, arrow, markersize=7, clip_on=False, color=colour)
         fill = SURFACE if ring else colour
         axes.plot(gap.mean, y, "o", ms=7, mew=1.8, color=colour, markerfacecolor=fill)
-    axes.set_yticks(range(len(gaps)), [shortened(style.label, 22) for style in styles])
+    axes.set_yticks(range(len(gaps)), [short_label(style.label, 22) for style in styles])
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.spines["left"].set_visible(False)
