@@ -134,7 +134,6 @@ def test_smaller_moduli_serve_where_larger_ones_are_too_coarse():
 
 
 def test_fields_of_the_own_variant_are_not_the_targets():
-    """gated matched to gated's YAML: the headwise gate is made up for."""
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model

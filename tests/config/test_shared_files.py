@@ -31,7 +31,7 @@ PLUGIN = "plugin_that_no_file_imports"
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path, monkeypatch):
     """A secret in the environment, a plug-in in the path, and no directories of YAMLs yet."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "MY_VARIABLE"):
@@ -114,16 +114,14 @@ SOURCES: dict[str, Callable[[str, str], None]] = {
         ("sample_prompt", r"$\{oc.env\:HF_TOKEN\}"),
     ],
 )
-def test_file_with_a_resolver_is_refused_before_it_is_resolved(
-    source: str, key: str, value: str
-) -> None:
+def test_file_with_a_resolver_is_refused_before_it_is_resolved(source, key, value):
     with pytest.raises(ConfigError, match="can be interpolated") as caught:
         SOURCES[source](key, value)
     assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
-def test_interpolation_that_two_keys_make_is_refused_before_it_is_resolved() -> None:
+def test_interpolation_that_two_keys_make_is_refused_before_it_is_resolved():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")
@@ -131,23 +129,7 @@ def test_interpolation_that_two_keys_make_is_refused_before_it_is_resolved() -> 
         load_config(["experiment=x", "model=tiny"], config_dir="mine")
 
 
-@pytest.mark.parametrize("word", [r"run.name=$\{oc.env\:HF_TOKEN\}", r"wandb.group=\${seed}"])
-def test_escaped_interpolation_on_the_command_line_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"can be interpolated|cannot contain \${"):
-        load_config(["model=tiny", word])
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["sources: {'${oc.env:HF_TOKEN}': {}}", "'${oc.env:HF_TOKEN}': 1", "source: '${oc.env:X}'"],
-)
-def test_recipe_with_a_resolver_in_a_name_is_refused(content: str) -> None:
-    Path("r.yaml").write_text(content)
-    with pytest.raises(ConfigError, match="can be interpolated"):
-        load_config(["data=r.yaml", "model=tiny"])
-
-
-def test_file_may_interpolate_keys_and_shares_of_the_steps() -> None:
+def test_file_may_interpolate_keys_and_shares_of_the_steps():
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text(
         "# @package _global_\nsteps: 40\noptim: {warmup_steps: '${of_steps:0.1, 200}'}\n"
@@ -159,18 +141,22 @@ def test_file_may_interpolate_keys_and_shares_of_the_steps() -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["steps=${oc.decode:'1'}", "run.dir=${hydra:runtime.cwd}", "seed=${oc.${a}:MY_VARIABLE}"],
+    [
+        r"run.name=$\{oc.env\:HF_TOKEN\}",
+        r"wandb.group=\${seed}",
+        "steps=${oc.decode:'1'}",
+        "run.dir=${hydra:runtime.cwd}",
+        "seed=${oc.${a}:MY_VARIABLE}",
+    ],
 )
-def test_command_line_with_another_resolver_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="can be interpolated"):
+def test_command_line_with_another_resolver_or_an_escaped_one_is_refused(word):
+    with pytest.raises(ConfigError, match=r"secrets come|cannot contain \${|can be interpolated"):
         load_config(["model=tiny", word])
 
 
 @pytest.mark.parametrize("load", [of_study, lambda word: of_study(arm=word), of_sweeper, of_sweep])
 @pytest.mark.parametrize("mark", ["", "+", "++"])
-def test_file_that_names_a_plugin_is_refused_and_imports_nothing(
-    load: Callable[[str], None], mark: str
-) -> None:
+def test_file_that_names_a_plugin_is_refused_and_imports_nothing(load, mark):
     with pytest.raises(ConfigError, match=r"a file cannot set plugins .* only the command line"):
         load(f"{mark}plugins=[{PLUGIN}]")
     assert PLUGIN not in sys.modules
@@ -181,18 +167,18 @@ def test_file_that_names_a_plugin_is_refused_and_imports_nothing(
     ["plugins.0=x", "~plugins", "plugins@data=x", " plugins =[x]", "+plugins.x=1", "plugins/x=1",
      "hydra.launcher.setup=[ls]", "hydra/launcher=x", "+hydra.callbacks.x._target_=x"],
 )  # fmt: skip
-def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word: str) -> None:
+def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word):
     with pytest.raises(ConfigError, match=r"^f: .*: a file cannot set plugins"):
         check_shared([word], "f")
 
 
-def test_config_of_a_planned_run_imports_nothing() -> None:
+def test_config_of_a_planned_run_imports_nothing():
     words = ["model=tiny", f"plugins=[{PLUGIN}]"]
     config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules
 
 
-def test_study_run_with_plugins_on_its_command_line_imports_them(capsys) -> None:
+def test_study_run_with_plugins_on_its_command_line_imports_them(capsys):
     Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
     words = ["s.yaml", "out=o", "--dry-run", f"plugins=[{PLUGIN}]"]
     try:
@@ -202,7 +188,7 @@ def test_study_run_with_plugins_on_its_command_line_imports_them(capsys) -> None
         sys.modules.pop(PLUGIN, None)
 
 
-def test_launcher_in_a_named_directory_is_refused() -> None:
+def test_launcher_in_a_named_directory_is_refused():
     """Its setup lines would run as shell commands."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
@@ -213,22 +199,7 @@ def test_launcher_in_a_named_directory_is_refused() -> None:
         ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
 
 
-@pytest.mark.parametrize(
-    "text", ["model: !!timestamp x", "a: &a [*a]", f"seed: {'9' * 5000}", "[1]", "\udcff"]
-)
-def test_odd_yaml_in_a_named_directory_names_its_file(text: str) -> None:
-    Path("mine/experiment").mkdir(parents=True)
-    Path("mine/experiment/x.yaml").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=r"mine/experiment/x\.yaml(:| has| is not) "):
-        load_config(["experiment=x"], config_dir="mine")
-
-
-def test_key_longer_than_a_file_name_is_one_error() -> None:
-    with pytest.raises(ConfigError, match="File name too long"):
-        load_config(["model=tiny", f"data.{'k' * 300}=1"])
-
-
-def test_weights_with_a_resolver_in_their_config_are_refused() -> None:
+def test_weights_with_a_resolver_in_their_config_are_refused():
     model = load_config(["model=tiny"]).model
     model.attention = variant_config("standard")
     model.match_params_to = None

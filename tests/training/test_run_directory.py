@@ -1,16 +1,12 @@
 """A run's directory: its name, its identity, and that nothing foreign is believed or harmed."""
 
-import os
 import re
-import subprocess
-import sys
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from runs.one_rank import write_checkpoint
 from tiers import families, slow_but
 
@@ -65,16 +61,12 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 # Names
 
 
-def test_a_run_goes_below_outputs_under_its_name():
+def test_a_run_goes_below_outputs_under_its_name(monkeypatch):
     assert choose_path(tiny()) == Path("outputs/a-run")
     assert choose_path(tiny("run.sweep=lrs")) == Path("outputs/lrs/a-run")
-    assert choose_path(tiny("run.dir=/somewhere/else")) == Path("/somewhere/else")
-    assert choose_path(tiny("run.dir=/somewhere/else", "run.sweep=lrs")) == Path("/somewhere/else")
-
-
-def test_a_home_directory_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert choose_path(tiny("run.dir='~/runs/x'")) == Path("/home/someone/runs/x")
+    assert choose_path(tiny("run.dir=/somewhere/else", "run.sweep=lrs")) == Path("/somewhere/else")
 
 
 def test_a_run_without_a_name_gets_one_that_says_what_it_is():
@@ -84,7 +76,6 @@ def test_a_run_without_a_name_gets_one_that_says_what_it_is():
 
 
 def test_a_directory_that_is_refused_keeps_no_lock(tmp_path):
-    """Nor parents that were made for it."""
     (tmp_path / "metrics.jsonl").write_text("another's")
     directory = RunDirectory(tmp_path, tiny())
     with pytest.raises(ConfigError, match="not a run of ours"):
@@ -95,12 +86,6 @@ def test_a_directory_that_is_refused_keeps_no_lock(tmp_path):
     with pytest.raises(ConfigError, match="File name too long"):
         RunDirectory(tmp_path / "outputs" / ("x" * 300), tiny())
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_name_leaves_room_for_the_names_of_logs():
-    with pytest.raises(ConfigError, match=r"run\.name='x+' must be .* at most 230 bytes"):
-        choose_path(tiny(f"run.name={'x' * 231}"))
-    assert choose_path(tiny(f"run.name={'x' * 230}")).name == "x" * 230
 
 
 def test_runs_without_a_name_that_start_in_one_second_are_apart(tmp_path, monkeypatch):
@@ -115,12 +100,14 @@ def test_runs_without_a_name_that_start_in_one_second_are_apart(tmp_path, monkey
     assert names == ["tiny-gated-now", "tiny-gated-now-2", "tiny-gated-now-3"]
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "..", "a b", "/abs", "a\n", ""])
+@pytest.mark.parametrize("name", ["a/b", "..", "a b", "a\n", "", "x" * 231])
 def test_a_name_that_is_not_one_path_component_is_refused(name):
+    """Names have at most 230 bytes, which leaves room for the names of logs."""
     cfg = tiny()
     cfg.run.name = name
     with pytest.raises(ConfigError, match=r"run\.name="):
         choose_path(cfg)
+    assert choose_path(tiny(f"run.name={'x' * 230}")).name == "x" * 230
 
 
 # Identity
@@ -135,11 +122,9 @@ def test_the_same_config_may_go_on(begun):
 OTHERS = [
     ("seed=7", "seed: 0 there, 7 here"),
     ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 there, 0.5 here"),
+    ("attention=standard", "attention"),
     ("steps=301", "steps"),
-    ("global_batch_size=32", "global_batch_size"),
-    ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
     ("precision=fp32", "precision: auto there, fp32 here"),
-    ("data.heldout_fraction=0.1", "data.heldout_fraction"),
     ("data.mask_documents=true", "data.mask_documents: False there, True here"),
 ]
 
@@ -155,51 +140,20 @@ def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override
     assert snapshot(begun) == before
 
 
-def test_the_experiment_that_a_refused_run_was_made_with_is_named(tmp_path, tokenizer):
-    first = RunDirectory(tmp_path / "run", load_config(["experiment=quickstart"]))
-    first.begin(tokenizer)
-    first.lock.release()
-    (first.path / "metrics.jsonl").touch()
-    quickstart = RunDirectory(first.path, load_config(["wandb.mode=offline"]))
-    quickstart.check()
-    quickstart.lock.release()
-    again = RunDirectory(first.path, load_config(["attention=standard"]))
-    with pytest.raises(ConfigError, match=r"\), made with experiment=quickstart; choose another"):
-        again.check()
-
-
-def test_a_variant_without_fields_of_its_own_is_told_from_another_without(tmp_path, tokenizer):
-    first = RunDirectory(tmp_path / "run", tiny("attention=standard"))
-    first.begin(tokenizer)
-    first.lock.release()
-    (first.path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"another config \(.*attention"):
-        RunDirectory(first.path, tiny("attention=diff_v2")).check()
-
-
 FREE = [
     "log_interval=3",
-    "wandb.mode=disabled",
-    "checkpoint.interval=7",
-    "checkpoint.keep_last=0",
-    "eval.interval=7",
-    "diagnostics.interval=0",
-    "parallel.replicate=2",
     "parallel=hsdp",
     "micro_batch_size=2",
+    "checkpoint.interval=7",
+    "eval.interval=7",
     "compile=false",
-    "activation_checkpointing=true",
-    "model.loss_chunk=64",
     "data.cache_dir=/elsewhere",
     "data.num_workers=0",
-    "distributed.timeout=5",
     "run.name=another-name",
 ]
 
 
-@pytest.mark.parametrize(
-    "override", slow_but(["log_interval=3", "parallel=hsdp", "micro_batch_size=2"], FREE)
-)
+@pytest.mark.parametrize("override", slow_but(FREE[:3], FREE))
 def test_what_does_not_change_the_result_may_change(begun, override):
     RunDirectory(begun, tiny(override)).check()
 
@@ -220,7 +174,6 @@ MATCHED = ("attention=standard", "model.match_params_to=diff_v2")
 
 @pytest.fixture
 def matched(tmp_path: Path, tokenizer: Path) -> Path:
-    """The directory of a run whose width was solved."""
     directory = RunDirectory(tmp_path / "matched", tiny(*MATCHED))
     directory.begin(tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -240,41 +193,10 @@ def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch
     assert saved.model.ffn_dim == saved.run.matched.ffn_dim > 384
 
 
-OTHER_MATCHES = [
-    (["attention=standard"], "model.ffn_dim: 432 there, 384 here"),
-    (["attention=standard"], "model.match_params_to: diff_v2 there, None here"),
-    (
-        ["attention=standard", "model.match_params_to=gated_headwise"],
-        "model.ffn_dim: 432 there",
-    ),
-    ([*MATCHED, "model.ffn_dim=512"], "model.ffn_dim: 432 there"),
-]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    slow_but(OTHER_MATCHES[:2], OTHER_MATCHES),
-)
-def test_a_matched_run_with_another_width_or_target_is_refused(matched, overrides, key):
-    with pytest.raises(ConfigError, match="is a run with another config") as caught:
+@pytest.mark.parametrize("overrides", [["attention=standard"], [*MATCHED, "model.ffn_dim=512"]])
+def test_a_matched_run_with_another_width_or_target_is_refused(matched, overrides):
+    with pytest.raises(ConfigError, match=r"another config .*model\.ffn_dim: 432 there"):
         RunDirectory(matched, tiny(*overrides)).check()
-    assert key in str(caught.value)
-
-
-def test_resume_never_refuses_a_directory_that_holds_a_run(begun, tmp_path):
-    before = snapshot(begun)
-    with pytest.raises(ConfigError, match="resume=never"):
-        RunDirectory(begun, tiny("resume=never")).check()
-    assert snapshot(begun) == before
-    RunDirectory(tmp_path / "fresh", tiny("resume=never")).check()
-
-
-def test_a_directory_with_checkpoints_but_no_config_is_not_ours(begun):
-    (begun / "config.yaml").unlink()
-    before = snapshot(begun)
-    with pytest.raises(ConfigError, match=r"no config\.yaml"):
-        RunDirectory(begun, tiny()).check()
-    assert snapshot(begun) == before
 
 
 def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(begun, tmp_path):
@@ -338,44 +260,12 @@ def test_a_run_beside_those_of_a_sweep_needs_a_name(tmp_path, monkeypatch):
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
 
 
-# Whether it may be used
-
-
-@pytest.mark.slow
-def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
-    held = RunDirectory(tmp_path / "run", tiny())
-    script = (
-        "import sys; from pathlib import Path; from diffllm import load_config\n"
-        "from diffllm.training.directory import RunDirectory\n"
-        "RunDirectory(Path(sys.argv[1]), load_config(['model=tiny']))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "run")]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode != 0
-    assert f"is in use by process {os.getpid()} on " in refused.stderr
-    assert "InUseError" in refused.stderr
-    held.lock.release()
-    RunDirectory(tmp_path / "run", tiny()).lock.release()
-
-
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
-        RunDirectory(tmp_path / "file" / "run", tiny())
-    with pytest.raises(ConfigError, match="cannot be written"):
-        RunDirectory(tmp_path / "file", tiny())
-    assert (tmp_path / "file").read_text() == "not a directory"
-
-
-def test_a_directory_on_a_read_only_file_system_is_refused():
-    with pytest.raises(ConfigError, match="cannot be written"):
-        RunDirectory(Path("/proc/sys/run"), tiny())
-
-
-def test_a_directory_whose_lock_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        RunDirectory(tmp_path / "run", tiny())
+    for path in (tmp_path / "file" / "run", tmp_path / "run", Path("/proc/sys/run")):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            RunDirectory(path, tiny())
 
 
 # config.yaml
@@ -405,17 +295,6 @@ def test_config_yaml_gives_back_the_config_and_an_identical_model(tmp_path, toke
         assert torch.equal(value, second[name]), name
 
 
-def test_fields_of_a_variant_come_back(tmp_path, tokenizer):
-    cfg = tiny("attention=gated", "model.attention.gate=headwise")
-    RunDirectory(tmp_path / "run", cfg).begin(tokenizer)
-    assert load_run_config(tmp_path / "run") == cfg
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["model"]["attention"] == {
-        "backend": "sdpa",
-        "context_scale": 1.0,
-        "gate": "headwise",
-    }
-
-
 def test_config_yaml_does_not_depend_on_later_defaults_or_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("DIFFLLM_CACHE", "/cache-one")
     tokenizer = tmp_path / "t.model"
@@ -427,54 +306,25 @@ def test_config_yaml_does_not_depend_on_later_defaults_or_environment(tmp_path, 
     assert again.model.seq_len == 64
 
 
-def saved_text(tmp_path: Path) -> str:
-    tokenizer = tmp_path / "t.model"
-    tokenizer.touch()
-    RunDirectory(tmp_path / "saved", tiny()).begin(tokenizer)
-    return (tmp_path / "saved" / "config.yaml").read_text()
+STANDARD = b"run: {choices: {attention: standard}}\n"
+FOREIGN = [
+    b"learning_rate: 0.1\nmodel: gpt2\n",
+    b"run: {choices: {attention: ../../etc/passwd}}\n",
+    b"run: {choices: [1]}\n",
+    STANDARD + b"model: {foo: 1}\n",
+    STANDARD + b"seed: ${seed}\n",
+    STANDARD + b"model: {_target_: os.system}\n",
+    b"run: {choices: {attention: standard}, matched: {target: gated}}\n",
+]
 
 
-FOREIGN = {
-    "another program's": b"learning_rate: 0.1\nmodel: gpt2\n",
-    "a config of hydra's": b"run:\n  dir: /tmp\n",
-    "an unknown variant": b"run: {choices: {attention: nonsense}}\n",
-    "a variant that is a path": b"run: {choices: {attention: ../../etc/passwd}}\n",
-    "a variant that is an override": b"run: {choices: {attention: 'standard,diff_v2'}}\n",
-    "a variant that is a mapping": b"run: {choices: {attention: {a: 1}}}\n",
-    "no variant": b"run: {choices: {attention: null}}\n",
-    "choices that are a list": b"run: {choices: [1]}\n",
-    "an unknown key": b"run: {choices: {attention: standard}}\nmodel: {foo: 1}\n",
-    "a wrong type": b"run: {choices: {attention: standard}}\nmodel: {dim: wide}\n",
-    "a missing interpolation": b"run: {choices: {attention: standard}}\nseed: ${nowhere}\n",
-    "an interpolation of itself": b"run: {choices: {attention: standard}}\nseed: ${seed}\n",
-    "an unknown resolver": b"run: {choices: {attention: standard}}\nseed: ${py:1+1}\n",
-    "a bad interpolation": b"run: {choices: {attention: '${'}}\n",
-    "a target": b"run: {choices: {attention: standard}}\nmodel: {_target_: os.system}\n",
-    "a match that is a number": b"run: {choices: {attention: standard}, matched: 17}\n",
-    "half a match": b"run: {choices: {attention: standard}, matched: {target: gated}}\n",
-    "a model that is a number": b"run: {choices: {attention: standard}}\nmodel: 17\n",
-}
-
-
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN.keys())
+@pytest.mark.parametrize("content", FOREIGN)
 def test_a_foreign_config_yaml_is_one_error_line(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         load_run_config(tmp_path)
     assert "config.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_key_of_another_version_is_named(tmp_path):
-    (tmp_path / "config.yaml").write_text(saved_text(tmp_path) + "from_the_future: 1\n")
-    with pytest.raises(CheckpointError, match="from_the_future"):
-        load_run_config(tmp_path)
-
-
-def test_a_directory_without_config_yaml_is_not_a_run(tmp_path):
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match="is not a run directory"):
-            load_run_config(path)
 
 
 # Where a start continues
@@ -491,11 +341,7 @@ def test_what_resume_means(tmp_path):
     assert resume_checkpoint(tiny(f"resume={other[0]}"), []) == other[0]
     # a requeued job that was started from elsewhere goes on with its own
     assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
-
-
-def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir(parents=True)
-    for path in (tmp_path / "empty", tmp_path / "nowhere"):
+    for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             resume_checkpoint(tiny(f"resume={path}"), [])
 

@@ -40,22 +40,7 @@ def test_the_training_loss_says_over_which_steps_it_is_a_mean(steps, mean_of):
     assert "held-out loss not finite: the run diverged\n" in diverged
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["wandb.mode=disabled"], "off"),
-        (["wandb.mode=offline"], "offline; `wandb sync run/wandb/offline-run-*` uploads it"),
-        (
-            ["wandb.mode=online", "wandb.entity=me"],
-            "online, project me/diffllm, a copy in run/wandb",
-        ),
-    ],
-)
-def test_the_head_says_where_wandb_writes(words, text):
-    assert wandb_text(load_config(words), Path("run")) == text
-
-
-def test_the_head_says_how_often_the_corpus_is_read_and_how_much_is_held_out():
+def test_the_head_says_epochs_held_out_tokens_and_where_wandb_writes():
     data = SimpleNamespace(
         manifest=SimpleNamespace(splits={"heldout": SimpleNamespace(tokens=999)}, cut=False),
         split=lambda name: range({"train": 100 * 32 + 1}[name]),
@@ -65,3 +50,6 @@ def test_the_head_says_how_often_the_corpus_is_read_and_how_much_is_held_out():
     assert heldout_text(data).startswith("999 held out, which says little: a larger data.heldout_f")
     data.manifest.splits["heldout"].tokens, data.manifest.cut = 1000, True
     assert heldout_text(data) == "1,000 held out, the end of the text"
+    assert wandb_text(load_config(["wandb.mode=disabled"]), Path("run")) == "off"
+    online = load_config(["wandb.mode=online", "wandb.entity=me"])
+    assert wandb_text(online, Path("run")) == "online, project me/diffllm, a copy in run/wandb"

@@ -148,7 +148,6 @@ sign from batch to batch: 4.9e-3 and 0.11."""
 
 
 def limits(variant, name):
-    """Largest one minus cosine and relative error of a gradient in bf16."""
     if variant.startswith("diff_v1") and ".lambda_" in name:
         return COSINE_ATOL_VECTORS, ERROR_VECTORS
     if variant == "diff_v1_lambda_const":
