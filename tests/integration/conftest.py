@@ -1,11 +1,19 @@
 """A tiny corpus, one cache for the session, and one finished run."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import disks
 import pytest
-from runs.command import clean_environment, documents, train, write_jsonl
+from runs.command import (
+    clean_environment,
+    documents,
+    prepared_corpus,
+    train,
+    unfinish,
+    write_jsonl,
+)
 
 
 @pytest.fixture(scope="session")
@@ -25,18 +33,25 @@ def environment(cache_dir: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def corpus(workplace: Path) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of `overrides_of`, with its tokens prepared; not to be written to."""
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def code(workplace: Path) -> Path:
+    """The corpus of `tiny`."""
     return write_jsonl(workplace / "corpus.jsonl", documents(300))
 
 
 @pytest.fixture(scope="session")
-def tiny(corpus: Path) -> list[str]:
+def tiny(code: Path) -> list[str]:
     """Overrides of a run that takes a moment."""
     return [
         "model=tiny",
         "model.vocab_size=512",
         "data=files",
-        f"data.paths=[{corpus}]",
+        f"data.paths=[{code}]",
         "data.num_workers=0",
         "data.heldout_fraction=0.1",
         "seq_len=32",
@@ -62,6 +77,14 @@ def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) 
     assert result.code == 0, result.err
     assert "outputs/finished/report.html" in result.out
     return workplace / "outputs" / "finished"
+
+
+@pytest.fixture
+def killed_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of that run as if it had been killed after its checkpoint of step 2."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    unfinish(run, 4)
+    return run
 
 
 @pytest.fixture

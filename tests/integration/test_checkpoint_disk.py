@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs.command import Gate, finish, metric_lines, prepared_corpus, start
+from runs.command import Gate, finish, metric_lines, start, the_error
 
 from diffllm.checkpoint.directory import list_checkpoints, step_of
 from diffllm.checkpoint.manifest import verify
@@ -16,11 +16,6 @@ LAST = 24
 WORDS = (f"steps={LAST}", "checkpoint.interval=4", "log_interval=1", f"eval.interval={LAST}")
 TOO_SMALL = 1_000_000
 """Bytes a file may have; tensors take seven times as many, everything else a tenth."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def limit_files(pid: int, size: int) -> None:
@@ -83,7 +78,7 @@ def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tm
         process.signal(signal.SIGTERM)
     gate.open()
     output = process.finish(2)
-    (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    error = the_error(output)
     assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
     assert (f"error: step {LAST} " in error) == (how == "the last step")
     newest = list_checkpoints(run / "checkpoints")[-1]

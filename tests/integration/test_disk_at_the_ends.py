@@ -3,11 +3,10 @@
 import contextlib
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
-from runs.command import Gate, finish, metric_lines, prepared_corpus, start, train
+from runs.command import Gate, finish, metric_lines, start, the_error, train
 from tiers import slow_but
 
 from diffllm.checkpoint.directory import list_checkpoints
@@ -15,11 +14,6 @@ from diffllm.checkpoint.directory import list_checkpoints
 LAST = 8
 WORDS = (f"steps={LAST}", "checkpoint.interval=2", "log_interval=1", f"eval.interval={LAST}")
 PAGE = 4096
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def fill(disk: Path, pages: int) -> Path:
@@ -31,57 +25,39 @@ def fill(disk: Path, pages: int) -> Path:
     return filler
 
 
-def assert_one_line(output: str) -> None:
-    """A mistake is said in a line, and by no traceback."""
-    assert "Traceback" not in output
-    assert len([line for line in output.splitlines() if line.startswith("error: ")]) == 1, output
-
-
-def stopped(prepared: Path, run: Path, ranks: int = 1) -> None:
-    """Stop a run at its fourth step, after the checkpoint there."""
-    gate = Gate(run, 4)
-    process = start(prepared, run, *WORDS, ranks=ranks)
-    process.wait_for(gate.reached, "step 4")
-    process.signal(signal.SIGTERM)
-    gate.open()
-    process.finish()
-
-
 @pytest.mark.parametrize(
     ("pages", "ranks"),
     slow_but([(0, 1)], [(p, ranks) for p in range(8) for ranks in (1, 2)]),
 )
-def test_a_start_without_room_loses_nothing(prepared, small_disk, pages, ranks):
-    """Wherever the room ends: the run is as it was, and goes on once there is some."""
+def test_a_start_without_room_loses_nothing(corpus, small_disk, pages, ranks):
     run = small_disk / "run"
-    stopped(prepared, run, ranks)
+    start(corpus, run, *WORDS, ranks=ranks).stop_at(Gate(run, 4))
     before = (run / "metrics.jsonl").read_bytes()
     filler = fill(small_disk, pages)
-    again = start(prepared, run, *WORDS, ranks=ranks)
+    again = start(corpus, run, *WORDS, ranks=ranks)
     assert set(again.codes()) == {2}, again.text()
-    assert_one_line(again.text())
+    the_error(again.text())
     assert (run / "metrics.jsonl").read_bytes().startswith(before)
     filler.unlink()
-    assert "continues after step " in finish(prepared, run, *WORDS, ranks=ranks)
+    assert "continues after step " in finish(corpus, run, *WORDS, ranks=ranks)
     assert [line["step"] for line in metric_lines(run)] == list(range(1, LAST + 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_end_without_room_is_measured_again(prepared, small_disk, ranks):
-    """The summary and the losses of held-out documents are one evaluation from there."""
+def test_an_end_without_room_is_measured_again(corpus, small_disk, ranks):
     run = small_disk / "run"
     gate = Gate(run, "heldout")
-    process = start(prepared, run, *WORDS, ranks=ranks)
+    process = start(corpus, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the held-out documents")
     filler = fill(small_disk, 0)
     gate.open()
     codes = process.codes()
     assert codes[0] == 2, process.text()
-    assert_one_line(process.text())
+    the_error(process.text())
     assert not (run / "summary.json").exists()
     filler.unlink()
-    finish(prepared, run, *WORDS, ranks=ranks)
+    finish(corpus, run, *WORDS, ranks=ranks)
     assert (run / "summary.json").exists()
 
 
@@ -90,17 +66,17 @@ def test_a_sweep_without_room_says_so(small_disk, environment, tiny):
     words = ["-m", *tiny, "seed=0,1", "run.sweep=full"]
     ended = train(words, small_disk, environment)
     assert ended.code == 2, ended
-    assert_one_line(ended.err)
+    the_error(ended.err)
     filler.unlink()
     assert list(small_disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("instead", slow_but(["nothing"], ["nothing", "another directory"]))
-def test_a_directory_that_is_removed_ends_its_run(prepared, tmp_path, ranks, instead):
+def test_a_directory_that_is_removed_ends_its_run(corpus, tmp_path, ranks, instead):
     run = tmp_path / "run"
     gate = Gate(run, 5)
-    process = start(prepared, run, *WORDS, ranks=ranks)
+    process = start(corpus, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "step 5")
     process.wait_for(lambda: len(list_checkpoints(run / "checkpoints")) == 2, "checkpoint")
     run.rename(tmp_path / "away")  # at once: it writes there still
@@ -109,6 +85,5 @@ def test_a_directory_that_is_removed_ends_its_run(prepared, tmp_path, ranks, ins
         run.mkdir()
     codes = process.codes()
     assert set(codes) == {2}, process.text()
-    assert "the run's directory has been removed" in process.text()
-    assert_one_line(process.text())
+    assert "the run's directory has been removed" in the_error(process.text())
     assert not list(tmp_path.rglob("summary.json"))

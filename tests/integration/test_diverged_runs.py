@@ -2,18 +2,14 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from runs.command import (
-    ROOT,
     Result,
     checkpoint_tensors,
     finish,
-    prepared_corpus,
     start,
     tool,
     train,
@@ -25,12 +21,12 @@ from diffllm.metrics.records import diverged
 
 DIVERGES = ["optim.lr=100", "optim.clip_norm=0", "train.skip_step=off"]
 """The first update is so large that no later loss is finite."""
-SHAPES = ["standard", "diff_v1", "gated", "moe", "2 ranks"]
+SHAPES = ["diff_v1", "moe", "2 ranks"]
 
 
 def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
     model = ["model=moe_tiny", "model.vocab_size=512"] if shape == "moe" else []
-    attention = [f"attention={shape}"] if shape in ("standard", "diff_v1", "gated") else []
+    attention = ["attention=diff_v1"] if shape == "diff_v1" else []
     words = [*DIVERGES, *model, *attention, f"steps={steps}", "run.report=true"]
     return finish(corpus, path, *words, ranks=2 if shape == "2 ranks" else 1)
 
@@ -45,9 +41,8 @@ def strict(file: Path) -> dict:
 
 
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
-def test_a_diverged_run_ends_as_one(shape, tmp_path):
-    """With a sample of its text, a summary and a report; started again, it is finished."""
-    path, corpus = tmp_path / "run", prepared_corpus(tmp_path)
+def test_a_diverged_run_ends_as_one(corpus, shape, tmp_path):
+    path = tmp_path / "run"
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
     assert "not written" not in output
@@ -74,23 +69,19 @@ def test_a_sweep_and_a_report_say_it(tmp_path, environment, tiny):
 
 
 def lines(result: Result, text: str) -> list[str]:
-    """The runs at the beginning of the lines with a text."""
     found = [line for line in result.out.splitlines() if text in line]
     return [line.split()[0] for line in found if line.startswith("outputs/")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lr", "decay", "warmup"),
-    slow_but([(1e20, 1e30, 0)], [(1e20, 1e30, 0), (1, 100, 0), (1e20, 0, 5), (100, 1, 5)]),
-)
-def test_parameters_stay_finite_whatever_the_learning_rate(tmp_path, lr, decay, warmup):
+@pytest.mark.parametrize(("lr", "decay", "warmup"), [(1e20, 1e30, 0), (1, 100, 0), (1e20, 0, 5)])
+def test_parameters_stay_finite_whatever_the_learning_rate(corpus, tmp_path, lr, decay, warmup):
     """Where updates that are not finite are skipped, as they are unless that is turned off."""
     words = [
         *(f"optim.lr={lr}", f"optim.weight_decay={decay}", f"optim.warmup_steps={warmup}"),
         *("steps=60", "precision=fp32", "train.max_consecutive_skips=1000", "log_interval=60"),
     ]
-    finish(prepared_corpus(tmp_path), tmp_path / "run", *words)
+    finish(corpus, tmp_path / "run", *words)
     for name, value in checkpoint_tensors(tmp_path / "run", 60).items():
         assert math.isfinite(value.abs().max()), name
 
@@ -99,14 +90,13 @@ LIMIT, LOGGED = 6, 5
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_too_many_skips_in_a_row_save_and_end_the_run(tmp_path, ranks):
+def test_too_many_skips_in_a_row_save_and_end_the_run(corpus, tmp_path, ranks):
     """The first update is finite and so large that no later loss is."""
     run = tmp_path / "run"
     words = (
         *("optim.lr=1e20", "optim.warmup_steps=0", "steps=60", f"log_interval={LOGGED}"),
         *(f"train.max_consecutive_skips={LIMIT}", "precision=fp32"),
     )
-    corpus = prepared_corpus(tmp_path)
     output = start(corpus, run, *words, ranks=ranks).finish()
     assert output.count("diverged: stopped after step 10, saved: 9 updates in a row") == 1
     assert "error" not in output
@@ -154,15 +144,9 @@ def test_a_sweep_counts_it_as_ended(tmp_path, environment, tiny):
 
 
 @pytest.mark.slow
-def test_loss_and_gradient_spike(tmp_path):
-    run = tmp_path / "run"
-    words = ["experiment=large_lr", f"run.dir={run}", "wandb.mode=disabled"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words, f"data.cache_dir={tmp_path / 'cache'}"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((run / "summary.json").read_text())
+def test_loss_and_gradient_spike(tmp_path, environment):
+    words = ["experiment=large_lr", "run.dir=run", "wandb.mode=disabled"]
+    assert train(words, tmp_path, environment).code == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["spikes/loss_total"] >= 1
     assert summary["spikes/grad_total"] >= 1

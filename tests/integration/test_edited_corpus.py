@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.command import overrides_of, prepared_corpus, start
+from runs.command import overrides_of, prepared_corpus, start, the_error
 
 from diffllm import load_config
 from diffllm.data.preparation.prepare import prepare
@@ -20,7 +20,6 @@ STEPS = 6
 
 @pytest.fixture
 def begun(tmp_path: Path) -> tuple[Path, Path]:
-    """A corpus, and a run on it that has more steps to go."""
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     start(corpus, run, f"steps={STEPS}", "eval.interval=100").finish()
     return corpus, run
@@ -30,7 +29,7 @@ def goes_on(corpus: Path, run: Path, *changed: str) -> None:
     """The run is refused what has changed, and takes it where it is allowed."""
     more = [f"steps={STEPS + 2}", "eval.interval=100", "run.allow_changes=[steps]"]
     refused = start(corpus, run, *more).finish(2)
-    (error,) = [line for line in refused.splitlines() if line.startswith("error: ")]
+    error = the_error(refused)
     assert "the checkpoint belongs to another order of data" in error
     assert all(f"{key}: " in error for key in changed)
     allowed = f"run.allow_changes=[steps,{','.join(changed)}]"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of, prepared_corpus
+from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of
 
 from diffllm.config import load_config
 from diffllm.data.preparation.prepare import prepare
@@ -26,13 +26,7 @@ SPEED = ("seconds", "tokens_per_s")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
 def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of one rank."""
     run = tmp_path_factory.mktemp("straight") / "run"
     finish(corpus, run, *WORDS)
     return run
@@ -62,21 +56,6 @@ def test_a_run_ends_with_the_loss_of_every_document(corpus, straight):
     assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], "it is of a sample"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True], ids=["free", "masked"])
-def test_one_and_two_ranks_measure_the_same(corpus, tmp_path, masked):
-    """After one step, which parts them by rounding alone."""
-    words = (*WORDS, "steps=1", f"data.mask_documents={masked}")
-    for ranks in (1, 2):
-        finish(corpus, tmp_path / f"{ranks}", *words, ranks=ranks)
-    one, two = (document_losses(tmp_path / f"{ranks}") for ranks in (1, 2))
-    assert one.nats == pytest.approx(two.nats, rel=1e-5)
-    for name in ("tokens", "bytes", "texts"):
-        assert np.array_equal(getattr(one, name), getattr(two, name))
-    (mine, other) = (summary_of(tmp_path / f"{ranks}") for ranks in (1, 2))
-    assert mine["heldout_loss"] == pytest.approx(other["heldout_loss"], rel=1e-5)
-
-
 def assert_ended_as(run: Path, straight: Path) -> None:
     mine, other = document_losses(run), document_losses(straight)
     for name in ("nats", "tokens", "bytes", "texts"):
@@ -103,12 +82,8 @@ def test_a_run_killed_while_it_measures_does_so_when_it_continues(corpus, straig
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_while_it_measures_stops_all_ranks(corpus, straight, tmp_path, ranks, number):
     run = tmp_path / "run"
-    gate = Gate(run, "heldout")
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
-    first.wait_for(gate.reached, "evaluation of documents")
-    first.signal(number, ranks - 1)
-    gate.open()
-    said = first.finish()
+    said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
     assert f"stopped by {number.name} after step {STEPS}, saved; the same command continues" in said
     assert json.loads((run / "requeue").read_text()) == {"signal": number.name, "step": STEPS}
     assert not (run / "summary.json").exists()

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,6 +104,21 @@ class ForkedRun:
             assert all(p.is_alive() for p in self.processes), f"ended before {what}: {self.text()}"
             assert time.monotonic() < deadline, f"no {what}: {self.text()}"
             time.sleep(0.005)
+
+    def stop_at(self, gate: "Gate", number: int = signal.SIGTERM, *ranks: int) -> str:
+        """Signal some ranks, or all, while the run waits at a gate; return the output."""
+        self.wait_for(gate.reached, "gate")
+        self.signal(number, *ranks)
+        gate.open()
+        return self.finish()
+
+    def kill_at(self, gate: "Gate", saved: Path | None = None) -> None:
+        """Kill the run at a gate, once a checkpoint has been saved."""
+        self.wait_for(gate.reached, "gate")
+        if saved:
+            self.wait_for(saved.exists, "checkpoint")
+        self.kill()
+        gate.open()
 
     def signal(self, number: int, *ranks: int) -> None:
         for rank in ranks or range(len(self.processes)):
@@ -331,8 +347,9 @@ def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl."""
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    """The lines of a run's metrics.jsonl; none before its first step."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half done
 
 
@@ -407,8 +424,7 @@ def wait_for(condition, process: subprocess.Popen, what: str) -> None:
 
 def metric_lines(run: Path) -> list[dict]:
     """metrics.jsonl without what depends on the machine's speed."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(PERF)} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(PERF)} for line in metrics(run)]
 
 
 def checkpoint_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -427,10 +443,36 @@ def assert_same_weights(one: Path, other: Path, step: int) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
+def the_error(text: str) -> str:
+    """Return the only error line of an output, which has no traceback."""
+    assert "Traceback" not in text, text
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def refusal_of(result: Result) -> str:
+    """Return all that a refused command says on stderr, which is one line."""
+    assert result.code == 2, result
+    (line,) = result.err.splitlines()
+    assert line.startswith("error: "), result
+    return line
+
+
+def unfinish(run: Path, step: int) -> None:
+    """Leave a finished run as it was before its checkpoint of the last step."""
+    shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    shutil.rmtree(run / "heldout", ignore_errors=True)
+    (run / "summary.json").unlink()
+
+
+def steps_logged(run: Path) -> list[int]:
+    return [line["step"] for line in metrics(run)]
+
+
 def reached(run: Path, step: int) -> bool:
     """Whether a step's line has been written."""
-    file = run / "metrics.jsonl"
-    return file.exists() and f'"step": {step},' in file.read_text()
+    return step in steps_logged(run)
 
 
 # Commands in this process and in new interpreters, and what they left alone
