@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.data import TrainLoader
+from diffllm.data.loader import TrainLoader
 from diffllm.distributed.gradients import Norms, parameter_norm
 from diffllm.metrics.diagnostics import Stats, named_values
 from diffllm.metrics.display import Display, measured

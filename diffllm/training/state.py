@@ -23,8 +23,8 @@ from diffllm.config import TrainConfig
 from diffllm.config.schema import OF_WEIGHTS, Changes, changes_text, is_allowed
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import user_path
-from diffllm.data import Prepared, training_samples
-from diffllm.data.samples import Samples
+from diffllm.data.mixture import Prepared
+from diffllm.data.samples import Samples, training_samples
 from diffllm.distributed.launcher import MKL_MODE
 from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor

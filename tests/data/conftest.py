@@ -1,6 +1,6 @@
 """Small real corpora and token streams."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from sample_texts import sample_documents
 
 from diffllm.data import shards
 from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.loader import TrainLoader
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.shards import Manifest, ShardWriter, Split
 from diffllm.data.streams import TokenStream
@@ -89,3 +90,18 @@ def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         return TokenStream(directory, Manifest.load(directory), "train")
 
     return make
+
+
+@pytest.fixture
+def open_loader() -> Iterator[Callable[..., TrainLoader]]:
+    """Opens loaders of steps of 12 samples, and closes them after the test."""
+    loaders: list[TrainLoader] = []
+
+    def make(samples: Any, **options: Any) -> TrainLoader:
+        options = {"micro_batch_size": 4, "num_workers": 0, **options}
+        loaders.append(TrainLoader(samples, **{"global_batch_size": 12, **options}))
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()

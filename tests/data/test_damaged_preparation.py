@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from disks import small_disk
-from sample_texts import sample_documents
+from sample_texts import contents, sample_documents
 from tiers import slow_but
 
 from diffllm.core.errors import DataError
@@ -24,7 +24,6 @@ from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.text import files
 from diffllm.data.text.file_index import FileFacts
-from diffllm.data.token_data import TokenData
 
 MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(3000)
@@ -49,12 +48,6 @@ print(seen)
 """Program that prepares a corpus and kills itself at file operation number `moment` in the cache.
 
 With moment 0 it finishes and prints the number of file operations."""
-
-
-def contents(data: TokenData) -> dict[str, bytes]:
-    """Every file but marks, and the model, whose bytes hold the name of a temporary file."""
-    files = data.directory.glob("[!.]*")
-    return {path.name: path.read_bytes() for path in files if path.suffix != ".model"}
 
 
 def visible(cache: Path) -> list[str]:

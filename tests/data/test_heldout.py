@@ -107,41 +107,29 @@ def test_a_sample_keeps_documents_whole(make_stream: MakeStream) -> None:
     assert sum(sizes) == 20
 
 
-def test_a_number_of_documents_is_the_first_of_those_for_tokens(stream: TokenStream) -> None:
-    every = heldout_documents(stream, EOS)
-    smaller: set[int] = set()
-    for most in (1, 7, 150, len(every), 10_000):
-        chosen = heldout_documents(stream, EOS, most=most)
-        starts = set(chosen.starts.tolist())
-        assert len(starts) == len(chosen) == min(most, len(every))
-        assert smaller <= starts
-        assert chosen.lengths.tolist() == [
-            length
-            for start, length in zip(every.starts, every.lengths, strict=True)
-            if start in starts
-        ]
-        smaller = starts
-        tokens = int(chosen.lengths.sum())
-        assert heldout_documents(stream, EOS, tokens).starts.tolist() == chosen.starts.tolist()
-        assert len(heldout_documents(stream, EOS, 50, most=most)) <= most
-
-
-def test_a_number_of_tokens_is_of_whole_documents_that_are_the_same_every_time(
-    stream: TokenStream,
+@pytest.mark.parametrize("numbers", ["documents", "tokens"])
+def test_a_part_of_a_split_is_of_whole_documents_that_larger_parts_contain(
+    stream: TokenStream, numbers: str
 ) -> None:
     every = heldout_documents(stream, EOS)
     whole = dict(zip(every.starts.tolist(), every.lengths.tolist(), strict=True))
-    smaller: set[int] = set()
-    for tokens in (1, 50, 400, 1000, len(stream) - 1):
-        chosen = heldout_documents(stream, EOS, tokens)
-        found = dict(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
-        assert found.items() <= whole.items()
-        assert tokens <= sum(found.values()) == heldout_tokens(stream, EOS, tokens)
-        assert sum(found.values()) < tokens + max(found.values())
+    smaller: dict[int, int] = {}
+    for n in (1, 7, 50, 150, len(every), len(stream) - 1):
+        if numbers == "documents":
+            chosen = heldout_documents(stream, EOS, most=n)
+            tokens = int(chosen.lengths.sum())
+            assert len(chosen) == min(n, len(every))
+            assert len(heldout_documents(stream, EOS, 50, most=n)) <= n
+        else:
+            chosen, tokens = heldout_documents(stream, EOS, n), n
+            assert n <= sum(chosen.lengths) == heldout_tokens(stream, EOS, n)
+            assert sum(chosen.lengths) < n + max(chosen.lengths)
         again = heldout_documents(stream, EOS, tokens)
         assert again.starts.tolist() == chosen.starts.tolist()
-        assert smaller <= found.keys()
-        smaller = set(found)
+        found = dict(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
+        assert len(found) == len(chosen)
+        assert smaller.items() <= found.items() <= whole.items()
+        smaller = found
 
 
 def test_they_are_spread_over_the_split_and_of_any_length(make_stream: MakeStream) -> None:

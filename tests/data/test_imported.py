@@ -1,7 +1,6 @@
 """Tokens of other libraries are read where they lie, and are what these wrote."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -206,20 +205,6 @@ def test_run_on_other_tokens_is_not_evaluated(make: Make, tmp_path: Path) -> Non
         own_data(tmp_path, cfg)
 
 
-@pytest.mark.parametrize(
-    ("name", "pipe"), [("t.bin", "t.bin"), ("t.bin", "t.idx"), ("t.ds", "t.ds.index")]
-)
-def test_pipe_in_place_of_a_file_is_refused(
-    make: Make, tmp_path: Path, name: str, pipe: str
-) -> None:
-    np.full(90, 7, "<u2").tofile(tmp_path / name)
-    write_index(tmp_path / name, np.full(9, 10))
-    (tmp_path / pipe).unlink()
-    os.mkfifo(tmp_path / pipe)
-    with pytest.raises(DataError, match=rf"{tmp_path / pipe}.*(not a regular|no such|not a) file"):
-        prepare(make(tmp_path / name))
-
-
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
 def test_documents_that_do_not_follow_each_other_are_refused_or_read(ends: list[int]) -> None:
     content = np.arange(9, dtype=np.int32)
@@ -227,14 +212,6 @@ def test_documents_that_do_not_follow_each_other_are_refused_or_read(ends: list[
     for start in range(len(file)):
         with suppress(DataError):
             assert len(file.tokens(start, len(file))) == len(file) - start
-
-
-def test_a_stream_can_be_sent_to_a_loader_process(make: Make) -> None:
-    import pickle
-
-    stream = prepare(make(FILES / NAMES[1])).split("train")
-    again = pickle.loads(pickle.dumps(stream))
-    assert np.array_equal(again.tokens(5, 70), stream.tokens(5, 70))
 
 
 def test_our_own_shards_are_taken_where_they_lie(make: Make, prepared: TokenData) -> None:

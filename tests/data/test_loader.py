@@ -3,7 +3,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,11 @@ def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
 
 
 @pytest.fixture
-def make_loader(stream: TokenStream) -> Iterator[MakeLoader]:
-    loaders = []
+def make_loader(stream: TokenStream, open_loader: Callable[..., TrainLoader]) -> MakeLoader:
+    def make(seq_len: int = SEQ_LEN, **options: Any) -> TrainLoader:
+        return open_loader(ShuffledSequences(StreamSequences(stream, seq_len), SEED), **options)
 
-    def make(**changes: Any) -> TrainLoader:
-        options: dict[str, Any] = {
-            "global_batch_size": GLOBAL_BATCH,
-            "micro_batch_size": 4,
-            "num_workers": 0,
-        }
-        seed = changes.pop("seed", SEED)
-        sequences = StreamSequences(changes.pop("stream", stream), changes.pop("seq_len", SEQ_LEN))
-        samples = ShuffledSequences(sequences, seed)
-        loaders.append(TrainLoader(samples, **{**options, **changes}))
-        return loaders[-1]
-
-    yield make
-    for loader in loaders:
-        loader.close()
+    return make
 
 
 def samples_of(inputs: torch.Tensor) -> list[int]:
@@ -206,16 +193,6 @@ def test_a_data_error_arrives_as_one_line(
         list(islice(loader, 20))
     assert "train-00002.bin: damaged, its sha256 is not" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_an_error_that_says_so(make_loader: MakeLoader) -> None:
-    loader = make_loader(num_workers=1)
-    next(loader)
-    (worker,) = multiprocessing.active_children()
-    worker.kill()
-    with pytest.raises(DataError, match="a data loader process died"):
-        list(islice(loader, 1000))
 
 
 def test_close_ends_the_workers_although_they_ignore_stop_signals(make_loader: MakeLoader) -> None:

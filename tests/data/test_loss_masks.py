@@ -112,24 +112,6 @@ def test_a_damaged_mask_is_named(masked: TokenStream, tmp_path: Path) -> None:
         opened(tmp_path / "stream")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"mask": "../train.mask"}, r"shard \.\./train\.mask is not in this directory"),
-        ({"mask_sha256": None}, r"shard train-00000\.bin has a mask without checksum, or none"),
-    ],
-)
-def test_a_manifest_that_cannot_be_is_refused(
-    masked: TokenStream, tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
-    file = tmp_path / "stream" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest["splits"]["train"]["shards"][0] |= changes
-    file.write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=reason):
-        Manifest.load(tmp_path / "stream")
-
-
 def test_targets_of_a_stream(make_stream: MakeStream, masked: TokenStream) -> None:
     tokens, mask = drawn()
     plain = StreamSequences(make_stream(tokens, directory="plain"), 16)

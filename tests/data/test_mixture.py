@@ -1,6 +1,6 @@
 """Mixtures: what their samples are, whatever reads them, and where they go on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -9,7 +9,6 @@ import pytest
 
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.config import Between, DataConfig, Point, SampleBy, SourceConfig
-from diffllm.data.loader import TrainLoader
 from diffllm.data.mixture import MixtureData, of_source
 from diffllm.data.mixture_order import check_place
 from diffllm.data.preparation.prepare import prepare
@@ -53,20 +52,6 @@ def make(make_stream: Callable[..., TokenStream]) -> Make:
     return samples
 
 
-@pytest.fixture
-def loader() -> Iterator[Callable[..., TrainLoader]]:
-    made: list[TrainLoader] = []
-
-    def make_loader(samples: MixedSequences, **options: Any) -> TrainLoader:
-        options = {"micro_batch_size": 2, "num_workers": 0, **options}
-        made.append(TrainLoader(samples, BATCH, **options))
-        return made[-1]
-
-    yield make_loader
-    for each in made:
-        each.close()
-
-
 def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     inputs, targets = samples[numbers]
     assert inputs.shape == targets.shape == (len(numbers), SEQ_LEN)
@@ -91,11 +76,13 @@ def test_every_source_is_read_in_an_order_of_its_own(make: Make) -> None:
     [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0), (4, 3, 0)],
 )
 def test_a_step_reads_the_same_whatever_the_layout(
-    make: Make, loader: Any, world_size: int, micro_batch_size: int, num_workers: int
+    make: Make, open_loader: Any, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
     expected = first_tokens(make(), range(BATCH * STEPS))
     layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
-    loaders = [loader(make(), rank=r, world_size=world_size, **layout) for r in range(world_size)]
+    loaders = [
+        open_loader(make(), rank=r, world_size=world_size, **layout) for r in range(world_size)
+    ]
     read: list[int] = []
     for _ in range(BATCH * STEPS // (world_size * micro_batch_size)):
         read += [token for each in loaders for token in next(each)[0][:, 0].tolist()]
@@ -103,14 +90,15 @@ def test_a_step_reads_the_same_whatever_the_layout(
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
-def test_it_resumes_in_the_middle_of_a_slope(make: Make, loader: Any, step: int) -> None:
+def test_it_resumes_in_the_middle_of_a_slope(make: Make, open_loader: Any, step: int) -> None:
     whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
-    one = loader(make(limits={"code": 2}))
+    one = open_loader(make(limits={"code": 2}), micro_batch_size=2)
     for _ in range(step * BATCH // 2 + 1):  # and a part of the next step
         next(one)
     state = one.state_dict()
     assert state["sample"] == step * BATCH
-    others = [loader(make(limits={"code": 2}), rank=r, world_size=3) for r in range(3)]
+    options = {"micro_batch_size": 2, "world_size": 3}
+    others = [open_loader(make(limits={"code": 2}), rank=r, **options) for r in range(3)]
     for other in others:
         other.load_state_dict(state)
     assert others[0].state_dict() == state

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -238,17 +238,8 @@ def sequences(stream: TokenStream, tmp_path: Path) -> PackedSequences:
 
 
 @pytest.fixture
-def make_loader(sequences: PackedSequences) -> Iterator[Callable[..., TrainLoader]]:
-    loaders: list[TrainLoader] = []
-
-    def make(**options: Any) -> TrainLoader:
-        options = {"micro_batch_size": 4, "num_workers": 0, **options}
-        loaders.append(TrainLoader(ShuffledSequences(sequences, SEED), BATCH, **options))
-        return loaders[-1]
-
-    yield make
-    for loader in loaders:
-        loader.close()
+def make_loader(sequences: PackedSequences, open_loader: Any) -> Callable[..., TrainLoader]:
+    return lambda **options: open_loader(ShuffledSequences(sequences, SEED), **options)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from processes import PATIENCE_S
-from sample_texts import sample_documents
+from sample_texts import contents, documents_of, sample_documents
 
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
@@ -52,22 +51,6 @@ def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def contents(data: TokenData) -> dict[str, bytes]:
-    """Every file but marks, and the model, whose bytes hold the name of a temporary file."""
-    files = data.directory.glob("[!.]*")
-    return {path.name: path.read_bytes() for path in files if path.suffix != ".model"}
-
-
-def documents_of(data: TokenData, split: str) -> list[str]:
-    tokenizer, stream = data.tokenizer(), data.split(split)
-    tokens = stream.tokens(0, len(stream))
-    ends = np.flatnonzero(tokens == tokenizer.eos_id)
-    return [
-        tokenizer.decode(part[part != tokenizer.eos_id].tolist())
-        for part in np.split(tokens, ends + 1)[:-1]
-    ]
 
 
 def test_the_splits_are_the_corpus(prepared: TokenData) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_texts import sample_documents
+from sample_texts import documents_of, sample_documents
 from tiers import slow_but
 
 from diffllm.core.errors import DataError
@@ -48,17 +48,7 @@ class Source:
 
 def documents(data: Prepared) -> list[str]:
     """List the texts of both splits, sorted."""
-    read, found = data.tokenizer(), []
-    for split in ("train", "heldout"):
-        stream = data.split(split)
-        document: list[int] = []
-        for token in stream.tokens(0, len(stream)).tolist():
-            if token == read.eos_id:
-                found.append(read.decode(document))
-                document = []
-            else:
-                document.append(token)
-    return sorted(found)
+    return sorted(documents_of(data, "train") + documents_of(data, "heldout"))
 
 
 @pytest.fixture

@@ -72,23 +72,6 @@ def test_a_truncated_shard_is_named(stream: TokenStream, tmp_path: Path) -> None
         TokenStream(directory, Manifest.load(directory), "train")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "Expecting"),
-        ('{"format_version": 99}', "format 99, expected 1"),
-        ('{"format_version": 1}', "splits"),
-    ],
-)
-def test_an_unusable_manifest_is_named(
-    stream: TokenStream, tmp_path: Path, content: str, reason: str
-) -> None:
-    directory = tmp_path / "stream"
-    (directory / "manifest.json").write_text(content)
-    with pytest.raises(DataError, match=rf"manifest.json: unusable \(.*{reason}.*\); delete"):
-        Manifest.load(directory)
-
-
 def test_a_stream_has_few_files_open(
     make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:

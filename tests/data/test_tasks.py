@@ -3,7 +3,6 @@
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -110,24 +109,6 @@ def test_reading_finds_every_answer_and_no_shortcut_does(name: str, number: int)
             right += (example.candidates[example.answer] in liked) / len(liked)
         share = right / len(given)
         assert share < chance + NEAR, (name, level, what, share, chance)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_unigram_model_is_at_chance(name: str) -> None:
-    """Counts of a text's tokens, of this one's and of others', say nothing of the answer."""
-    level = TASKS[name].levels(LENGTH)[0]
-    given = enough(name, level)
-    others = Counter(token for e in examples(name, level, 200) for token in e.prompt.split())
-    right = 0.0
-    for example in given:
-        own = Counter(example.prompt.split())
-        scores = [
-            own[c.strip()] + own[f"{c.strip()}."] + 1e-3 * others[c.strip()]
-            for c in example.candidates
-        ]
-        best = [i for i, score in enumerate(scores) if score == max(scores)]
-        right += (example.answer in best) / len(best)
-    assert abs(right / len(given) - share_by_chance(given)) < NEAR
 
 
 @pytest.mark.parametrize("name", NAMES)
