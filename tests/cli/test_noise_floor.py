@@ -105,14 +105,6 @@ def test_many_keys_approach_the_limit(correlation):
     assert fixed == pytest.approx(1 / math.sqrt(1 - 1.6 * overlap + 0.64), rel=0.02)
 
 
-def test_without_noise_the_floor_is_uniform():
-    maps = drawn([(50, 0.0)], 0.9, signal=3.0)
-    curve = average(maps, 0.0)
-    assert curve["snr"].item() == pytest.approx(math.exp(3) / math.sqrt(49), rel=1e-12)
-    assert curve["weight"].item() == pytest.approx(math.exp(3) / (math.exp(3) + 49), rel=1e-12)
-    assert curve["snr_se"].item() == pytest.approx(0, abs=1e-12)
-
-
 @pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
 def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []

@@ -53,9 +53,6 @@ def test_the_suite_is_printed_kept_and_not_made_again(
         assert head["scores"] == said[name]["scores"]
         assert len(head["scores"]) > 10
         assert len(lines) == number
-    copy = copied(run, tmp_path / "copy")
-    assert main(["evaluate", f"run={copy}", *words[2:]]) == 0
-    assert capsys.readouterr().out == first, "the same on the same data"
     for name in NAMES:
         monkeypatch.setattr(type(EVALUATIONS[name]), "lines", lambda *_: pytest.fail("made again"))
     assert main(words) == 0

@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sample_comparison as sample
 from runs.written import loaded, metric_lines, parameters, sweep, write_run
@@ -13,11 +12,8 @@ from test_report_page import Reader, figures_of, words_of
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.columns import fold_constant, table_columns
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.curves import over_seeds
 from diffllm.compare.report.notes import finding
 from diffllm.compare.report.page import page
-from diffllm.compare.report.runs import Series
-from diffllm.compare.report.sections import top_of
 from diffllm.compare.report.text import table_text
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.help import first_paragraph, variant_line
@@ -97,25 +93,6 @@ def test_columns_that_say_nothing_are_folded_into_a_sentence():
     page_of = Reader(page(found)).text
     assert " ".join(said) in page_of
     assert "1:01" in page_of
-
-
-def band(values):
-    return over_seeds([Series(np.arange(1, len(values) + 1), np.asarray(values, dtype=float))])
-
-
-def test_the_first_steps_do_not_flatten_a_loss():
-    steps = np.arange(1, 101)
-    falling = 4 + 6 / steps
-    top = top_of([band(falling)])
-    assert falling[20] < top < falling[20] + 0.1
-    spiked = falling.copy()
-    spiked[60] = 50
-    assert top_of([band(spiked)]) == pytest.approx(top)
-    diverged = falling.copy()
-    diverged[90:] = 9
-    assert top_of([band(diverged)]) > 9
-    assert top_of([band(falling[:12])]) > 10  # few points have no first steps
-    assert top_of([None]) == np.inf
 
 
 def test_texts_commands_and_times_are_on_the_page(tmp_path):
