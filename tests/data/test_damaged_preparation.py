@@ -38,7 +38,7 @@ def count(event, arguments):
     global seen
     if event in ("open", "os.mkdir", "os.rename", "os.remove") and os.getpid() == own:
         seen += str(arguments[0]).startswith(cache)
-        if seen == int(moment):
+        if seen and seen == int(moment):
             os.kill(own, signal.SIGKILL)
 sys.addaudithook(count)
 preparation.prepare(DataConfig(source="files", paths=paths, cache_dir=cache, vocab_size=400,
