@@ -39,19 +39,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def code(workplace: Path) -> Path:
+def code_corpus(workplace: Path) -> Path:
     """The corpus of `tiny`."""
     return write_jsonl(workplace / "corpus.jsonl", documents(300))
 
 
 @pytest.fixture(scope="session")
-def tiny(code: Path) -> list[str]:
+def tiny(code_corpus: Path) -> list[str]:
     """Overrides of a run that takes a moment."""
     return [
         "model=tiny",
         "model.vocab_size=512",
         "data=files",
-        f"data.paths=[{code}]",
+        f"data.paths=[{code_corpus}]",
         "data.num_workers=0",
         "data.heldout_fraction=0.1",
         "seq_len=32",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S, state_of
-from runs.command import ForkedRun, overrides_of, prepared_corpus
+from runs.command import ForkedRun, overrides_of
 from runs.planted_train import Fault
 
 TIMEOUT = 12
@@ -16,17 +16,10 @@ SLOW = pytest.mark.slow
 GONE = "killed, stopped or cut off"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with its tokens prepared."""
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @contextlib.contextmanager
 def ranks(
     corpus: Path, directory: Path, fault: Fault, *more: str, number: int = 2
 ) -> Iterator[ForkedRun]:
-    """A run of 40 steps with a fault."""
     words = [*overrides_of(corpus, directory), "global_batch_size=6", "steps=40", "log_interval=5"]
     missing = fault.kind in ("die", "freeze", "hang", "start", "slow save", "slow end")
     words += [f"distributed.timeout={TIMEOUT if missing else 600}", *more]
@@ -98,7 +91,6 @@ def is_stopped(pid: int) -> bool:
 @SLOW
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
-    """Long before distributed.timeout, for a scheduler does not wait."""
     directory = tmp_path / "run"
     with ranks(corpus, directory, Fault("freeze", frozen, 8), "distributed.timeout=3000") as run:
         run.wait_for(lambda: is_stopped(run.processes[frozen].pid), "frozen rank")
@@ -113,7 +105,6 @@ def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
 
 @pytest.mark.slow
 def test_a_save_on_a_slow_disk_is_waited_for(corpus, tmp_path):
-    """Longer than distributed.timeout, behind the last step."""
     with ranks(corpus, tmp_path / "run", Fault("slow save", 1), "steps=6") as run:
         assert "held-out loss" in run.finish()
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
@@ -121,18 +112,8 @@ def test_a_save_on_a_slow_disk_is_waited_for(corpus, tmp_path):
 
 @SLOW
 def test_a_rank_may_end_after_rank_0(corpus, tmp_path):
-    """In whose process the store is."""
     with ranks(corpus, tmp_path / "run", Fault("slow end", 1), "steps=6") as run:
         assert "error" not in run.finish()
-
-
-def test_ranks_that_wait_for_rank_0_stop_with_it(corpus, tmp_path):
-    """Before the first step, while rank 0 looks at checkpoints."""
-    with ranks(corpus, tmp_path / "run", Fault("slow claim", 0)) as run:
-        run.wait_for((tmp_path / "run" / ".lock").exists, "claim")
-        run.signal(signal.SIGTERM, 0)
-        assert "stopped by SIGTERM before the first step" in run.finish()
-    assert (tmp_path / "run" / "requeue").is_file()
 
 
 # What the ranks have to agree on
@@ -159,16 +140,8 @@ def test_a_rank_that_differs_at_the_start_is_named(corpus, tmp_path, kind, said)
 
 
 def test_a_rank_with_other_values_is_named_with_the_tensor(corpus, tmp_path):
-    """Found at the next check, between replicas."""
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:
         error = error_of(run, code=2)
     assert "do not hold the same values: model.layers.1.attention.wq.weight on rank" in error
-
-
-@pytest.mark.slow
-def test_checked_again_and_again_all_is_well(corpus, tmp_path):
-    more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
-    with ranks(corpus, tmp_path / "run", Fault(), *more, "steps=12") as run:
-        assert "step 12/12" in run.finish()

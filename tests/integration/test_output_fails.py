@@ -69,9 +69,9 @@ def test_a_sweep_ends_well_whatever_its_streams(tmp_path, environment, tiny, fau
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_a_preparation_ends_well_whatever_its_streams(tmp_path, environment, code, fault):
+def test_a_preparation_ends_well_whatever_its_streams(tmp_path, environment, code_corpus, fault):
     words = [
-        *("prepare", "data=files", f"data.paths=[{code}]", "data.vocab_size=400"),
+        *("prepare", "data=files", f"data.paths=[{code_corpus}]", "data.vocab_size=400"),
         *("model=tiny", "model.vocab_size=512", f"data.cache_dir='{tmp_path / NAME}'"),
         *("prepare.processes=2", "data.packing=best_fit"),
     ]

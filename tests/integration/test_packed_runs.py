@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.command import ForkedRun, metric_lines, overrides_of, prepared_corpus
+from runs.command import (
+    ForkedRun,
+    documents,
+    metric_lines,
+    overrides_of,
+    prepared_corpus,
+    the_error,
+)
 from test_same_data import samples
 from tiers import slow_but
 
@@ -18,11 +25,6 @@ from diffllm.data.shards import Manifest
 
 STEPS, BATCH = 4, 8
 PACKED = ("data.packing=best_fit", "data.mask_documents=true", "compile=false")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def words(corpus: Path, run: Path, *more: str) -> list[str]:
@@ -64,28 +66,23 @@ def test_two_ranks_train_as_one_and_padding_is_told(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_another_packing_is_refused_or_begins_its_order(corpus, tmp_path):
-    run = tmp_path / "run"
+    run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
+    packed = PACKED[:1]
     ForkedRun(words(corpus, run), 1, run).finish()
-    longer = words(corpus, run, *PACKED[:1], "steps=6", "run.allow_changes=[steps]")
-    refused = ForkedRun(longer, 1, tmp_path / "refused")
-    assert refused.codes() == [2]
-    assert "data.packing: stream there, best_fit here" in refused.text()
-    new = tmp_path / "new"
-    named = words(corpus, new, *PACKED[:1], f"resume={run}", "steps=6")
-    refused = ForkedRun(named, 1, tmp_path / "refused")
-    assert refused.codes() == [2]
-    assert "another order of data (data.packing: stream there, best_fit here)" in refused.text()
-
-    longer[-1] = "run.allow_changes=[steps,data.packing]"
-    ForkedRun(longer, 1, run).finish()
+    for named in (
+        words(corpus, run, *packed, "steps=6", "run.allow_changes=[steps]"),
+        words(corpus, new, *packed, "steps=6", f"resume={run}"),
+    ):
+        refused = ForkedRun(named, 1, tmp_path / "refused")
+        assert refused.codes() == [2]
+        assert "data.packing: stream there, best_fit here" in refused.text()
+    allowed = "run.allow_changes=[steps,data.packing]"
+    ForkedRun(words(corpus, run, *packed, "steps=6", allowed), 1, run).finish()
     (note,) = map(json.loads, (run / "changes.jsonl").read_text().splitlines())
     assert note["changes"]["data.packing"] == ["stream", "best_fit"]
-    fresh = tmp_path / "fresh"
-    ForkedRun(words(corpus, fresh, *PACKED[:1]), 1, fresh).finish()
-    lines = (run / "samples-0.jsonl").read_text().splitlines()
-    later = [line["samples"] for line in map(json.loads, lines) if line["step"] > STEPS]
-    lines = (fresh / "samples-0.jsonl").read_text().splitlines()
-    assert later == [line["samples"] for line in map(json.loads, lines)][:2]
+    ForkedRun(words(corpus, fresh, *packed), 1, fresh).finish()
+    later, begun = samples(run), samples(fresh)
+    assert [later[STEPS + 1], later[STEPS + 2]] == [begun[1], begun[2]]
 
 
 def mask_every_third(directory: Path) -> dict[str, int]:
@@ -120,3 +117,20 @@ def test_what_is_only_context_is_in_no_loss(tmp_path, packing):
     assert summary["heldout_tokens"] == left["heldout"] < split.tokens
     assert 0 < summary["heldout_loss"] < 7
     assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
+
+
+def test_a_sample_with_nothing_to_predict_is_refused_before_the_first_step(tmp_path):
+    """One sequence lies within the first prompt; of sixteen, some have an answer."""
+    rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
+    corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [*words(corpus, run), "data.text_column=completion", "data.prompt_column=prompt"]
+    prompts += ["data.vocab_size=400", "data.heldout_fraction=0.2", "eval.interval=2"]
+    refused = ForkedRun([*prompts, "eval.sequences=1"], 1, tmp_path / "said")
+    assert refused.codes() == [2]
+    assert "1 sequence of 64 tokens, has only context and nothing to" in the_error(refused.text())
+    assert not run.exists()
+    ForkedRun([*prompts, "eval.sequences=16"], 1, tmp_path / "said").finish()
+    losses = [line["eval/loss"] for line in metric_lines(run) if "eval/loss" in line]
+    assert len(losses) == 2
+    assert None not in losses

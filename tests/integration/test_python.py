@@ -27,14 +27,12 @@ with open(f"answer{os.environ['RANK']}.json", "x") as file:
 
 @pytest.fixture(scope="module")
 def straight(tiny, environment, tmp_path_factory) -> Path:
-    """The same run by the command."""
     cwd = tmp_path_factory.mktemp("straight")
     assert train([*tiny, "run.dir=run"], cwd, environment).code == 0
     return cwd / "run"
 
 
 def session(words: list[str]) -> int:
-    """Several runs in one process, one of them in a thread, and what was trained."""
     cfg = diffllm.load_config([*words, "run.dir=run"])
     summary = diffllm.train(cfg)
     assert summary == json.loads(Path("run/summary.json").read_text())
@@ -81,7 +79,6 @@ def test_a_session_trains_as_the_command_does(tmp_path, tiny, environment, strai
 
 
 def interrupted(words: list[str]) -> int:
-    """Ctrl-C at some step, then again at a later one."""
     before = signal.getsignal(signal.SIGINT)
     cfg = diffllm.load_config([*words, "steps=5000", "run.dir=run", "checkpoint.keep_last=5"])
     for step in (2, 20):
@@ -110,17 +107,7 @@ def test_ctrl_c_saves_and_is_a_keyboard_interrupt(tmp_path, tiny, environment):
     assert stops[1] in saved
 
 
-def test_a_model_is_built_from_either_config():
-    cfg = diffllm.load_config(["model=tiny", "attention=gated"])
-    whole, part = diffllm.build_model(cfg), diffllm.build_model(cfg.model)
-    for (name, one), (_, other) in zip(
-        whole.named_parameters(), part.named_parameters(), strict=True
-    ):
-        assert torch.equal(one, other), name
-
-
 def notebook(words: list[str]) -> int:
-    """A variant that a cell defines, and defines again."""
     from dataclasses import dataclass
 
     from diffllm.core.registry import schema

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from runs.command import (
     finish,
     metric_lines,
     overrides_of,
-    prepared_corpus,
     start,
     train,
     train_command,
@@ -33,13 +30,7 @@ HALF_WAY = f"step-{HALF:08d}"
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def straight(corpus, tmp_path_factory) -> Callable[[int], Path]:
-    """The undisturbed run on a number of ranks, made when it is first asked for."""
+def straight(corpus, tmp_path_factory):
 
     @cache
     def made(ranks: int) -> Path:
@@ -57,10 +48,7 @@ def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(
     broken = tmp_path / "broken"
     gate = Gate(broken, HALF + 4)
     first = start(corpus, broken, *INTERVALS, ranks=ranks)
-    first.wait_for((broken / "checkpoints" / HALF_WAY).exists, "checkpoint half way")
-    first.wait_for(gate.reached, "gate")
-    first.kill()
-    gate.open()
+    first.kill_at(gate, broken / "checkpoints" / HALF_WAY)
     output = finish(corpus, broken, *INTERVALS, ranks=ranks)
     assert f"continues after step {HALF}" in output
     assert metric_lines(broken) == metric_lines(straight(ranks))
@@ -84,15 +72,10 @@ def assert_measured_when_due(run: Path) -> None:
         assert {line["step"] for line in lines if name in line} == steps, name
 
 
-@pytest.mark.parametrize("number", slow_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
-def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_path, number):
+def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_path):
     stopped = tmp_path / "stopped"
-    gate = Gate(stopped, 6)
-    first = start(corpus, stopped, *INTERVALS)
-    first.wait_for(gate.reached, "step 6")
-    first.signal(number)
-    gate.open()
-    assert f"stopped by {number.name} after step 6" in first.finish()
+    said = start(corpus, stopped, *INTERVALS).stop_at(Gate(stopped, 6))
+    assert "stopped by SIGTERM after step 6" in said
     assert [p.name for p in (stopped / "checkpoints").iterdir()] == ["step-00000006"]
     assert not (stopped / "heldout").exists()
     finish(corpus, stopped, *INTERVALS)
@@ -155,36 +138,3 @@ def test_long_run_compiles_and_its_resume_does_too(corpus, tmp_path):
     log = (run / "run.log").read_text()
     assert log.count("compile         True (long run: ") == 1
     assert log.count("compile         True (as in the checkpoint)") == 1
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_stops_both_at_the_same_step(corpus, tmp_path):
-    run = tmp_path / "run"
-    gate = Gate(run, 6)
-    process = start(corpus, run, *INTERVALS, ranks=2)
-    process.wait_for(gate.reached, "step 6")
-    process.signal(signal.SIGTERM, 1)
-    gate.open()
-    output = process.finish()
-    assert "stopped by SIGTERM after step" in output
-    assert "Traceback" not in output
-    (checkpoint,) = sorted((run / "checkpoints").iterdir())[-1:]
-    assert not checkpoint.name.startswith("."), "the last save was not awaited"
-    assert "continues after step" in finish(corpus, run, *INTERVALS, ranks=2)
-
-
-@pytest.mark.slow
-def test_another_number_of_ranks_continues_with_the_same_batches(corpus, tmp_path):
-    straight, moved = tmp_path / "straight", tmp_path / "moved"
-    extra = (*INTERVALS, "precision=fp32")
-    finish(corpus, straight, *extra)
-    gate = Gate(moved, HALF + 2)
-    first = start(corpus, moved, *extra, ranks=2)
-    first.wait_for((moved / "checkpoints" / HALF_WAY).exists, "checkpoint half way")
-    first.kill()
-    gate.open()
-    finish(corpus, moved, *extra, "data.num_workers=0", "micro_batch_size=4")
-    for mine, other in zip(metric_lines(moved), metric_lines(straight), strict=True):
-        assert mine.keys() == other.keys()
-        for name in mine.keys() & {"train/loss", "eval/loss", "train/grad_norm"}:
-            assert mine[name] == pytest.approx(other[name], abs=1e-4), (mine["step"], name)

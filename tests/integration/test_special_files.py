@@ -50,8 +50,8 @@ KINDS = [(command, kind) for command in READERS for kind in SPECIAL]
     ("command", "kind"), slow_but([("train", "fifo"), ("generate", "loop")], KINDS)
 )
 def test_special_file_in_a_run_is_read_around_or_refused_in_one_line(
-    finished_run: Path, tiny: list[str], tmp_path: Path, environment: dict, command: str, kind: str
-) -> None:
+    finished_run, tiny, tmp_path, environment, command, kind
+):
     (names, words), out = READERS[command], tmp_path / "out"
     for number, name in enumerate(names):
         run = shutil.copytree(finished_run, tmp_path / f"run{number}")
@@ -65,16 +65,3 @@ def test_special_file_in_a_run_is_read_around_or_refused_in_one_line(
         lines = [line for line in result.err.splitlines() if not line.startswith("warning: ")]
         assert [line[:7] for line in lines] == ["error: "] * (result.code == 2), (name, result)
         shutil.rmtree(out, ignore_errors=True)
-
-
-def test_name_of_a_run_with_control_characters_is_escaped(
-    finished_run: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "a\x1b[31m\nerror: b")
-    (run / "tokenizer.model").unlink()
-    for command in ("checkpoints", "generate"):
-        words = [word.format(run=run) for word in READERS[command][1]]
-        result = tool([command, *words], tmp_path, environment)
-        assert result.out + result.err
-        assert "\x1b" not in result.out + result.err
-        assert "\nerror: b" not in result.out + result.err

@@ -438,7 +438,7 @@ def test_a_loss_of_a_sample_is_not_compared_with_one_of_the_whole_split(tmp_path
 def test_asking_for_more_tokens_than_there_are_is_the_whole_split(tmp_path):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
     whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
-    assert compare([whole, more]).differences == {}
+    assert compare([whole, more]).differences == []
     found = compare([whole, part])
     assert sorted(found.differences) == ["eval.tokens", "heldout_tokens"]
     assert "gated tokens=900.0" in labels(found)
