@@ -84,7 +84,7 @@ def readable(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def opened(path: Path, flags: int, follow: bool = False) -> int:
+def _opened(path: Path, flags: int, follow: bool = False) -> int:
     """Open a regular file, through a symbolic link only to `follow`; never waits, as at a pipe."""
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -105,7 +105,7 @@ def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
     Raises OSError, or ValueError with words that follow the file's name.
     """
     try:
-        descriptor = opened(file, os.O_RDONLY, follow)
+        descriptor = _opened(file, os.O_RDONLY, follow)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENXIO):
             raise
@@ -286,12 +286,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 def open_to_append(path: Path) -> int:
     """Open or create a file to append; return its descriptor. Raises OSError, also for a link."""
-    return opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def open_to_write(path: Path) -> int:
     """Open an empty file to write, else as `open_to_append`."""
-    descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
+    descriptor = _opened(path, os.O_WRONLY | os.O_CREAT)
     os.ftruncate(descriptor, 0)
     return descriptor
 

@@ -150,7 +150,7 @@ class Watch:
             return
         if not is_failed_collective(error):
             self.words = f"{type(error).__name__}: " * (not isinstance(error, UserError))
-            self.words += shortened(error)
+            self.words += _shortened(error)
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
             return
@@ -172,7 +172,7 @@ class Watch:
             if not message and (silent or any(beat.words for beat in self.beats.values())):
                 message = self._diagnosis(silent, calls)
         message = message or self._diagnosis([], calls)
-        self._end(message or f"a collective failed: {shortened(error)}")
+        self._end(message or f"a collective failed: {_shortened(error)}")
 
     def _talk(self) -> None:
         """Write this rank's beat and read other ranks' beats; runs on its own thread."""
@@ -321,7 +321,7 @@ def stopped_children() -> str:
     return f" (stopped: process {', '.join(found)})" if found else ""
 
 
-def shortened(error: BaseException) -> str:
+def _shortened(error: BaseException) -> str:
     return " ".join(str(error).split())[:500]
 
 

@@ -186,7 +186,7 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(ends), grad.shape[1], x.shape[1])
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:-1])
 
 
@@ -200,4 +200,4 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, *grads, None, None
 
 
-expert_linear.register_autograd(linear_backward, setup_context=keep)
+expert_linear.register_autograd(linear_backward, setup_context=_keep)
