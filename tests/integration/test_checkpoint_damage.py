@@ -1,20 +1,13 @@
 """Real runs whose newest checkpoint is damaged, or that save by the clock."""
 
-from pathlib import Path
-
 import pytest
-from runs.command import Gate, assert_same_weights, finish, metric_lines, prepared_corpus, start
+from runs.command import Gate, assert_same_weights, finish, metric_lines, start
 from runs.one_rank import flip_bit
 
 from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import verify
 
 WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_interval=5")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.slow
@@ -24,9 +17,7 @@ def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
     gate = Gate(broken, 19)
     first = start(corpus, broken, *WORDS)
     newest = broken / "checkpoints" / "step-00000016"
-    first.wait_for(newest.exists, "checkpoint at step 16")
-    first.kill()
-    gate.open()
+    first.kill_at(gate, newest)
     flip_bit(newest / "__0_0.distcp")
     cut_short = broken / "checkpoints" / ".step-00000020.incomplete"
     cut_short.mkdir()

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from runs.command import (
@@ -15,17 +14,10 @@ from runs.command import (
     finish,
     metric_lines,
     overrides_of,
-    prepared_corpus,
     trained_on,
 )
 from runs.planted_train import Fault
 from tiers import slow_but
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with its tokens prepared."""
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize(
@@ -38,12 +30,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, rank, marked):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=60", "log_interval=1", "checkpoint.interval=1000"]
-    gate = Gate(run, 4)
-    first = ForkedRun(words, 2, run)
-    first.wait_for(gate.reached, "step 4")
-    first.signal(number, rank)
-    gate.open()
-    assert f"stopped by {number.name} after step" in first.finish()
+    said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)
+    assert f"stopped by {number.name} after step" in said
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert metric_lines(run)[-1]["step"] == step < 60
@@ -65,13 +53,14 @@ def test_a_finished_run_does_not_ask_to_go_on(corpus, tmp_path):
     assert not (run / "requeue").exists()
 
 
-def test_a_signal_before_the_first_step_asks_to_go_on(corpus, tmp_path):
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
+def test_a_signal_before_the_first_step_asks_to_go_on(corpus, tmp_path, ranks):
+    """To rank 0, while it looks at checkpoints and others wait for it."""
     run = tmp_path / "run"
-    process = ForkedRun(
-        [*overrides_of(corpus, run), "steps=6"], directory=run, fault=Fault("slow claim", 0)
-    )
+    words = [*overrides_of(corpus, run), "steps=6"]
+    process = ForkedRun(words, ranks, run, Fault("slow claim", 0))
     process.wait_for((run / ".lock").exists, "claim")
-    process.signal(signal.SIGUSR1)
+    process.signal(signal.SIGUSR1, 0)
     output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output

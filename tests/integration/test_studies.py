@@ -34,9 +34,7 @@ def ended(out: Path) -> set[str]:
     return {str(file.parent.relative_to(out)) for file in out.glob("**/summary.json")}
 
 
-def test_a_study_is_stopped_gone_on_with_and_judged(
-    tmp_path: Path, tiny: list[str], environment: dict[str, str]
-) -> None:
+def test_a_study_is_stopped_gone_on_with_and_judged(tmp_path, tiny, environment):
     path, out = study_file(tmp_path / "study.yaml", tiny), tmp_path / "out"
     words = tool_command(["study", "run", str(path), f"out={out}"])
     process = subprocess.Popen(

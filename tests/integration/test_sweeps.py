@@ -18,7 +18,6 @@ LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
 
 
 def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
-    """A real sweep, leader of a process group."""
     return subprocess.Popen(
         train_command(words),
         cwd=cwd,
@@ -31,7 +30,6 @@ def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subproces
 
 
 def run_of(process: subprocess.Popen, name: str) -> int:
-    """The process that trains the run of this name."""
     for pid in descendants(process.pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -45,12 +43,10 @@ def has_saved(run: Path) -> bool:
 
 
 def started(run: Path) -> int:
-    """When the run last began to train."""
     return (run / "run.json").stat().st_mtime_ns
 
 
 def assert_finished(run: Path) -> None:
-    """Every logged step once, whatever happened between."""
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(set(steps))
@@ -58,9 +54,7 @@ def assert_finished(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_sweeps_go_on_where_they_were(
-    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
-) -> None:
+def test_killed_sweeps_go_on_where_they_were(tmp_path, tiny, environment, finished_run):
     words = ["-m", "attention=standard,diff_v2", *tiny, *LONGER, "run.sweep=mine"]
     runs = [tmp_path / "outputs" / "mine" / name for name in ("standard", "diff_v2")]
 
@@ -96,9 +90,7 @@ def test_killed_sweeps_go_on_where_they_were(
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_the_run_and_ends_the_sweep(
-    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
-) -> None:
+def test_ctrl_c_saves_the_run_and_ends_the_sweep(tmp_path, tiny, environment, finished_run):
     words = ["-m", "seed=0,1", *tiny, *LONGER, "steps=5000", "run.sweep=mine"]
     sweep = start(words, tmp_path, environment)
     run = tmp_path / "outputs" / "mine" / "seed0"
@@ -113,10 +105,7 @@ def test_ctrl_c_saves_the_run_and_ends_the_sweep(
 
 
 @pytest.mark.slow
-def test_a_sweep_through_submitit(
-    tmp_path: Path, tiny: list[str], environment: dict[str, str], finished_run: Path
-) -> None:
-    """Two jobs, one of two ranks that works and one that cannot."""
+def test_a_sweep_through_submitit(tmp_path, tiny, environment, finished_run):
     obstacle = tmp_path / "outputs" / "mine" / "seed1"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way")

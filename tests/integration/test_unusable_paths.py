@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
-from runs.command import changes, snapshot, tool, train
+from runs.command import changes, refusal_of, snapshot, tool, train
 from tiers import slow_but
 
 from diffllm import load_config
@@ -24,8 +24,6 @@ NO_PATHS = {
     "wandb.tags", "checkpoint.interval", "eval.suites",
 }  # fmt: skip
 """Keys of text that no path stands in; each new key belongs here, or to PATHS."""
-OF_A_SOURCE = "data.sources={{code: {{source: files, paths: [{path}]}}}}"
-PREPARED = ["model=tiny", "wandb.mode=disabled", "run.name=nothing"]
 
 
 def unusable_paths(place: Path) -> dict[str, str]:
@@ -33,22 +31,17 @@ def unusable_paths(place: Path) -> dict[str, str]:
     through in the directory `place`."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "file").write_text("a file")
-    for name, target in (("loop", "loop"), ("ring", "gnir"), ("gnir", "ring")):
-        if not (place / name).is_symlink():
-            (place / name).symlink_to(target)
+    if not (place / "loop").is_symlink():
+        (place / "loop").symlink_to("loop")
     (place / "forbidden").mkdir(exist_ok=True)
     (place / "forbidden").chmod(0)
     found = {
         "an unknown user": "~nosuchuser/run",
-        "an unknown user alone": "~nosuchuser",
-        "a name that is too long": f"{place}/{'n' * 300}",
-        "a name that is too long below what is missing": f"{place}/missing/{'n' * 300}/run",
+        "a name that is too long": f"{place}/missing/{'n' * 300}/run",
         "characters of many bytes": f"{place}/{'ä' * 200}",
         "a path that is too long": f"{place}{'/name' * 1000}",
         "through a file": f"{place}/file/run",
-        "through a loop": f"{place}/loop/run",
         "a loop": f"{place}/loop",
-        "through a ring": f"{place}/ring/run",
         "bytes that are no text": f"{place}/\udcff",
     }
     if os.geteuid():  # root may enter every directory
@@ -71,7 +64,6 @@ def arguments_of(command: str) -> list["dataclasses.Field[Any]"]:
 
 
 def arguments() -> Iterator[tuple[str, str]]:
-    """The commands and their arguments that are paths."""
     for command in COMMANDS:
         for field in arguments_of(command):
             if field.metadata.get("path"):
@@ -105,22 +97,10 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-@pytest.mark.parametrize("key", slow_but(["run.dir"], KEYS))
-def test_each_path_is_refused_with_its_key(tmp_path, key):
-    for what, path in unusable_paths(tmp_path).items():
-        with pytest.raises(ConfigError) as caught:
-            load_config(overrides(key, path))
-        assert key in str(caught.value), what
-
-
-def test_the_paths_of_a_mixture_are_checked_too(tmp_path):
+def test_paths_of_a_mixture_and_the_variable_of_the_cache_are_named(monkeypatch):
+    mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
-        load_config(
-            ["model=tiny", "data=mixture", OF_A_SOURCE.format(path="'~nosuchuser/*.jsonl'")]
-        )
-
-
-def test_the_variable_that_names_the_cache_is_named(monkeypatch):
+        load_config(["model=tiny", "data=mixture", mixture])
     monkeypatch.setenv("DIFFLLM_CACHE", "~nosuchuser/cache")
     with pytest.raises(ConfigError, match="DIFFLLM_CACHE=~nosuchuser/cache cannot be used"):
         load_config(["model=tiny"])
@@ -139,16 +119,30 @@ def test_a_path_of_another_machine_is_no_reason_not_to_read_a_run(finished_run, 
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_a_run_with_one_leaves_nothing_behind(tmp_path, environment, key, rng):
+def test_a_run_with_one_is_refused_by_its_key_and_leaves_nothing_behind(
+    tmp_path, environment, key, rng
+):
     (tmp_path / "work").mkdir()
-    what, path = rng.choice(list(unusable_paths(tmp_path / "places").items()))
+    paths = unusable_paths(tmp_path / "places")
+    for what, path in paths.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(overrides(key, path))
+        assert key in str(caught.value), what
+    what, path = rng.choice(list(paths.items()))
     before = snapshot(tmp_path)
     result = train([*overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment)
-    assert result.code == 2, what
-    (line,) = result.err.splitlines()
-    assert line.startswith("error: ")
-    assert key in line
+    assert key in refusal_of(result), what
     assert not changes(before, snapshot(tmp_path))
+
+
+def assert_refused(words, start, tmp_path, environment):
+    (tmp_path / "work").mkdir()
+    for what, path in unusable_paths(tmp_path / "places").items():
+        given = [word.replace("PATH", path) for word in words]
+        before = snapshot(tmp_path)
+        result = tool(given, tmp_path / "work", environment)
+        assert refusal_of(result).startswith(start), what
+        assert not changes(before, snapshot(tmp_path)), what
 
 
 @pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
@@ -156,64 +150,25 @@ def test_an_argument_with_one_is_refused_by_its_name(
     finished_run, tmp_path, environment, command, name
 ):
     others = {"run": str(finished_run), **OTHERS}
-    needed = [
-        f"{field.name}={others[field.name]}"
-        for field in arguments_of(command)
-        if field.name != name and field.name in others
-    ]
-    (tmp_path / "work").mkdir()
-    for what, path in unusable_paths(tmp_path / "places").items():
-        before = snapshot(tmp_path)
-        result = tool([command, *needed, f"{name}={path}"], tmp_path / "work", environment)
-        assert result.code == 2, f"{what}: {result.out}{result.err}"
-        (line,) = result.err.splitlines()
-        assert line.startswith(f"error: {name}="), what
-        assert not changes(before, snapshot(tmp_path)), what
+    names = [field.name for field in arguments_of(command)]
+    needed = [f"{other}={others[other]}" for other in names if other != name and other in others]
+    words = [command, *needed, f"{name}=PATH"]
+    assert_refused(words, f"error: {name}=", tmp_path, environment)
 
 
 POSITIONS = {
-    "report": ["report", "{path}"],
-    "power": ["power", "{path}", "gap=0.1"],
-    "study": ["study", "verdict", "{path}", "out=x"],
-    "study out": ["study", "verdict", "{study}", "out={path}"],
-    "recipe": ["count", "data={path}.yaml"],
-    "config-dir": ["count", "--config-dir", "{path}"],
-    "named run": ["train", *PREPARED, "run.name={long}"],
-    "named sweep": ["train", *PREPARED, "run.sweep={long}"],
+    "report": ["report", "PATH"],
+    "study": ["study", "verdict", "PATH", "out=x"],
+    "study out": ["study", "verdict", "../study.yaml", "out=PATH"],
+    "recipe": ["count", "data=PATH.yaml"],
+    "config-dir": ["count", "--config-dir", "PATH"],
 }
 
 
 @pytest.mark.parametrize("name", slow_but(["report"], POSITIONS))
 def test_a_word_with_one_is_refused(tmp_path, environment, name):
-    work, study = tmp_path / "work", tmp_path / "study.yaml"
-    work.mkdir()
-    study.write_text(
+    (tmp_path / "study.yaml").write_text(
         "claim: c\nbase: []\narms: {a: [], b: []}\nbaseline: a\nseeds: [0, 1]\n"
         "rule: {kind: difference, arm: b, against: a, below: 0}\n"
     )
-    for what, path in unusable_paths(tmp_path / "places").items():
-        words = [w.format(path=path, long="n" * 300, study=study) for w in POSITIONS[name]]
-        before = snapshot(tmp_path)
-        result = tool(words, work, environment)
-        assert result.code == 2, f"{what}: {result.out}{result.err}"
-        (line,) = result.err.splitlines()
-        assert line.startswith("error: "), what
-        assert not changes(before, snapshot(tmp_path)), what
-
-
-@pytest.mark.parametrize("key", ["run.dir", "data.cache_dir"])
-def test_without_a_home_there_is_none(tmp_path, environment, key, monkeypatch):
-    import pwd
-
-    def unknown(number: int) -> None:
-        raise KeyError(number)
-
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    with pytest.raises(ConfigError, match=rf"{key}=~/x cannot be used"):
-        load_config(["model=tiny", "data.cache_dir=x", f"{key}='~/x'"])
-
-
-def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
-    assert load_config(["model=tiny", f"run.dir={tmp_path}/{'n' * 255}"]).run.dir
-    assert Path(tmp_path, "n" * 255).parent.is_dir()
+    assert_refused(POSITIONS[name], "error: ", tmp_path, environment)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiers import slow_but
 
-from diffllm.checkpoint import directory, manifest, reader
+from diffllm.checkpoint import manifest, reader
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.load import load_model
@@ -79,13 +79,3 @@ def test_one_that_was_asked_for_by_its_step_is_named(run, monkeypatch):
     vanishing(monkeypatch, run, reader, "read_index")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4; there are"):
         load_model(run, 4)
-
-
-def test_a_run_that_deletes_faster_than_anyone_reads_is_said(run, monkeypatch):
-    def gone(path: Path, *_: object) -> None:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "exists", lambda path: "step-" not in path.name)
-    with pytest.raises(CheckpointError, match="was deleted while it was read"):
-        directory.with_checkpoint(run, 4, gone)
-    assert directory.find_checkpoint(run, 4).name == "step-00000004"

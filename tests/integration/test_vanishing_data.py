@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs.command import Gate, finish, prepared_corpus, start
+from runs.command import Gate, finish, prepared_corpus, start, the_error
 from tiers import slow_but
 
 from diffllm.checkpoint.directory import list_checkpoints
@@ -55,22 +55,14 @@ def samples(run: Path, rank: int) -> dict[int, list[str]]:
     return {line["step"]: line["samples"] for line in map(json.loads, lines)}
 
 
-def error_of(text: str) -> str:
-    assert "Traceback" not in text, text
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    return line
-
-
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus with its tokens."""
+def workplace(tmp_path_factory):
     path = tmp_path_factory.mktemp("vanishing")
     prepared_corpus(path)
     return path
 
 
 def undisturbed(workplace: Path, ranks: int) -> Path:
-    """A run from end to end, made when it is first asked for."""
     run = workplace / f"undisturbed-{ranks}"
     if not run.is_dir():
         finish(workplace / "corpus.jsonl", run, *WORDS, ranks=ranks)
@@ -78,9 +70,7 @@ def undisturbed(workplace: Path, ranks: int) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
-def test_tokens_that_go_while_they_are_trained_on(
-    workplace: Path, tmp_path: Path, damage: str, ranks: int, workers: int
-) -> None:
+def test_tokens_that_go_while_they_are_trained_on(workplace, tmp_path, damage, ranks, workers):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
@@ -90,7 +80,7 @@ def test_tokens_that_go_while_they_are_trained_on(
     process.wait_for(gate.reached, "step 3")
     DAMAGE[damage](directory)
     gate.open()
-    line = error_of(process.finish(2))
+    line = the_error(process.finish(2))
     made = max(samples(run, 0))
     assert 3 <= made < STEPS  # what was read before, and what lies in what is left
     assert str(directory) in line
@@ -104,25 +94,19 @@ def test_tokens_that_go_while_they_are_trained_on(
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_tokens_that_are_damaged_before_the_first_step(
-    workplace: Path, tmp_path: Path, ranks: int
-) -> None:
-    """Which their size does not show."""
+def test_tokens_that_are_damaged_before_the_first_step(workplace, tmp_path, ranks):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
     DAMAGE["train written over"](directory)
     text = start(Path(corpus), tmp_path / "run", *WORDS, ranks=ranks).finish(2)
-    assert "train-00000-00000.bin: damaged" in error_of(text)
+    assert "train-00000-00000.bin: damaged" in the_error(text)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_that_go_before_the_last_evaluation(
-    workplace: Path, tmp_path: Path, ranks: int
-) -> None:
-    """All steps are saved by then, and only the evaluation is made again."""
+def test_tokens_that_go_before_the_last_evaluation(workplace, tmp_path, ranks):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
@@ -131,7 +115,7 @@ def test_tokens_that_go_before_the_last_evaluation(
     process.wait_for(gate.reached, "the last evaluation")
     DAMAGE["heldout cut off"](directory)
     gate.open()
-    assert "heldout-00000-00000.bin: cut off" in error_of(process.finish(2))
+    assert "heldout-00000-00000.bin: cut off" in the_error(process.finish(2))
     shutil.rmtree(directory)
     shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
     finish(Path(corpus), run, *WORDS, ranks=ranks)

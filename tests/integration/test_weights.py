@@ -1,7 +1,6 @@
 """First values of parameters: weights of a run, checkpoint, export or import; or matched values."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from runs.command import (
     finish,
     metric_lines,
     overrides_of,
-    prepared_corpus,
     train,
+    unfinish,
 )
 from tiers import slow_but
 
@@ -26,14 +25,9 @@ STILL = ("optim.lr=1e-20", "optim.weight_decay=0", "steps=1")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def sources(corpus: Path) -> dict[str, Path]:
+def sources(corpus, tmp_path_factory):
     """A run of softmax attention, a checkpoint of it, and what goes out and comes in of it."""
-    place = corpus.parent
+    place = tmp_path_factory.mktemp("weights")
     run = place / "source"
     finish(corpus, run, *WORDS, "attention=standard", "model.rope.theta=5000")
     assert main(["export", f"run={run}", f"out={place / 'hf'}"]) == 0
@@ -58,9 +52,7 @@ NAMES = ("run", "checkpoint", "export", "import", "converted")
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
-def test_a_run_starts_where_its_source_ended(
-    corpus: Path, sources: dict[str, Path], tmp_path: Path, name: str, ranks: int
-) -> None:
+def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ranks):
     words = [*WORDS, *STILL, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
     said = finish(corpus, tmp_path / "run", *words, ranks=ranks)
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
@@ -72,9 +64,7 @@ def test_a_run_starts_where_its_source_ended(
     assert "optimizer and data begin anew" in said
 
 
-def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(
-    corpus: Path, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(corpus, sources, tmp_path):
     for name in ("run", "export"):
         words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
         finish(corpus, tmp_path / name, *words)
@@ -82,16 +72,13 @@ def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(
     assert_same_weights(tmp_path / "run", tmp_path / "export", 4)
     assert metric_lines(tmp_path / "run") != metric_lines(sources["run"])
     before = metric_lines(tmp_path / "export")
-    shutil.rmtree(tmp_path / "export" / "checkpoints" / "step-00000004")
-    (tmp_path / "export" / "summary.json").unlink()
+    unfinish(tmp_path / "export", 4)
     assert "continues after step 2" in finish(corpus, tmp_path / "export", *words)
     assert metric_lines(tmp_path / "export") == before
     assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text())
 
 
-def test_the_model_and_the_tokenizer_come_from_there(
-    environment: dict[str, str], corpus: Path, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_model_and_the_tokenizer_come_from_there(environment, corpus, sources, tmp_path):
     words = [
         f"resume=weights:{sources['export']}", f"data.paths=[{corpus}]", *WORDS, *STILL,
         f"data.cache_dir={corpus.parent / 'cache'}", "seq_len=64", "global_batch_size=8",
@@ -104,55 +91,35 @@ def test_the_model_and_the_tokenizer_come_from_there(
     assert "differs:" not in ended.out
 
 
-def test_what_differs_is_named(corpus: Path, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_what_differs_is_named(corpus, sources, tmp_path):
     words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
     said = finish(corpus, tmp_path / "run", *words)
     assert "differs: model.rope.theta: 5000.0 there, 1000.0 here;" in said
 
 
 NO_FITS = {
-    "a variant": ("run", ["attention=diff_v2"], "attention=diff_v2 out=... converts"),
-    "another": ("export", ["attention=gated"], "has attention=standard, and the run gated"),
-    "a width": ("run", ["model.dim=64"], "is a checkpoint of another model: layers.0.attention"),
-    "layers": ("export", ["model.n_layers=1"], "is a checkpoint of another model: layers.1"),
-    "scaled": ("run", ["model.init_match=write"], "scales initial values"),
-    "tokens": ("run", ["data.tokenizer=null", "data.vocab_size=310"], "of another tokenizer than"),
+    "a variant": ("weights:{run}", ["attention=diff_v2"], "attention=diff_v2 out=... converts"),
+    "layers": ("weights:{export}", ["model.n_layers=1"], "of another model: layers.1"),
+    "scaled": ("weights:{run}", ["model.init_match=write"], "scales initial values"),
+    "tokens": (
+        "weights:{run}",
+        ["data.tokenizer=null", "data.vocab_size=310"],
+        "of another tokenizer than",
+    ),
+    "nothing": ("weights:{run}/none", [], "neither a run, one of its checkpoints"),
+    "parameters": ("{import}", [], "holds parameters alone"),
 }
 
 
-@pytest.mark.parametrize("what", slow_but(["a variant", "layers", "tokens"], NO_FITS))
-def test_weights_that_do_not_fit_are_one_line(
-    environment: dict[str, str],
-    corpus: Path,
-    sources: dict[str, Path],
-    tmp_path: Path,
-    what: str,
-) -> None:
-    name, words, said = NO_FITS[what]
-    words = [*WORDS, f"resume=weights:{sources[name]}", *words]
+@pytest.mark.parametrize("what", slow_but(["a variant", "tokens", "nothing"], NO_FITS))
+def test_weights_that_do_not_fit_are_one_line(environment, corpus, sources, tmp_path, what):
+    resume, words, said = NO_FITS[what]
+    words = [*WORDS, f"resume={resume.format(**sources)}", *words]
     ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
     assert ended.code == 2, ended
     assert said in ended.err.splitlines()[-1]
     assert ended.err.count("error: ") == 1, ended
     assert not (tmp_path / "run").exists()
-
-
-def test_a_path_that_holds_no_weights_is_one_line(
-    environment: dict[str, str], corpus: Path, sources: dict[str, Path], tmp_path: Path
-) -> None:
-    for resume, said in (
-        (f"weights:{tmp_path / 'none'}", "neither a run, one of its checkpoints"),
-        ("weights:", "needs a path"),
-        (f"{sources['import']}", "holds parameters alone"),
-    ):
-        ended = train(
-            [*overrides_of(corpus, tmp_path / "run"), *WORDS, f"resume={resume}"],
-            tmp_path,
-            environment,
-        )
-        assert ended.code == 2, ended
-        assert said in ended.err, ended
-        assert ended.err.count("\n") == 1, ended
 
 
 EVERY_STEP = ("diagnostics.interval=1",)
@@ -164,8 +131,7 @@ def factors(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_factors_depend_on_no_rank_and_stay_when_the_run_continues(tmp_path):
-    corpus = prepared_corpus(tmp_path)
+def test_factors_depend_on_no_rank_and_stay_when_the_run_continues(corpus, tmp_path):
     one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))
     finish(corpus, standard, *WORDS, *EVERY_STEP, "attention=standard")
     finish(corpus, one, *WORDS, *MATCHED)
@@ -180,8 +146,7 @@ def test_factors_depend_on_no_rank_and_stay_when_the_run_continues(tmp_path):
         [line["train/loss"] for line in metric_lines(one)], abs=2e-4
     )
     before, uninterrupted = factors(one), metric_lines(one)
-    shutil.rmtree(one / "checkpoints" / "step-00000004")
-    (one / "summary.json").unlink()
+    unfinish(one, 4)
     assert "continues after step 2" in finish(corpus, one, *WORDS, *MATCHED)
     assert factors(one) == before
     assert metric_lines(one) == uninterrupted
