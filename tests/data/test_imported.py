@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.config import DataConfig, SampleBy, SourceConfig
+from diffllm.data.config import DataConfig
 from diffllm.data.imported import FilesStream, ImportedData
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_data import TokenData
@@ -231,18 +231,6 @@ def test_shards_that_an_older_version_deduplicated_are_read(
     for split in ("train", "heldout"):
         expected, stream = prepared.split(split), data.split(split)
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected)))
-
-
-def test_tokens_and_text_mix(make: Make, tmp_path: Path, prepared: TokenData) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(f"Line {i} says little." for i in range(300)))
-    sources = {
-        "text": SourceConfig(
-            source="files", paths=[str(tmp_path / "a.txt")], sample_by=SampleBy.line
-        ),
-        "tokens": SourceConfig(source="tokens", paths=[str(FILES / NAMES[2])]),
-    }
-    data = prepare(make(source="mixture", sources=sources))
-    assert len(data.split("heldout")) == sum(len(s.split("heldout")) for s in data.sources.values())
 
 
 # What is wrong

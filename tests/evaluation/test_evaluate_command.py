@@ -1,17 +1,14 @@
 """`diffllm evaluate`: what it prints, keeps and refuses."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs.written import write_untrained
+from runs.written import small_tokenizer, write_weights
 
-from diffllm import build_model, load_config
 from diffllm.cli import main
-from diffllm.data.preparation.prepare import train_tokenizer
 from diffllm.data.tasks.task import TASKS
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation import suite
@@ -23,22 +20,12 @@ FAST = ["tasks=[mqar,icl]", "limit=8"]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> bytes:
-    rng = random.Random(0)
-    texts = ["".join(rng.choices("abcdefghij \n", k=60)) for _ in range(300)]
-    return train_tokenizer((text for text in texts), 320, 1)
+    return small_tokenizer()
 
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: bytes) -> Path:
-    return made(tmp_path / "run", tokenizer, "seq_len=128")
-
-
-def made(run: Path, tokenizer: bytes, *words: str) -> Path:
-    """Make a run with a checkpoint of weights as they are drawn."""
-    cfg = load_config(["model=tiny", "model.vocab_size=320", "run.name=x", *words])
-    write_untrained(run, cfg, build_model(cfg.model), {})
-    (run / "tokenizer.model").write_bytes(tokenizer)
-    return run
+    return write_weights(tmp_path / "run", tokenizer, "seq_len=128")
 
 
 def test_evaluate_prints_json_or_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +86,7 @@ def test_a_sweep_is_all_its_runs(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("b", "a"):
-        made(tmp_path / "sweep" / name, tokenizer, "seq_len=128", f"seed={ord(name)}")
+        write_weights(tmp_path / "sweep" / name, tokenizer, "seq_len=128", f"seed={ord(name)}")
     assert main(["evaluate", f"run={tmp_path / 'sweep'}", *FAST, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [Path(run).name for run in said] == ["a", "b"]
@@ -117,7 +104,7 @@ def test_the_whole_suite_at_a_length_of_128(run: Path, capsys: pytest.CaptureFix
 def test_what_cannot_be_is_one_line(
     run: Path, tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = made(tmp_path / "short", tokenizer, "seq_len=16")
+    short = write_weights(tmp_path / "short", tokenizer, "seq_len=16")
     (tmp_path / "empty").mkdir()
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),

@@ -209,22 +209,16 @@ def test_a_job_has_the_ranks_of_its_tasks() -> None:
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
-@pytest.mark.parametrize(
-    ("folder", "named"),
-    [
-        ("file/logs", "cannot be used: Not a directory"),
-        ("/proc/none/logs", "cannot be made: No such file or directory"),
-    ],
-)
-def test_a_folder_that_cannot_be_is_one_line(
-    workplace: Path, capsys: pytest.CaptureFixture[str], folder: str, named: str
+def test_folder_below_a_file_is_refused_in_one_line(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "file").touch()
-    words = ["-m", "hydra/launcher=submitit_local", f"hydra.launcher.submitit_folder={folder}"]
+    words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=file/logs"]
     assert train_command([*words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: hydra.launcher.submitit_folder=")
-    assert named in error
+    assert error.startswith(
+        "error: hydra.launcher.submitit_folder=file/logs cannot be used: Not a directory"
+    )
     assert error.count("\n") == 1
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
