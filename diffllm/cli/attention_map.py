@@ -46,7 +46,8 @@ def attention_map_command(argv: list[str]) -> None:
     layers = indices("layer", args.layer, cfg.model.n_layers, -1)
     tokenizer = Tokenizer.from_file(tokenizer_of(run))
     tokens = tokenizer.encode(args.prompt)
-    if not 0 < len(tokens) <= (most := min(cfg.model.seq_len, MOST_TOKENS)):
+    most = min(cfg.model.seq_len, MOST_TOKENS)
+    if not 0 < len(tokens) <= most:
         raise ConfigError(f"prompt has {len(tokens)} tokens, not 1 to {most}")
     places = [figure_path(args, run, layer) for layer in layers]
     model, _ = load_model(run, args.step)

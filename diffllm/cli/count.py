@@ -60,7 +60,7 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
     """Return the variants that the values of `--compare` name; raises ConfigError."""
     text = " --compare ".join(lists)
     names = text.split(",")
-    if not all(names) or not 2 <= len(names) == len(set(names)):
+    if len(lists) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
         raise ConfigError(
             f"--compare={text} needs two or more different variants with a comma and no space "
             "between, as in --compare standard,diff_v2"
