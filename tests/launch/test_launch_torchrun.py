@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S, has_ended, wait_until
-from runs.command import ROOT, command_line, descendants, prepared_corpus, wait_for
+from runs.command import (
+    ROOT,
+    command_line,
+    descendants,
+    overrides_of,
+    prepared_corpus,
+    steps_logged,
+    wait_for,
+)
 
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 AWKWARD = [
@@ -38,7 +46,6 @@ def environment_with(path: Path, **variables: str) -> dict[str, str]:
 
 
 def fake(directory: Path, name: str, script: str) -> None:
-    """A program for PATH."""
     directory.mkdir(exist_ok=True)
     file = directory / name
     file.write_text(f"#!{sys.executable}\n{script}")
@@ -49,7 +56,6 @@ RECORD = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['SEEN'],
 
 
 def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -> list[str]:
-    """Return the words that the script starts torchrun with."""
     fake(tmp_path / "bin", "torchrun", RECORD)
     seen = tmp_path / "seen.json"
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
@@ -58,22 +64,20 @@ def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s[hb]*")), ids=lambda p: p.name)
-def test_scripts_parse(script: Path) -> None:
+def test_scripts_parse(script):
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "--shell=bash", "--severity=warning", script], check=True)
 
 
 @pytest.mark.parametrize("variables", [{}, {"NNODES": "2", "RDZV_ENDPOINT": "node1:29400"}])
-def test_every_override_arrives_as_it_was_written(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
+def test_every_override_arrives_as_it_was_written(tmp_path, variables):
     (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
     seen = recorded(tmp_path, SCRIPT, AWKWARD, **variables)
     assert seen[seen.index("train.py") + 1 :] == AWKWARD
 
 
-def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path: Path) -> None:
+def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path):
     one = recorded(tmp_path, SCRIPT, [])
     assert one == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0", "train.py"]
     many = recorded(
@@ -87,7 +91,7 @@ def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path: Path) -> No
     } <= set(many)  # fmt: skip
 
 
-def test_many_nodes_need_an_endpoint(tmp_path: Path) -> None:
+def test_many_nodes_need_an_endpoint(tmp_path):
     fake(tmp_path / "bin", "torchrun", RECORD)
     env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(tmp_path / "seen"))
     done = subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -96,20 +100,17 @@ def test_many_nodes_need_an_endpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "seen").exists()
 
 
-@pytest.mark.parametrize("code", [0, 1, 7, 143])
-def test_the_exit_code_is_torchruns(tmp_path: Path, code: int) -> None:
-    fake(tmp_path / "bin", "torchrun", f"raise SystemExit({code})\n")
-    done = subprocess.run([SCRIPT], env=environment_with(tmp_path / "bin"), timeout=PATIENCE_S)
-    assert done.returncode == code
-
-
 @pytest.mark.parametrize(
     ("code", "marker", "named", "expected"),
-    [(0, True, True, 75), (0, True, False, 0), (0, False, True, 0), (1, True, True, 1)],
+    [
+        (0, True, True, 75),
+        (0, True, False, 0),
+        (0, False, True, 0),
+        (1, True, True, 1),
+        (143, False, True, 143),
+    ],
 )
-def test_a_run_that_was_stopped_asks_to_go_on(
-    tmp_path: Path, code: int, marker: bool, named: bool, expected: int
-) -> None:
+def test_the_exit_code_is_torchruns_or_asks_to_go_on(tmp_path, code, marker, named, expected):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
     run, seen = tmp_path / "a run", tmp_path / "seen"
     run.mkdir()
@@ -121,11 +122,6 @@ def test_a_run_that_was_stopped_asks_to_go_on(
     assert done.returncode == expected
     given = json.loads(seen.read_text())
     assert given[given.index("train.py") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def started(words: list[str], **variables: str) -> subprocess.Popen:
@@ -144,47 +140,27 @@ def finish(process: subprocess.Popen) -> str:
     """Its output, once it has ended well; all below it is killed if it does not end."""
     try:
         output, _ = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        below = [process.pid, *descendants(process.pid)]
-        listed = [
-            "ps",
-            "-o",
-            "pid,ppid,stat,ignored,caught,pending,args",
-            "-p",
-            ",".join(map(str, below)),
-        ]
-        tree = subprocess.run(listed, capture_output=True, text=True).stdout
-        for pid in below:
+    finally:
+        for pid in [process.pid, *descendants(process.pid)] if process.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"it goes on:\n{tree}\n{output[-3000:]}") from None
     assert process.returncode == 0, output
     return output
 
 
-def small(corpus: Path, run: Path, *overrides: str) -> list[str]:
-    """Overrides of a run whose steps take milliseconds."""
-    words = command_line(
-        corpus, run, "seq_len=32", "model.n_layers=1", "log_interval=1", *overrides
-    )
-    return words[words.index(str(ROOT / "train.py")) + 1 :]
-
-
-def steps_logged(run: Path) -> list[int]:
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+SMALL = ("seq_len=32", "model.n_layers=1", "log_interval=1", "steps=100000")
+"""A long run whose steps take milliseconds."""
 
 
 @pytest.mark.slow
-def test_signals_reach_the_workers_which_save(tmp_path: Path, corpus: Path) -> None:
+def test_signals_reach_the_workers_which_save(tmp_path):
     """One run, stopped by each signal in turn and continued."""
-    run = tmp_path / "run"
+    corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     last = 0
     stops = ((signal.SIGTERM, "2"), (signal.SIGUSR1, "1"), (signal.SIGINT, "1"))
     for number, ranks in stops:
-        process = started([SCRIPT, *small(corpus, run, "steps=100000")], NPROC_PER_NODE=ranks)
+        words = [*overrides_of(corpus, run), *SMALL]
+        process = started([SCRIPT, *words], NPROC_PER_NODE=ranks)
         wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
         process.send_signal(number)
         output = finish(process)
@@ -196,7 +172,7 @@ def test_signals_reach_the_workers_which_save(tmp_path: Path, corpus: Path) -> N
         assert (run / "checkpoints" / f"step-{last:08d}" / "state.json").exists()
 
 
-def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path: Path) -> None:
+def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path):
     """Such as while a node waits for others."""
     fake(
         tmp_path / "bin",
@@ -212,10 +188,9 @@ def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_killed_torchrun(tmp_path: Path, corpus: Path) -> None:
-    run = tmp_path / "run"
-    words = command_line(corpus, run, "seq_len=32", "model.n_layers=1", "steps=100000", ranks=2)
-    process = started(words)
+def test_workers_end_with_a_killed_torchrun(tmp_path):
+    corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
+    process = started(command_line(corpus, run, *SMALL, ranks=2))
     wait_for((run / "metrics.jsonl").exists, process, "first step")
     below = descendants(process.pid)
     assert len(below) >= 2
