@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from runs.command import overrides_of
+
 NAMED = Path("/etc/netns")
 """Where `ip netns exec` finds the /etc/hosts of a namespace."""
 START = 'hostname "$0"; exec "$@"'
@@ -24,6 +26,12 @@ def lacking(*programs: str) -> str | None:
         return "needs root"
     missing = [p for p in programs if not shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin")]
     return f"needs {', '.join(missing)}" if missing else None
+
+
+def overrides(corpus: Path, run: Path, *more: str) -> list[str]:
+    """Return the overrides of a training whose steps take milliseconds."""
+    small = ("seq_len=128", "model.n_layers=1", "log_interval=1")
+    return [*overrides_of(corpus, run), *small, *more]
 
 
 def ip(*words: str) -> str:
@@ -38,7 +46,6 @@ class Node:
     namespace: str
 
     def start(self, words: list[str], env: dict[str, str], output: IO[str]) -> subprocess.Popen:
-        """A program on this machine."""
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--"]
         return subprocess.Popen(
             [*inside, "sh", "-c", START, self.name, *words],
@@ -52,7 +59,6 @@ class Node:
         return [int(pid) for pid in ip("netns", "pids", self.namespace).split()]
 
     def kill(self) -> None:
-        """SIGKILL to all that runs here."""
         while pids := self.pids():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

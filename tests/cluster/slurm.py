@@ -60,7 +60,6 @@ class Slurm:
             return self.nodes[number].start(list(words), self.env, output)
 
     def __call__(self, *words: str, timeout: int = 120) -> str:
-        """The output of a command, which has to succeed."""
         inside = ["ip", "netns", "exec", self.nodes[0].namespace]
         done = subprocess.run(
             [*inside, *words], env=self.env, cwd=ROOT, capture_output=True, text=True,
@@ -70,7 +69,6 @@ class Slurm:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Return the output of `scontrol show job`."""
         words = self("scontrol", "show", "job", "--oneliner", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

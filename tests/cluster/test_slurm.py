@@ -4,12 +4,11 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import lacking, two_nodes
-from runs.command import ROOT, command_line
+from nodes import lacking, overrides, two_nodes
+from runs.command import steps_logged
 from slurm import PROGRAMS, Slurm, slurm
 
 from diffllm.distributed.launcher import first_host
@@ -19,29 +18,14 @@ TWO = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory):
     if reason := lacking("ip", "unshare", "hostname", *PROGRAMS):
         pytest.skip(reason)
     with two_nodes() as nodes, slurm(nodes, tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
-def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command_line(
-        corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1"
-    )
-    words = words[words.index(str(ROOT / "train.py")) + 1 :]
-    return [*(word for word in words if not word.startswith("run.dir=")), *more]
-
-
-def steps(run: Path) -> list[int]:
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
-
-
 def submit(cluster: Slurm, *words: str) -> str:
-    """The job's id."""
     output = f"--output={cluster.here}/%j.out"
     return cluster("sbatch", "--parsable", output, *words).strip()
 
@@ -77,14 +61,12 @@ def has_got(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
-def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(
-    cluster: Slurm, corpus: Path, tmp_path: Path, how: str
-) -> None:
+def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(cluster, corpus, tmp_path, how):
     run = tmp_path / "run"
     last = 150
-    words = overrides(corpus, f"steps={last}", "global_batch_size=64", f"run.dir={run}")
+    words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
-    cluster.wait_for(lambda: len(steps(run)) > 5, "training")
+    cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
     assert json.loads((run / "run.json").read_text())["ranks"] == 2
     ranks = tasks(cluster)
     assert len(ranks) == 2, cluster.logs()
@@ -113,18 +95,18 @@ def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(
     cluster.wait_for(lambda: ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "COMPLETED", cluster.logs()
     assert cluster.job(job)["Restarts"] == "1"
-    assert steps(run) == list(range(1, last + 1))
+    assert steps_logged(run) == list(range(1, last + 1))
     assert not (run / "requeue").exists()
     log = (cluster.here / f"{job}.out").read_text()  # both starts of it
     assert f"continues after step {marker['step']}" in log
 
 
-def test_a_cancelled_job_stays_away(cluster: Slurm, corpus: Path, tmp_path: Path) -> None:
+def test_a_cancelled_job_stays_away(cluster, corpus, tmp_path):
     """Its tasks save and leave a marker, for they cannot tell who has sent SIGTERM."""
     run = tmp_path / "run"
-    words = overrides(corpus, "steps=100000", f"run.dir={run}")
+    words = overrides(corpus, run, "steps=100000")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
-    cluster.wait_for(lambda: len(steps(run)) > 5, "training")
+    cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
     cluster("scancel", job)
     cluster.wait_for(lambda: ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "CANCELLED"
@@ -133,11 +115,11 @@ def test_a_cancelled_job_stays_away(cluster: Slurm, corpus: Path, tmp_path: Path
     cluster.wait_for(lambda: not cluster("squeue", "--noheader").split(), "empty queue")
 
 
-def test_a_job_that_fails_is_not_requeued(cluster: Slurm, corpus: Path, tmp_path: Path) -> None:
+def test_a_job_that_fails_is_not_requeued(cluster, corpus, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "requeue").write_text("{}")  # of an earlier stop
-    words = overrides(corpus, "steps=5", "global_batch_size=7", f"run.dir={run}")
+    words = overrides(corpus, run, "steps=5", "global_batch_size=7")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "FAILED"
@@ -147,32 +129,21 @@ def test_a_job_that_fails_is_not_requeued(cluster: Slurm, corpus: Path, tmp_path
     assert "Traceback" not in log
 
 
-def test_srun_gives_rank_and_address(cluster: Slurm, corpus: Path, tmp_path: Path) -> None:
+def test_srun_gives_rank_and_address(cluster, corpus, tmp_path):
     """A node for each of two tasks, and two tasks on one node."""
     runs = [tmp_path / name for name in ("apart", "together")]
     apart = ["srun", "--nodes=2", "--ntasks-per-node=1"]
-    cluster(*apart, "python", "train.py", *overrides(corpus, "steps=8", f"run.dir={runs[0]}"))
+    cluster(*apart, "python", "train.py", *overrides(corpus, runs[0], "steps=8"))
     together = ["srun", "--nodes=1", "--ntasks=2"]
-    cluster(*together, "python", "train.py", *overrides(corpus, "steps=8", f"run.dir={runs[1]}"))
+    cluster(*together, "python", "train.py", *overrides(corpus, runs[1], "steps=8"))
     ranks = [json.loads((run / "run.json").read_text())["ranks"] for run in runs]
     assert ranks == [2, 2]
-    assert steps(runs[0]) == steps(runs[1]) == list(range(1, 9))
-
-
-def test_a_training_started_by_hand_in_a_batch_script_is_alone(
-    cluster: Slurm, corpus: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    words = " ".join(f"'{word}'" for word in overrides(corpus, "steps=8", f"run.dir={run}"))
-    job = submit(cluster, *TWO, f"--wrap=python train.py {words}")
-    cluster.wait_for(lambda: ended(cluster, job), "end")
-    assert cluster.job(job)["JobState"] == "COMPLETED", cluster.logs()
-    assert json.loads((run / "run.json").read_text())["ranks"] == 1
+    assert steps_logged(runs[0]) == steps_logged(runs[1]) == list(range(1, 9))
 
 
 @pytest.mark.parametrize(
     "nodes",
     ["gpu1", "gpu[003-006,9]", "gpu[7,9-12],login1", "a-b[05],c", "rack[0-1]node[10-12]"],
 )
-def test_first_node_is_what_slurm_says(cluster: Slurm, nodes: str) -> None:
+def test_first_node_is_what_slurm_says(cluster, nodes):
     assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]

@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nodes import Node, lacking, two_nodes
-from runs.command import ROOT, command_line, descendants
+from nodes import Node, lacking, overrides, two_nodes
+from runs.command import ROOT, descendants, metrics
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -19,7 +19,7 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[Node, Node]]:
+def nodes():
     if reason := lacking("ip", "unshare", "hostname"):
         pytest.skip(reason)
     with two_nodes() as both:
@@ -27,21 +27,18 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 
 
 class Cluster:
-    """Two nodes, and a training on them."""
-
     def __init__(self, nodes: tuple[Node, Node], host: int, run: Path, overrides: list[str]):
         self.nodes, self.host, self.run, self.overrides = nodes, host, run, overrides
         self.agents: dict[int, subprocess.Popen] = {}
 
     def start(self, number: int, nnodes: str = "2", restarts: int = 0, ranks: int = 1) -> None:
-        """launch/torchrun.sh on a node."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {
             **os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
             "NNODES": nnodes, "NPROC_PER_NODE": str(ranks), "MAX_RESTARTS": str(restarts),
             "RDZV_ENDPOINT": f"{self.nodes[self.host].name}:29400",
         }  # fmt: skip
-        words = [str(ROOT / "launch" / "torchrun.sh"), *self.overrides, f"run.dir={self.run}"]
+        words = [str(ROOT / "launch" / "torchrun.sh"), *self.overrides]
         with open(self.log(number), "a") as log:
             os.chdir(ROOT)
             self.agents[number] = self.nodes[number].start(words, env, log)
@@ -68,7 +65,6 @@ class Cluster:
         return losses(self.run)
 
     def ranks(self) -> int:
-        """Return the ranks of the latest start."""
         return json.loads((self.run / "run.json").read_text())["ranks"]
 
     def steps(self) -> int:
@@ -81,20 +77,10 @@ class Cluster:
 
 def losses(run: Path) -> dict[int, float]:
     """By step; a step that stands there twice is an error."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    logged = [json.loads(line) for line in lines if line.endswith("\n")]
+    logged = metrics(run)
     steps = [line["step"] for line in logged]
     assert len(set(steps)) == len(steps), steps
     return {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
-
-
-def overrides(corpus: Path, *more: str) -> list[str]:
-    words = command_line(
-        corpus, Path("unused"), "seq_len=128", "model.n_layers=1", "log_interval=1"
-    )
-    words = words[words.index(str(ROOT / "train.py")) + 1 :]
-    return [*(word for word in words if not word.startswith("run.dir=")), *more]
 
 
 def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
@@ -110,10 +96,8 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     return losses(run)
 
 
-def test_two_nodes_train_as_one_does(
-    nodes: tuple[Node, Node], corpus: Path, tmp_path: Path
-) -> None:
-    words = overrides(corpus, "precision=fp32", "steps=12")
+def test_two_nodes_train_as_one_does(nodes, corpus, tmp_path):
+    words = overrides(corpus, tmp_path / "run", "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
     cluster.start(0)
@@ -139,11 +123,9 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_a_lost_node_shrinks_the_run_and_its_return_grows_it(
-    nodes: tuple[Node, Node], corpus: Path, tmp_path: Path, host: int, cut: bool
-) -> None:
+def test_a_lost_node_shrinks_the_run_and_its_return_grows_it(nodes, corpus, tmp_path, host, cut):
     """Ranks go by the names of nodes; the one that is lost is not the rendezvous's host."""
-    words = overrides(corpus, *LONG)
+    words = overrides(corpus, tmp_path / "run", *LONG)
     cluster = Cluster(nodes, host, tmp_path / "run", words)
     lost = 1 - host
     for number in (0, 1):
