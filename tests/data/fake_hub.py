@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     directory: Path
+    hangs_at: str
+    """A file whose name holds this never comes."""
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
 
     def do_GET(self) -> None:
         """Answer a question or send a file."""
+        if self.hangs_at in self.path:
+            threading.Event().wait()
         path = urlsplit(self.path).path
         files = sorted(p for p in self.directory.rglob("*") if p.is_file())
         if match := re.fullmatch(rf"/api/(?:datasets|models)/{NAME}/tree/{SHA}/?(.*)", path):
@@ -101,7 +106,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Hub.directory = Path(sys.argv[1])
+    Hub.directory, Hub.hangs_at = Path(sys.argv[1]), sys.argv[2]
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     print(server.server_port, flush=True)
     server.serve_forever()
