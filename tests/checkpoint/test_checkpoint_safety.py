@@ -243,8 +243,6 @@ def test_a_link_out_of_a_checkpoint_is_refused(run, tmp_path, capfd):
     assert all("__0_0.distcp is not a regular file" in line for line in refused(run, capfd))
 
 
-# Forged JSON
-
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -276,8 +274,6 @@ def test_a_deep_state_is_refused_by_every_reader(run, capfd):
     assert all("state.json is nested too deeply" in line for line in refused(run, capfd))
     assert "damaged" in listed_and_reported(run, capfd)
 
-
-# Forged configs
 
 CONFIGS = {
     "a call": "!!python/object/apply:os.mkdir [{marker}]\n",
@@ -392,8 +388,6 @@ def test_a_plugin_is_imported_where_the_command_line_names_it(run, evil):
     assert main(["generate", f"run={run}", "prompt=a", "plugins=[evil_plugin]"]) in (0, 2)
     assert evil.exists()
 
-
-# The source
 
 UNSAFE = re.compile(
     r"pickle\.(loads?|Unpickler)\b|(?<![.\w])(eval|exec)\(|yaml\.(unsafe_|full_)?load\("

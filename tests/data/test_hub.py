@@ -56,12 +56,12 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, str]]]:
-    """Starts the hub, which hangs at files of this name; returns what tells others of it."""
+    """Starts the hub, which hangs at files of this name; returns the environment of its readers."""
     servers: list[subprocess.Popen[str]] = []
 
     def start(hangs_at: str = "no file") -> dict[str, str]:
         script = Path(__file__).with_name("fake_hub.py")
-        words = [sys.executable, str(script), str(repository), str(tmp_path / "log"), hangs_at]
+        words = [sys.executable, str(script), str(repository), hangs_at]
         servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
         assert servers[-1].stdout is not None
         address = f"http://127.0.0.1:{int(servers[-1].stdout.readline())}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs.ranks import run_ranks
-from test_training_ranks import BASE, assert_same_training, global_batch
+from test_training_ranks import BASE, assert_same_training, global_batch, train_losses
 from tiers import slow_but
 
 from diffllm import build_model
@@ -107,25 +107,9 @@ def test_loss_and_gradients_equal_a_float64_reference(ranks, overrides, tmp_path
             assert math.sqrt(own_squares[name]) == expected, name
 
 
-def some_steps(overrides, share, ignores):
-    """As `test_training_ranks.train_losses`, with a share of the targets ignored."""
-    cfg = config(overrides)
-    t = build(cfg, CPU, ignores_targets=ignores)
-    losses, norms = [], []
-    for step in range(4):
-        out = train_step(t, own_part(cfg, *masked_batch(cfg, step, share)), step)
-        losses.append(out.nll.item())
-        norms.append(out.grad_norms.total.item())
-    whole = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-        for name, p in t.params.items()
-    }
-    return losses, norms, whole, {}
-
-
 def test_counting_changes_nothing_where_every_target_counts(tmp_path):
-    (counted,) = run_ranks(some_steps, 1, tmp_path, [], 0.0, True)
-    (plain,) = run_ranks(some_steps, 1, tmp_path, [], 0.0, False)
+    (counted,) = run_ranks(train_losses, 1, tmp_path, [], None, False, True)
+    (plain,) = run_ranks(train_losses, 1, tmp_path, [])
     assert_same_training(counted, plain, atol=1e-6)
 
 

@@ -57,13 +57,14 @@ def micro_batches(cfg, step, end=None):
         yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
 
-def train_losses(overrides, end=None, masked=False):
+def train_losses(overrides, end=None, masked=False, counts=False):
     """(losses, gradient norms, final parameters, last statistics) of a short run.
 
     end: the token behind documents; they are masked where asked for.
+    counts: count the targets of every step.
     """
     cfg = load_config([*BASE, *overrides])
-    t = build(cfg, torch.device("cpu"), end if masked else None)
+    t = build(cfg, torch.device("cpu"), end if masked else None, ignores_targets=counts)
     losses, norms, stats = [], [], {}
     for step in range(STEPS):
         last = step == STEPS - 1

@@ -1,4 +1,4 @@
-"""Probes of explicit maps: against plain loops, in theory, and where they look.
+"""Probes of explicit maps against plain loops, and the positions that they read.
 
 Shapes: B batch, T tokens, N probed positions, h heads.
 """
@@ -35,9 +35,9 @@ def group():
         yield
 
 
-def tiny(variant, *extra):
+def tiny(variant):
     overrides = ["model=tiny", "model.init_std=0.3", "model.vocab_size=64", "data.vocab_size=64"]
-    cfg = load_config([*overrides, f"attention={variant}", f"seq_len={LENGTH}", *extra])
+    cfg = load_config([*overrides, f"attention={variant}", f"seq_len={LENGTH}"])
     return build_model(cfg.model)
 
 

@@ -102,39 +102,17 @@ def a_run(
     return WandbRun(cfg, directory, CHOICES, sweep, config, run_id)
 
 
-def test_an_offline_run_holds_config_history_and_summaries(tmp_path, capfd):
-    run = a_run(tmp_path / "a-name", tags=["first", "second", "first"], sweep="x" * 70)
-    norms = [1.0, 3.0, 2.0, 0.5]
-    for step, (loss, norm) in enumerate(
-        zip([2.5, 1.5, math.nan, -math.inf], norms, strict=True), start=1
-    ):
-        line = {"step": step, "tokens": 100 * step, "train/loss": loss, "train/grad_norm": norm}
-        run.log({**line, "hidden_top1/layer_01": norm, "perf/step_ms": norm, "train/lr": norm})
-    run.finish({"heldout_loss": 1.25})
-    found = OfflineRun(tmp_path / "a-name")
-
-    header = found.header
-    assert header.run_id == run.id
-    assert header.project == "a-project"
-    assert header.display_name == "a-name"
-    assert header.run_group == "diff_v2"
-    assert header.job_type == "tiny"
-    assert list(header.tags) == ["first", "second", "x" * 64]
-    assert found.config["steps"] == 3
-    assert found.config["model"]["dim"] == 8
-    assert found.config["run"] == {"name": None}
-
+def test_history_and_summary_leave_out_values_that_are_not_finite(tmp_path, capfd):
+    run = a_run(tmp_path / "run", tags=["first", "second"], sweep="third")
+    for step, loss in enumerate((2.5, 1.5, math.nan, -math.inf), start=1):
+        run.log({"step": step, "tokens": 100 * step, "train/loss": loss})
+    run.finish()
+    found = OfflineRun(tmp_path / "run")
+    assert found.header.project == "a-project"
+    assert list(found.header.tags) == ["first", "second", "third"]
     assert [row["tokens"] for row in found.history] == [100, 200, 300, 400]
     assert [row.get("train/loss") for row in found.history] == [2.5, 1.5, None, None]
-    assert [row["train/grad_norm"] for row in found.history] == norms
-
-    summary = found.summary
-    assert summary["train/loss"] == {"min": 1.5}
-    assert summary["train/grad_norm"] == {"max": 3.0}
-    assert summary["hidden_top1/layer_01"] == {"max": 3.0}
-    assert summary["perf/step_ms"] == {"mean": 1.625}
-    assert summary["train/lr"] == 0.5
-    assert summary["heldout_loss"] == 1.25
+    assert found.summary["train/loss"] == {"min": 1.5}
     assert "wandb" not in capfd.readouterr().err
 
 

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import families, slow_but
-from variants import VARIANTS, small_model
+from variants import MIXTURE, VARIANTS, small_model
 
 from diffllm.model.attention.ops import Documents
 
 END = 0
 SPLIT = ("model.attention.values=split",)
 REFERENCE = ("model.attention.backend=reference",)
-EVERY = [(variant, ()) for variant in VARIANTS] + [("diff_v1", SPLIT)]
+EVERY = [(variant, extra) for variant in VARIANTS for extra in ((), MIXTURE)]
+EVERY += [("diff_v1", SPLIT)]
 FEW = [(variant, ()) for variant in families(VARIANTS)]
 TOKENS = torch.tensor(
     [
@@ -94,6 +95,7 @@ def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape)
     masked = model(TOKENS, documents=documents)
     alone = one_by_one(model, TOKENS)
     torch.testing.assert_close(masked, alone, rtol=0, atol=1e-10)
+    assert (model(TOKENS) - masked).abs().max() > 1e-6, "nothing was masked"
     objective = model(TOKENS, targets, documents=documents).objective
     losses = torch.nn.functional.cross_entropy(
         alone.flatten(0, 1), targets.flatten(), reduction="sum"

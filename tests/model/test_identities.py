@@ -159,9 +159,6 @@ def close(mine, other, atol=1e-10):
     torch.testing.assert_close(mine, other, rtol=0, atol=atol)
 
 
-# diff_v2
-
-
 @given(shape=shapes())
 @many
 def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
@@ -221,9 +218,6 @@ def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
     assert torch.allclose(mine, other, rtol=0, atol=1e-10) == (shape.kv_heads == 1)
 
 
-# diff_v1
-
-
 @pytest.mark.parametrize("variant", V1)
 @given(data=st.data())
 @few
@@ -264,9 +258,6 @@ def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
     close(aux["context"], (aux["lambda"] < 1) * torch.cat(halves, -1))
 
 
-# gated
-
-
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
 @given(data=st.data())
 @few
@@ -291,9 +282,6 @@ def test_a_headwise_gate_is_an_elementwise_one_repeated_over_a_heads_channels(sh
     close(run(headwise, x, shape)[0], run(elementwise, x, shape)[0])
 
 
-# sinks
-
-
 def drawn_qk(shape, n_query_heads, scale=1.0):
     """q and k whose scores have a standard deviation of about `scale`."""
     q = normal(shape, shape.batch, shape.tokens, n_query_heads, shape.head_dim, what=2)
@@ -310,9 +298,6 @@ def test_a_sink_of_minus_infinity_is_standard_attention_and_one_of_zero_is_off_b
         copy_weights(other, sink, "wq", "wk", "wv", "wo")
         sink.sink.fill_(logit)
         close(run(sink, x, shape)[0], run(other, x, shape)[0])
-
-
-# the clamped map
 
 
 @given(
@@ -332,9 +317,6 @@ def test_clamped_rows_are_distributions_or_zeros(lam, rows):
     assert torch.equal(weights > 0, difference > 0)
     close(weights.sum(-1), positive.double())
     assert (weights[~positive] == 0).all()
-
-
-# causality, caches, positions, documents
 
 
 def model_of(variant, shape, **fields):

@@ -26,16 +26,6 @@ def test_variants_share_every_parameter_of_the_same_name_and_shape():
             assert torch.equal(standard[name], other[name]), name
 
 
-def test_seed_and_name_decide():
-    once, again, other = parameters([]), parameters([]), parameters(["seed=1"])
-    for name, value in once.items():
-        assert torch.equal(value, again[name])
-        if "norm" not in name:
-            assert not torch.equal(value, other[name]), name
-    first, second = (once[f"layers.{i}.ffn.w1.weight"] for i in (0, 1))
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize(
     "block",
     [

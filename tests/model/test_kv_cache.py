@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from variants import SHAPES, VARIANTS, allowed, refused, small_config, small_model
+from tiers import families, slow_but
+from variants import MIXTURE, SHAPES, VARIANTS, allowed, refused, small_config, small_model
 
 from diffllm import build_model
 from diffllm.model.attention.base import KVCache
@@ -70,10 +71,15 @@ def test_a_chunk_that_does_not_fit_leaves_the_cache_as_it_was():
     assert torch.equal(held.append(k2, v2)[0], torch.cat((k, k2), 1))
 
 
+DENSE = [(*case, ()) for case in allowed(VARIANTS, [(4, 4, 8), (8, 2, 8)])]
+MIXTURES = [(variant, (4, 2, 8), MIXTURE) for variant in VARIANTS]
+FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("variant", "shape"), allowed(VARIANTS, [(4, 4, 8), (8, 2, 8)]))
-def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, shape):
-    model = shared_model(variant, *shape)
+@pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
+def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, shape, extra):
+    model = shared_model(variant, *shape, extra)
     tokens = torch.randint(0, 64, (3, 16))
     whole = model(tokens)
     caches = model.new_caches(3, 16)

@@ -1,4 +1,4 @@
-"""Every attention variant over a mixture of experts: trains, decodes, masks documents, compiles."""
+"""Decoders with experts: gradients, the objective, dense layers and initial values."""
 
 from functools import cache
 
@@ -8,10 +8,8 @@ from tiers import families, slow_but
 from variants import LOSSES, MIXTURE, VARIANTS, small_config, small_model
 
 from diffllm import build_model
-from diffllm.model.attention.ops import Documents
 from diffllm.model.ffn import MoE, SwiGLU
 
-END = 0
 shared_model = cache(small_model)
 
 
@@ -40,32 +38,6 @@ def test_the_objective_is_the_cross_entropy_and_each_weighted_loss():
     assert out.routed.z > 0
     expected = out.loss.nll + 0.1 * out.routed.balance + 0.01 * out.routed.z
     torch.testing.assert_close(out.objective.double(), expected.double(), rtol=1e-6, atol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_cached_decoding_equals_the_full_pass(variant):
-    model, tokens = mixture(variant), torch.randint(0, 64, (3, 16))
-    whole = model(tokens)
-    caches = model.new_caches(3, 16)
-    out = [model(part, caches=caches) for part in tokens.split([1, 4, 1, 6, 4], 1)]
-    torch.testing.assert_close(torch.cat(out, 1), whole, rtol=0, atol=1e-10)
-    lengths = torch.tensor([9, 2, 12])
-    for held in caches:
-        held.truncate(lengths.tolist())
-    logits = model(tokens.gather(1, lengths[:, None]), caches=caches)
-    expected = whole[torch.arange(3), lengths].unsqueeze(1)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_masking_documents_equals_running_them_one_by_one(variant):
-    model = mixture(variant)
-    row = torch.tensor([[5, 9, 3, END, END, 7, 7, 2, 8, END, 3, 4, 6]])
-    masked = model(row, documents=Documents.of(row, END))
-    parts = [model(row[:, a:b]) for a, b in ((0, 4), (4, 5), (5, 10), (10, 13))]
-    torch.testing.assert_close(masked, torch.cat(parts, 1), rtol=0, atol=1e-10)
-    assert (model(row) - masked).abs().max() > 1e-6, "nothing was masked"
 
 
 def test_the_first_layers_are_dense():

@@ -165,14 +165,3 @@ def test_what_a_small_sharded_model_sends_is_what_a_hand_computes(reduce, times)
     assert sent(step, Collective.all_gather) == 3 * gathered * 3 / 4
     assert sent(step, Collective.reduce_scatter) == times * reduced * 3 / 4
     assert sent(step, Collective.all_reduce) == 0
-
-
-def test_replicas_sum_their_shards_once_a_step():
-    hsdp = load_config([*SMALL, "parallel.replicate=2", "model.vocab_size=100"])
-    step = simulate(hsdp, 4)
-    assert sent(step, Collective.all_reduce) == 2 * step.gradients / 2
-    groups = {call.ranks for call in step.calls if call.kind is Collective.reduce_scatter}
-    assert groups == {(0, 1)}
-    assert {c.ranks for c in step.calls if c.kind is Collective.all_reduce and c.size > 500} == {
-        (0, 2)
-    }
