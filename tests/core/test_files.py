@@ -220,15 +220,3 @@ def test_a_directory_whose_holder_is_alive_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
-
-
-def test_hold_with_link_or_pipe_as_lock_file_is_refused(tmp_path):
-    (tmp_path / "link").mkdir()
-    (tmp_path / "link" / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"cannot be written \(its lock is a symbolic link"):
-        hold(tmp_path / "link", "run directory", "run.dir=...")
-    assert not (tmp_path / "elsewhere").exists()
-    (tmp_path / "pipe").mkdir()
-    os.mkfifo(tmp_path / "pipe" / ".lock")
-    with pytest.raises(ConfigError, match=r"cannot be written \(its lock is not a regular file"):
-        hold(tmp_path / "pipe", "run directory", "run.dir=...")
