@@ -1,6 +1,7 @@
 """Experts shared out over ranks: the same training as in one process, with less on each rank."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -272,23 +273,8 @@ def test_evaluation_pads_where_a_rank_has_fewer_sequences(tmp_path):
         assert free == pytest.approx(whole, abs=1e-5)
 
 
-class Pieces:
-    """A tokenizer of numbers."""
-
-    eos_id, vocab_size = 5, 97
-
-    def encode(self, text):
-        return [1, 5, 2]
-
-    def decode(self, tokens):
-        return list(tokens)
-
-
-class Text:
-    """In place of a corpus: what sampling reads of it."""
-
-    def tokenizer(self):
-        return Pieces()
+PIECES = SimpleNamespace(eos_id=5, vocab_size=97, encode=lambda _: [1, 5, 2], decode=list)
+"""A tokenizer of numbers."""
 
 
 def calls_of_sampling(overrides):
@@ -298,9 +284,9 @@ def calls_of_sampling(overrides):
     calls = []
     t.model.register_forward_pre_hook(lambda *_: calls.append(1))
     if dist.get_rank() == 1:
-        end = torch.tensor([Pieces.eos_id])
+        end = torch.tensor([PIECES.eos_id])
         t.model.register_forward_hook(lambda m, a, logits: logits.index_fill(-1, end, 1e4))
-    return sample(t, Text()), len(calls)
+    return sample(t, SimpleNamespace(tokenizer=lambda: PIECES)), len(calls)
 
 
 def test_ranks_call_the_model_equally_often_whatever_they_draw(tmp_path):

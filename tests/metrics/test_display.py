@@ -3,7 +3,6 @@
 import io
 import itertools
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -97,21 +96,3 @@ def test_what_moves_the_cursor_is_not_logged(text, logged):
     Copied(stream, copied.append).write(text)
     assert stream.getvalue() == text
     assert "".join(copied) == logged
-
-
-def test_a_long_evaluation_shows_how_far_it_is(monkeypatch, capsys):
-    """In the bar; where there is none in lines, at the pace of a clock."""
-    display, screen = on_terminal()
-    display.start(STEPS)
-    display.evaluate(30_000, 152_221)
-    display.stop()
-    assert "held-out loss: 30,000 of 152,221 tokens" in screen.getvalue()
-    clock = itertools.count(step=10)
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    piped = Display(STEPS)
-    for done in range(0, 100_000, 10_000):
-        piped.evaluate(done, 100_000)
-    said = [f"held-out loss: {done}0,000 of 100,000 tokens  ETA" for done in (3, 6, 9)]
-    assert capsys.readouterr().out.splitlines() == [
-        f"{text} {eta}" for text, eta in zip(said, ("1:10", "0:40", "0:10"), strict=True)
-    ]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import pytest
 from disks import small_disk
 from wandb_file import examples
 
-from diffllm.core.errors import CheckpointError
 from diffllm.metrics.sinks import MetricsFile, Sinks
 from diffllm.metrics.table import METRICS, metric_of
 
@@ -80,44 +78,17 @@ def test_a_resume_drops_lines_past_its_step_and_appends(tmp_path, last):
     assert [line["step"] for line in lines(path)[len(kept) :]] == [last + 1, last + 2]
 
 
-@pytest.mark.parametrize("keep", [1, 9, 20, 36])
-def test_a_last_line_cut_short_is_dropped(tmp_path, keep):
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4))
-    whole = path.read_bytes()
-    third = whole.splitlines(keepends=True)[2]
-    assert keep < len(third)
-    path.write_bytes(whole[: -len(third)] + third[:keep])
-    write(path, range(3, 5), last_step=5)
-    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
-    "junk", [b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n']
+    "junk",
+    [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'],
 )
 def test_junk_at_the_end_of_the_file_does_not_stop_a_resume(tmp_path, junk):
-    """A machine that lost power can leave such lines behind."""
+    """A kill can cut the last line short; a loss of power can leave other bytes."""
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     path.write_bytes(path.read_bytes() + junk)
     write(path, range(4, 5), last_step=3)
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
-
-
-def test_a_resume_that_cannot_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 6))
-    before = path.read_bytes()
-
-    def full(descriptor: int) -> None:
-        os.ftruncate(descriptor, 10)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left"):
-        MetricsFile(path, last_step=3)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):

@@ -131,12 +131,6 @@ def test_a_descent_is_no_spike_and_hides_none():
     assert flags(planted)[0] == [200]
 
 
-@pytest.mark.slow
-def test_noise_alone_gives_fewer_events_than_a_tenth_in_a_thousand_steps():
-    assert false_alarms("normal", 20, seed=1) < 0.1
-    assert false_alarms("descent", 20, seed=1) < 0.1
-
-
 def table(title):
     """The lines of a table of docs/spikes.md, by heading: first cell to the others."""
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)

@@ -4,7 +4,6 @@ Kernels that need a GPU are replaced by stand-ins that check the calling convent
 explicit maps; the kernels themselves run in test_kernels_on_gpu.py.
 """
 
-import importlib.util
 import inspect
 import sys
 from functools import partial
@@ -23,13 +22,13 @@ from stand_ins import (
     tokens_with_documents,
 )
 from tiers import slow_but
-from torch.nn.attention import restore_flash_attention_impl, varlen
+from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from variants import SHAPES, VARIANTS, small_config
 
 from diffllm import build_model
-from diffllm.model.attention import kernels, ops
+from diffllm.model.attention import ops
 from diffllm.model.attention.kernels import causal_blocks, document_blocks
 from diffllm.model.attention.ops import Backend, Documents, Packed, attend
 
@@ -217,28 +216,3 @@ def test_sdpa_on_a_gpu_gets_what_a_fused_kernel_takes(monkeypatch, masked, half,
     else:
         assert seen["q"].shape[1] == seen["k"].shape[1] == seen["v"].shape[1]
         assert not seen["gqa"]
-
-
-@pytest.fixture
-def flash_4_stand_in(monkeypatch):
-    """The private functions of flash-attn-4 that torch's dispatcher asks for."""
-    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
-    interface = ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_fwd = lambda *args, **kwargs: ("out", "lse", None, None, None)
-    interface._flash_attn_bwd = lambda *args, **kwargs: "gradients"
-    package.cute, cute.interface = cute, interface
-    for module in (package, cute, interface):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, ops.FLASH_4, raising=False)
-    yield
-    sys.modules.pop(ops.FLASH_4, None)
-    restore_flash_attention_impl(_raise_warn=False)
-
-
-def test_flash_4_takes_the_place_of_torchs_kernels_with_the_results_torch_expects(flash_4_stand_in):
-    assert not ops.sdpa_is_flash_4()
-    kernels.activate_flash_4()
-    assert ops.sdpa_is_flash_4()
-    adapted = importlib.import_module(ops.FLASH_4)
-    assert adapted._flash_attn_fwd() == ("out", "lse")
-    assert adapted._flash_attn_bwd() == "gradients"
