@@ -26,10 +26,11 @@ from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run, start_words
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.matching import totals
+from diffllm.config.saved import load_run_config
 from diffllm.core.files import write_atomic
 from diffllm.data.preparation.prepare import prepare, train_tokenizer
 from diffllm.data.token_data import TokenData
-from diffllm.data.tokenizer import tokenizer_in
+from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.model import Transformer
 
 if TYPE_CHECKING:
@@ -334,8 +335,10 @@ def made(run: Path, *words: str) -> tuple[TrainConfig, TokenData]:
 
 def subject_of(run: Path) -> "Subject":
     """Open the checkpoint of a run on the CPU."""
-    from diffllm.cli.evaluate import open_subject
+    from diffllm.evaluation.evaluation import Subject
+    from diffllm.evaluation.load import decoder
 
-    subject = open_subject(run, 0)
-    subject.model.to(torch.device("cpu"))
-    return subject
+    model, step = decoder(run)
+    checkpoint = run / "checkpoints" / f"step-{step:08d}"
+    tokenizer = Tokenizer.from_file(tokenizer_in(run))
+    return Subject(model, tokenizer, checkpoint, run, load_run_config(run))
