@@ -167,13 +167,15 @@ def test_evaluation_finds_scores_of_before(place: Path, diffllm: Any, words: lis
     shown = json.loads(diffllm("evaluate", f"run={run}", *words, "limit=4", "--json"))
     assert shown
     for name in shown:
-        assert scores(run)[name] == close(before[name])
+        found = scores(run)[name]
+        assert found == close({of: before[name][of] for of in found})
 
 
-def scores(run: Path) -> dict[str, Any]:
-    """Return the scores of the kept evaluations of step 4 by name."""
+def scores(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the scores of the kept evaluations of step 4, by evaluation and by what they are of."""
     files = (run / "evaluation" / "step-00000004").glob("*.jsonl")
-    return {file.stem: json.loads(file.read_text().splitlines()[0])["scores"] for file in files}
+    first = {file.stem: json.loads(file.read_text().splitlines()[0]) for file in files}
+    return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
 def test_finished_sweep_starts_nothing_and_is_reported(place: Path, diffllm: Any) -> None:

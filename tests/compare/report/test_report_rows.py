@@ -232,9 +232,6 @@ def test_values_of_swept_keys_are_in_rows_and_columns(tmp_path):
     found = compare(written(tmp_path / "rates", ("gated optim.lr=1e-3",), ("gated optim.lr=0.1",)))
     assert [row.keys["optim.lr"] for row in found.rows] == [1e-3, 0.1]
     assert [row.values["optim.lr"] for row in found.rows] == [1e-3, 0.1]
-    (note,) = found.notes
-    assert note.startswith("There is no gap: all rows are of gated")
-    assert "differ in optim.lr" in note
 
 
 @pytest.mark.parametrize(
@@ -336,7 +333,6 @@ def test_a_key_that_forbids_a_comparison_is_named(tmp_path, override, key):
     found = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
     assert list(found.differences) == [key]
     standard, diff_v2 = labels(found)
-    assert sorted(found.differences[key].values()) == [[diff_v2], [standard]]
     assert standard.startswith(f"standard {key.rpartition('.')[2]}=")
     assert [row.gap for row in found.rows] == [None, None]
     assert [row.loss.mean for row in found.rows] == [4.0, 3.0]
@@ -408,7 +404,7 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
     assert [row.label for row in group.rows] == ["diff_v2 compute_dtype=unknown corpus=unknown"]
     assert [row.gap is not None for row in found.rows] == [False, True, False]
     assert found.rows[2].values["parameters"] is None
-    assert said(found, "d/run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
+    assert said(found, "d: run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
     bases = [row.gap is not None for row in compare(runs).rows]
     assert bases == [False, True, False, True]  # both of the last pair are unknown, as if alone
 
@@ -680,7 +676,7 @@ def test_runs_of_two_versions_of_a_plugin_are_neither_averaged_nor_compared(tmp_
     old, new = ({"plugin_code": {"own": version, "m": "x"}} for version in ("1a", "2b"))
     runs = [("standard", 4.0, old), ("gated", 3.9, old), ("standard", 4.2, new)]
     found = compare(written(tmp_path, *runs, ("gated", 3.8, new)))
-    assert found.differences.keys() == {"plugins"}
+    assert found.differences == ["plugins"]
     assert gaps(found) == {
         "standard plugins=own@1a": None,
         "gated plugins=own@1a": -0.1,
