@@ -172,7 +172,7 @@ def test_evaluation_finds_scores_of_before(place: Path, diffllm: Any, words: lis
 
 
 def scores(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the scores of the kept evaluations of step 4, by evaluation and by what they are of."""
+    """Return the kept scores of step 4, by evaluation and by their name in it."""
     files = (run / "evaluation" / "step-00000004").glob("*.jsonl")
     first = {file.stem: json.loads(file.read_text().splitlines()[0]) for file in files}
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}

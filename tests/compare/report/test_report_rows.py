@@ -332,7 +332,7 @@ INCOMPARABLE = {
 def test_a_key_that_forbids_a_comparison_is_named(tmp_path, override, key):
     found = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
     assert list(found.differences) == [key]
-    standard, diff_v2 = labels(found)
+    standard, _ = labels(found)
     assert standard.startswith(f"standard {key.rpartition('.')[2]}=")
     assert [row.gap for row in found.rows] == [None, None]
     assert [row.loss.mean for row in found.rows] == [4.0, 3.0]
