@@ -52,14 +52,13 @@ Row = tuple[list[int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids that begin alike, and go on in different ways."""
+    """A context, and its continuations, as token ids."""
 
     context: list[int]
     continuations: list[list[int]]
 
     @property
     def positions(self) -> int:
-        """Positions that the longest of its texts takes."""
         return len(self.context) + max(map(len, self.continuations)) - 1
 
     @property
@@ -79,15 +78,12 @@ class Scored(NamedTuple):
     log_likelihood: float
     """The sum over its tokens, in nats."""
     greedy: bool
-    """Whether each of its tokens is the likeliest: generation without chance would make them."""
+    """Whether greedy decoding yields its tokens."""
 
 
 def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
-    """Encode an example after the end of a document.
-
-    Each candidate is encoded together with the prompt, as in a text. The context is their common
-    beginning, at most the prompt.
-    """
+    """Encode an example after an EOS, each candidate together with the prompt; the context is the
+    common beginning, at most the prompt."""
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
     same = min(common(spelt), *(len(ids) - 1 for ids in spelt[1:]))
@@ -110,7 +106,13 @@ def score(
     short = sorted({*range(len(questions))} - {*long})
     found = score_batches(model, [questions[i] for i in short], advance)
     of_question = dict(zip(short, found, strict=True))
-    for group in by_text(questions, long):
+
+    def alike(group: list[int], place: int) -> bool:
+        """Return whether most of a context equals that of the group's last question."""
+        context = questions[place].context
+        return 2 * common([questions[group[-1]].context, context]) >= len(context)
+
+    for group in grouped(long, alike):
         scores = of_one_text(model, [questions[i] for i in group])
         for i, of_one in zip(group, scores, strict=True):
             of_question[i] = of_one
@@ -128,7 +130,7 @@ def score_batches(
     """Score each continuation, each with its context, many rows at a time.
 
     Args:
-        together: all ranks share every batch, as those of a sharded model must; each returns all.
+        together: all ranks share every batch, and each returns all scores.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     rows = [row for question in questions for row in question.rows]
@@ -152,16 +154,22 @@ def score_batches(
     return [[one for _ in question.rows for one in next(scored)] for question in questions]
 
 
-def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> Iterator[list[T]]:
+def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
     """Group items of similar length; a group has at most `most` tokens, padding included."""
-    batch: list[T] = []
-    for item in sorted(items, key=length):
-        if batch and length(item) * (len(batch) + 1) > most:
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
+    return grouped(
+        sorted(items, key=length), lambda batch, item: length(item) * (len(batch) + 1) <= most
+    )
+
+
+def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
+    """Split items where one does not join the group before it."""
+    groups: list[list[T]] = []
+    for item in items:
+        if groups and joins(groups[-1], item):
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
@@ -222,25 +230,9 @@ def common(texts: Sequence[Sequence[int]]) -> int:
     return next((i for i in range(shortest) if len({ids[i] for ids in texts}) > 1), shortest)
 
 
-def by_text(questions: Sequence[Question], places: Sequence[int]) -> Iterator[list[int]]:
-    """Group neighbours most of whose contexts is alike."""
-    group: list[int] = []
-    for place in places:
-        context = questions[place].context
-        if group and 2 * common([questions[group[-1]].context, context]) < len(context):
-            yield group
-            group = []
-        group.append(place)
-    if group:
-        yield group
-
-
 class Answers(Evaluation):
-    """Asks a checkpoint the examples of a task.
-
-    By likelihood, the answer is the likeliest candidate. By generation, the answer is right if
-    greedy decoding yields the tokens of the right candidate.
-    """
+    """Asks a checkpoint the examples of a task: by likelihood, the answer is the likeliest
+    candidate; by generation, that of greedy decoding."""
 
     unit = SHARE
 
@@ -252,10 +244,8 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings that decide the examples for a model of `seq_len` tokens.
-
-        Without wanted levels, all that fit are used. Raises ConfigError for a level that does not.
-        """
+        """Return the settings that decide the examples: by default all levels that fit `seq_len`
+        tokens. Raises ConfigError for a wanted level that does not fit."""
         levels = list(asked.levels.get(self.name, ()))
         count, length = counter(tokenizer), seq_len - 1  # the end of a document comes first
         if levels:
@@ -274,10 +264,7 @@ class Answers(Evaluation):
         own = [question for _, _, question in asked]
         with track(self.name, sum(len(question.rows) for question in own)) as advance:
             found = score(subject.model, own, advance)
-        return [
-            line(level, example, scores)
-            for (level, example, _), scores in zip(asked, found, strict=True)
-        ]
+        return lines_of(asked, found)
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         from scipy.stats import binomtest  # a second and a half that training does not need
@@ -309,57 +296,56 @@ def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text))
 
 
-def questions(
-    task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
-) -> list[tuple[int, Example, Question]]:
-    """Make the examples of each level, and encode them.
+Questions = list[tuple[int, Example, Question]]
+"""Examples with the index of their level, and encoded."""
 
-    Args:
-        longest: maximum number of positions; longer examples are skipped.
+
+def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
+    """Make and encode the examples of each level that take at most `longest` positions.
+
+    Raises ConfigError if none is left, or if the tokenizer cannot spell the candidates of a level's
+    first example.
     """
-    count = counter(tokenizer)
-    check_spelling(task, settings, tokenizer)
-    made = [
-        (i, example, spelt_question(example, tokenizer))
-        for i, (level, number) in enumerate(
-            zip(settings["levels"], settings["examples"], strict=True)
-        )
-        for example in task.examples(level, number, settings["seed"], count)
-    ]
-    if kept := [each for each in made if each[2].positions <= longest]:
-        return kept
-    raise ConfigError(f"the task {task.name} has no example of at most {longest} tokens")
+    count, seed = counter(tokenizer), settings["seed"]
+    kept = []
+    for i, level in enumerate(settings["levels"]):
+        for candidate in (
+            c for each in task.examples(level, 1, seed, count) for c in each.candidates
+        ):
+            said = tokenizer.decode(tokenizer.encode(candidate))
+            if said.strip() != candidate.strip():
+                raise ConfigError(
+                    f"the run's tokenizer cannot spell {candidate!r}, an answer of the task "
+                    f"{task.name}: it makes {said!r} of it"
+                )
+        for example in task.examples(level, settings["examples"][i], seed, count):
+            question = spelt_question(example, tokenizer)
+            if question.positions <= longest:
+                kept.append((i, example, question))
+    if not kept:
+        raise ConfigError(f"the task {task.name} has no example of at most {longest} tokens")
+    return kept
 
 
-def check_spelling(task: Task, settings: Settings, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the tokenizer cannot spell the candidates of one example per level."""
-    for level in settings["levels"]:
-        for example in task.examples(level, 1, settings["seed"], counter(tokenizer)):
-            for candidate in example.candidates:
-                said = tokenizer.decode(tokenizer.encode(candidate))
-                if said.strip() != candidate.strip():
-                    raise ConfigError(
-                        f"the run's tokenizer cannot spell {candidate!r}, an answer of the task "
-                        f"{task.name}: it makes {said!r} of it"
-                    )
-
-
-def line(level: int, example: Example, scores: Sequence[Scored]) -> Line:
-    """Return the result line of an example; a single candidate is judged by generation alone."""
-    # Of a model that has diverged nothing is likely.
-    logs = [x if math.isfinite(x := scored.log_likelihood) else -math.inf for scored in scores]
-    likeliest = max(range(len(logs)), key=logs.__getitem__) == example.answer
-    likeliest &= math.isfinite(logs[example.answer])
-    generated = scores[example.answer].greedy
-    return {
-        "level": level,
-        "correct": likeliest if len(logs) > 1 else generated,
-        "generated": generated,
-        "candidates": len(logs),
-        "answer": example.answer,
-        "log_likelihoods": [round(x, 5) if math.isfinite(x) else None for x in logs],
-        **example.facts,
-    }
+def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
+    """Return the result lines of examples; a single candidate is judged by generation alone."""
+    lines = []
+    for (level, example, _), scores in zip(asked, found, strict=True):
+        # Of a model that has diverged nothing is likely.
+        logs = [x if math.isfinite(x := scored.log_likelihood) else -math.inf for scored in scores]
+        likeliest = max(range(len(logs)), key=logs.__getitem__) == example.answer
+        likeliest &= math.isfinite(logs[example.answer])
+        generated = scores[example.answer].greedy
+        line: Line = {
+            "level": level,
+            "correct": likeliest if len(logs) > 1 else generated,
+            "generated": generated,
+            "candidates": len(logs),
+            "answer": example.answer,
+            "log_likelihoods": [round(x, 5) if math.isfinite(x) else None for x in logs],
+        }
+        lines.append({**line, **example.facts})
+    return lines
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:

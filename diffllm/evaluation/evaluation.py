@@ -65,26 +65,22 @@ class Asked:
 
 @dataclass(frozen=True)
 class NamedScore:
-    """A number that checkpoints are compared by."""
+    """A number that checkpoints are compared by, with a 95% interval over examples or documents."""
 
     of: str
     """Its name within the evaluation: a level, a range of positions, a number of bits."""
     value: float
     interval: tuple[float, float] | None = None
-    """95%, over examples or documents of this checkpoint."""
     examples: int = 0
     chance: float | None = None
     """The value of a guess."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts, as the same by depth; JSON values."""
+    """Further facts; JSON values."""
 
 
 class Evaluation(ABC):
-    """Measures checkpoints."""
-
     name: str
     unit: str
-    """The unit of its scores, as "nats a token"."""
 
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
@@ -97,7 +93,7 @@ class Evaluation(ABC):
 
     @abstractmethod
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        """Sum the lines up."""
+        """Return the scores that the lines add up to."""
 
 
 def results_of(run: Path, step: int) -> Path:
@@ -105,10 +101,7 @@ def results_of(run: Path, step: int) -> Path:
 
 
 def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
-    """Read the first line of a result with the same key; None if there is no such result.
-
-    Print one line if the result is damaged.
-    """
+    """Read the first line of a result; None if it is missing, damaged or has another key."""
     try:
         with readable(file):
             first = read_first(file)
@@ -120,7 +113,7 @@ def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
 
 
 def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    """Write a result and its checksum; raises CheckpointError where it cannot be written."""
+    """Write a result and its checksum; raises CheckpointError."""
     texts = [f"{json.dumps(line)}\n" for line in lines]
     head = json.dumps({**first, "sha256": checksum(first, texts)})
     try:
@@ -139,12 +132,8 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 
 
 def all_results(run: Path, problems: dict[str, list[str]]) -> dict[int, Lines]:
-    """Read the first lines of the results of each checkpoint that has any, by evaluation, by step,
-    the oldest first.
-
-    Args:
-        problems: gets the files that are skipped, by reason.
-    """
+    """Read the first lines of results by step, in order, and by evaluation; add the files that are
+    skipped to `problems`, by reason."""
     found: dict[int, dict[str, Line]] = {}
     for file in sorted((run / DIRECTORY).glob(f"step-{'[0-9]' * 8}/*.jsonl")):
         try:
@@ -156,10 +145,7 @@ def all_results(run: Path, problems: dict[str, list[str]]) -> dict[int, Lines]:
 
 
 def read_first(file: Path) -> Line:
-    """Read the first line of a result, and verify its checksum.
-
-    Raises OSError, or ValueError with words that follow the file's name.
-    """
+    """Read the first line of a result, and verify its checksum; raises OSError or ValueError."""
     lines = read_lines(file)
     first = parse_json(next(lines, ""))
     if not isinstance(first, dict) or not isinstance(first.get("key"), dict):
@@ -175,14 +161,13 @@ def read_first(file: Path) -> Line:
 
 
 def is_score(score: Any) -> bool:
-    """Whether this is a score whose fields have the types of `NamedScore`."""
+    """Whether the fields have the types of `NamedScore`."""
     if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
         return False
     groups = [value for key, value in score.items() if key.startswith("by_")]
     interval = score.get("interval") or [None, None]
-    if not all(isinstance(each, dict) for each in [score.get("level", {}), *groups]):
-        return False
-    if not isinstance(interval, list) or len(interval) != 2:
+    dicts = all(isinstance(each, dict) for each in [score.get("level", {}), *groups])
+    if not dicts or not isinstance(interval, list) or len(interval) != 2:
         return False
     numbers = [score.get(key) for key in ("value", "chance", "generated", "examples")]
     numbers += [*interval, *(value for group in groups for value in group.values())]

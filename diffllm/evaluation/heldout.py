@@ -38,16 +38,14 @@ def heldout_loss(
 ) -> tuple[float, DataError | None]:
     """Compute the mean cross-entropy, in nats per token, over the batches of all ranks.
 
-    Every rank must call this. If a batch cannot be read, this rank continues with empty batches and
-    returns the error next to the loss, so that all ranks run equally many forward passes.
+    Every rank must call this. If a batch cannot be read, this rank continues with empty batches,
+    because sharded ranks need equally many passes, and returns the error next to the loss.
 
     Args:
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
-        shape: (B, T) of every forward pass; short batches are padded with ignored targets, because
-            sharded ranks must run passes of one shape.
+        shape: (B, T) of every forward pass; short batches are padded with ignored targets.
         rounds: forward passes of every rank; at least the number of `batches`.
-        documents: finds the documents of a CPU batch (B, T), with boundaries on `device`; None if
-            documents are not masked.
+        documents: finds the documents of a CPU batch (B, T), with boundaries on `device`.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -76,11 +74,7 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 
 class DocumentSums:
-    """Sums of the losses of `count` documents, which may lie in sequences of several ranks.
-
-    Args:
-        documents: as for `heldout_loss`.
-    """
+    """Sums of the losses of `count` documents, which may lie in sequences of several ranks."""
 
     def __init__(
         self,
@@ -118,34 +112,33 @@ class DocumentLosses:
     nats: np.ndarray
     """Sum of -log p over the document's tokens, float64; not finite where the model diverged."""
     tokens: np.ndarray
-    """Tokens that were predicted, the one that ends the document among them, int64."""
+    """Predicted tokens, the EOS included, int64."""
     bytes: np.ndarray
-    """Bytes of its text in UTF-8, as its tokens decode to it, int64."""
+    """Bytes of its decoded text in UTF-8, int64."""
     texts: np.ndarray
     """The first 8 bytes of the SHA-256 of that text, int64."""
     sources: np.ndarray
-    """The place of its source among those of a mixture, int64; 0 where there is one source."""
+    """The index of its source in a mixture, int64."""
 
     @property
     def loss(self) -> float:
-        """Nats a token, over all documents together."""
+        """Nats per token of all documents."""
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, place: int) -> "DocumentLosses | None":
         """Those of one source of a mixture; None where there are none."""
         mine = self.sources == place
-        if not mine.any():
-            return None
-        return DocumentLosses(**{f.name: getattr(self, f.name)[mine] for f in fields(self)})
+        own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
+        return DocumentLosses(**own) if mine.any() else None
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits a byte of text, over all documents together; NaN where there is no text."""
+        """Bits per byte of all documents; NaN without text."""
         size = int(self.bytes.sum())
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write them into a run directory, as those after `step` steps; raises CheckpointError."""
+        """Write into a run directory, as of `step`; raises CheckpointError."""
         file = path_of(run, step)
         content = io.BytesIO()
         np.savez(content, **{f.name: getattr(self, f.name) for f in fields(self)})
@@ -161,10 +154,8 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
-    """Read the losses of a run's held-out documents, after its last step unless another is named.
-
-    Raises CheckpointError where there are none, or their file is damaged.
-    """
+    """Read the losses of a run's held-out documents, by default of its last step; raises
+    CheckpointError."""
     there = sorted((run / DIRECTORY).glob("step-*.npz"))
     file = there[-1] if there and step is None else path_of(run, step or 0)
     if not there or not os.path.lexists(file):
@@ -173,21 +164,20 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
             f"{run} has no losses of held-out documents{after}: a run has them in {DIRECTORY}/ "
             "when it has ended"
         )
-    names = [f.name for f in fields(DocumentLosses)]
     try:
         with (
             open_regular(file, LARGEST) as stream,
             np.load(stream, allow_pickle=False) as content,
         ):
-            found = DocumentLosses(**{name: content[name] for name in names})
-        check(found)
+            return checked(
+                DocumentLosses(**{f.name: content[f.name] for f in fields(DocumentLosses)})
+            )
     except Exception as error:  # numpy and zipfile raise many kinds
         raise CheckpointError(f"{file} is damaged: {error}") from error
-    return found
 
 
-def check(losses: DocumentLosses) -> None:
-    """Raise ValueError unless these can be the losses of documents."""
+def checked(losses: DocumentLosses) -> DocumentLosses:
+    """Raise ValueError for arrays that cannot be the losses of documents."""
     for f in fields(losses):
         values = getattr(losses, f.name)
         dtype = np.float64 if f.name == "nats" else np.int64
@@ -195,3 +185,4 @@ def check(losses: DocumentLosses) -> None:
             raise ValueError(f"{f.name} is {values.dtype} of shape {values.shape}")
     if not len(losses.nats) or (losses.tokens < 1).any() or (losses.bytes < 0).any():
         raise ValueError("it has no documents, or some without tokens")
+    return losses

@@ -23,6 +23,7 @@ from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import StreamSequences, sequences_in
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
+from diffllm.evaluation.evaluation import Asked, Settings, Subject
 from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend, Documents
@@ -34,9 +35,8 @@ TOKENS = 16384
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:
     """Load a run's decoder and tokenizer: float32, in eval mode, on the current default device.
 
-    The model is that of a checkpoint's step, None for the newest whole one. Raises CheckpointError
-    without a run or such a checkpoint, or if it is damaged or of another model; UserError for a
-    variant that nothing here has registered.
+    `step` is the checkpoint's; None is the newest whole one. Raises CheckpointError if the
+    checkpoint is missing or damaged; UserError for an unregistered variant.
     """
     if not isinstance(run, str | os.PathLike):
         raise CheckpointError(f"load_model takes the path of a run, not {run!r}")
@@ -45,7 +45,7 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
 
 
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
-    """Load a run's decoder as `load_model` does, and say the step of its checkpoint."""
+    """Return a run's decoder as `load_model` does, and the step of its checkpoint."""
     cfg = load_run_config(run)
     warn_of_plugins(run)
     cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here
@@ -63,8 +63,7 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
 
 
 def own_data(run: Path, cfg: TrainConfig) -> Prepared:
-    """Open the corpus that the run's config names; raises ConfigError if it is not what the run was
-    trained on."""
+    """Open the run's corpus; raises ConfigError if it has changed since training."""
     data = prepare(cfg.data, cfg.prepare)
     facts = read_record(run / "run.json") or {}  # without it nothing says what it was
     now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
@@ -78,7 +77,6 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
 
 
 def own_corpus(run: Path, cfg: TrainConfig) -> str:
-    """Return the hash of the run's corpus, which is opened only if the run does not say it."""
     facts = read_record(run / "run.json") or {}
     return str(facts.get("corpus") or own_data(run, cfg).manifest.corpus)
 
@@ -91,16 +89,12 @@ class HeldoutSequence(NamedTuple):
     targets: Tensor
     """(1, T) int64; negative ones are only context."""
     documents: Documents | None
-    """Its documents, where attention stays inside them."""
 
 
 def first_sequences(
     run: Path, cfg: TrainConfig, most: int, device: torch.device
 ) -> list[HeldoutSequence]:
-    """Read at most `most` first sequences of a run's held-out split onto a device.
-
-    Raises ConfigError as `own_data` does.
-    """
+    """Read at most `most` first sequences of a run's held-out split onto a device."""
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
@@ -116,3 +110,12 @@ def first_sequences(
 
 def sequences_for(tokens: int, seq_len: int) -> int:
     return math.ceil(tokens / seq_len)
+
+
+def pass_settings(subject: Subject, asked: Asked, version: int) -> Settings:
+    """Return the settings of an evaluation that reads `first_sequences`."""
+    return {
+        "version": version,
+        "sequences": asked.limit or sequences_for(TOKENS, subject.cfg.seq_len),
+        "corpus": own_corpus(subject.run, subject.cfg),
+    }

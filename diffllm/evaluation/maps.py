@@ -54,13 +54,13 @@ class LayerMaps:
 
     @property
     def effective(self) -> Tensor:
-        """The map that weights the values, before head norm and gate."""
+        """The map that weights the values."""
         return list(self.maps.values())[-1]
 
 
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
-    """The maps of `layer` (from 0) over tokens (B, T) int64, a document a row."""
+    """Compute the maps of `layer` (from 0) over tokens (B, T) int64, a document per row."""
     x = model.tok_embeddings(tokens)
     rope = model.rope(0, tokens.shape[1])
     for block in model.layers[:layer]:
@@ -72,7 +72,7 @@ def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """The causal maps of an attention module that reads x (B, T, D), normalised."""
+    """Compute the causal maps of an attention module that reads x (B, T, D), normalised."""
     q, k, _ = attention.project(x, rope)
     shown: Aux = {}
     attention(x, rope, mask, aux=shown)
@@ -89,11 +89,8 @@ def attention_maps(
 
 
 def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "Figure":
-    """The maps of `heads` for the first sequence, queries downwards and keys to the right.
-
-    Args:
-        labels: T names of tokens, without line breaks.
-    """
+    """Draw the maps of `heads` for the first sequence, queries downwards and keys to the right;
+    `labels` are T names of tokens, without line breaks."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -137,7 +134,7 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def blocks_of(n_heads: int, height: float, width: float) -> int:
-    """Heads side by side, as many in each row, that make the figure about as wide as high."""
+    """Return the heads per row that make the figure about as wide as high."""
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
 
@@ -173,7 +170,6 @@ def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> No
 
 
 def name_tokens(axis: "Axis", name: str, labels: list[str], step: int, points: float) -> None:
-    """One of `step` labels along an axis, and its name; neither ticks nor name without labels."""
     from matplotlib.axis import XAxis
 
     axis.set_ticks(
@@ -192,7 +188,6 @@ def name_tokens(axis: "Axis", name: str, labels: list[str], step: int, points: f
 
 
 def draw_strip(axes: "Axes", values: np.ndarray, within: tuple[float, float], named: bool) -> None:
-    """Values (T,) as bars from zero, one a query, and their mean as a line."""
     axes.barh(np.arange(len(values)), values, height=0.86, color=GREY, linewidth=0)
     axes.axvline(values.mean(), color="black", linewidth=0.7)
     axes.set(xlim=within, ylim=(len(values) - 0.5, -0.5))
@@ -204,7 +199,6 @@ def draw_strip(axes: "Axes", values: np.ndarray, within: tuple[float, float], na
 
 
 def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") -> None:
-    """The scale of all maps; its ends are pointed where weights lie beyond them."""
     seen, low, limit = np.asarray(colours.get_array()), *colours.get_clim()
     over, under = bool(seen.max() > limit), bool(seen.min() < -limit)
     bar = fig.colorbar(

@@ -15,13 +15,7 @@ from torch import Tensor
 from diffllm.core.errors import CheckpointError
 from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
-from diffllm.evaluation.load import (
-    TOKENS,
-    HeldoutSequence,
-    first_sequences,
-    own_corpus,
-    sequences_for,
-)
+from diffllm.evaluation.load import HeldoutSequence, first_sequences, pass_settings
 from diffllm.model import Transformer
 from diffllm.model.attention.base import Aux, Maps
 from diffllm.model.stats import Probe, kurtosis, over_channels, probe_at, values_rms
@@ -39,22 +33,18 @@ NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
-    """The sizes of many values, counted piece by piece; no piece is kept.
-
-    Values larger than all others are merged from piece to piece, moments are summed in float64, and
-    percentiles come from a histogram of magnitudes whose bins are 512 an octave: within 0.1%.
-    """
+    """The magnitudes of many values, counted piece by piece: the largest, moments in float64, and a
+    histogram with 512 bins per octave for percentiles."""
 
     def __init__(self) -> None:
         self.count = 0
         self.largest = torch.zeros(0)
-        """The largest magnitudes, descending, as many as `TOP` wants."""
         self.bins = torch.zeros(BINS, dtype=torch.int64)
         self.sums = torch.zeros(4, dtype=torch.float64)
         """Sums of the values' first four powers."""
 
     def add(self, values: Tensor) -> None:
-        """Take a piece of any shape, whose values are finite."""
+        """Take finite values of any shape."""
         flat = values.detach().float().flatten()
         sizes, wide = flat.abs(), flat.double()
         self.count += len(flat)
@@ -83,8 +73,7 @@ class Spread:
         return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
     def numbers(self) -> dict[str, float | None]:
-        """Return `top_<k>` magnitudes, percentiles of magnitudes, RMS and kurtosis; None for a
-        `top_<k>` of fewer values."""
+        """Return the numbers by name; None for a `top_<k>` of fewer values."""
         top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
         percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
         rms = math.sqrt(self.sums[1].item() / self.count)
@@ -92,8 +81,6 @@ class Spread:
 
 
 class Mean:
-    """The mean of values that come in pieces."""
-
     def __init__(self) -> None:
         self.sum, self.count = 0.0, 0
 
@@ -103,13 +90,10 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """None of no values."""
         return self.sum / self.count if self.count else None
 
 
 class LayerOutliers:
-    """The numbers of one layer, gathered piece by piece."""
-
     def __init__(self) -> None:
         self.hidden = Spread()
         self.channels = torch.zeros(0)
@@ -120,15 +104,12 @@ class LayerOutliers:
         self.weight: defaultdict[str, Mean] = defaultdict(Mean)
         self.share: defaultdict[str, Mean] = defaultdict(Mean)
 
-    def add_hidden(self, x: Tensor) -> None:
-        """Take the block's output (B, T, D)."""
+    def add_states(self, x: Tensor, context: Tensor, v: Tensor) -> None:
+        """Take the block's output (B, T, D), the context (B, T, h, width) and the values."""
         self.hidden.add(x)
         self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
         largest = x.abs().flatten(0, 1).amax(0).cpu()
         self.channels = torch.maximum(self.channels, largest) if len(self.channels) else largest
-
-    def add_context(self, context: Tensor, v: Tensor) -> None:
-        """Take what enters `wo` (B, T, h, width), before a head norm, and the values."""
         rms = over_channels(context)
         ratio = rms / values_rms(v)
         self.context.add(rms)
@@ -177,17 +158,11 @@ def measure_outliers(
     sequences: Iterable[HeldoutSequence],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-    """Pass over sequences, block by block, and return the numbers of each layer, by name.
+    """Pass over sequences (B, T), block by block, and return the numbers of each layer, by name.
 
-    `hidden` are the block's outputs: magnitudes, their percentiles, kurtosis of all values together
-    and over channels, mean over tokens. `logits` are q k / sqrt(d) of each map, before its softmax,
-    of the keys that a query sees. `sinks` is the weight of each map on the first token that a query
-    sees, signed, and its share of the sum of |weight|; means over heads, sequences and the queries
-    that see more than themselves. `context_over_value_rms` is as in the table of metrics.
-
-    Args:
-        sequences: (B, T) each, on the model's device.
-        advance: called with 1 after each of them.
+    `hidden` are the block's outputs. `logits` are q k / sqrt(d) of each map, of visible keys.
+    `sinks` is the signed weight of each map on the first visible token, and its share of the sum of
+    |weight|; means over heads, sequences and the queries that see more than themselves.
 
     Raises CheckpointError for a layer whose values are not finite.
     """
@@ -199,8 +174,6 @@ def measure_outliers(
             aux: Aux = {}
             normed = block.attention_norm(x)
             block.attention(normed, rope, mask, aux=aux)
-            layer.add_context(aux["context"], aux["v"])
-            # so many queries at a time that their maps fit
             size = max(1, PIECE // (tokens.numel() * block.attention.n_query_heads))
             for piece in torch.arange(tokens.shape[1], device=tokens.device).split(size):
                 probe = probe_at(piece, tokens.shape[1], documents)
@@ -210,7 +183,7 @@ def measure_outliers(
             x, *_ = block(x, rope, mask)
             if not x.isfinite().all():
                 raise CheckpointError(f"the output of layer {i} has values that are not finite")
-            layer.add_hidden(x)
+            layer.add_states(x, aux["context"], aux["v"])
         advance(1)
     return [layer.numbers() for layer in found]
 
@@ -223,11 +196,7 @@ class Outliers(Evaluation):
     unit = "magnitude, largest of layers (kurtosis: a ratio)"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:
-        return {
-            "version": VERSION,
-            "sequences": asked.limit or sequences_for(TOKENS, subject.cfg.seq_len),
-            "corpus": own_corpus(subject.run, subject.cfg),
-        }
+        return pass_settings(subject, asked, VERSION)
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         asked = settings["sequences"]

@@ -30,19 +30,17 @@ Sums = dict[str, list[float]]
 
 
 class Position(Evaluation):
-    """Reads each document from its start, behind an EOS, up to the model's length.
+    """Reads each document from its start, after an EOS, up to the model's length.
 
-    Target i of a document is its token i, from 0, its own EOS the last of all:
+    Target i of a document is its token i, from 0, with the document's EOS as the last:
 
-    - Its position is i: as many tokens of the document stand before it.
-    - Its distance is i - j to the last token j < i that is the same, "none" where there is none.
-    - Its span is "repeated" where i >= 2, and the two tokens before it stood somewhere earlier in
-      the document with the same token behind them: a model that copies is right. It is "first"
-      where i >= 2, and these two tokens did not stand earlier in this order. Other targets are in
-      neither.
+    - Its position is i.
+    - Its distance is i - j to the last equal token j < i, or "none".
+    - Its span, for i >= 2, is "repeated" if the two tokens before it occurred earlier in the
+      document with the same next token. It is "first" if these two tokens did not occur earlier in
+      this order. Other targets have no span.
 
-    Where training kept attention inside documents, it stays there: the EOS is not seen, and the
-    document begins at the model's position 0.
+    If training masked documents, the EOS is not seen, and positions start at 0.
     """
 
     name = "position"
@@ -103,7 +101,7 @@ class Position(Evaluation):
 
 @torch.no_grad()
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
-    """Return the loss of every token of each text, all texts read at once."""
+    """Return the loss of every token of each text, read as one batch."""
     targets = padded(texts, -1, torch.device("cpu"))
     inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
     documents = None
@@ -119,12 +117,8 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
 def sums(
     text: Sequence[int], losses: Sequence[float], predicted: Sequence[bool]
 ) -> dict[str, Sums]:
-    """Sum up the losses of a document's tokens, bin by bin, as `Position` defines them.
-
-    Args:
-        text: (n,) tokens. losses: (n,) nats.
-        predicted: (n,), False for tokens that are only context.
-    """
+    """Sum up the losses (n,) of a document's tokens (n,), bin by bin, as `Position` defines them;
+    `predicted` (n,) is False for tokens that are only context."""
     found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
     last: dict[int, int] = {}
     followed: dict[tuple[int, int], set[int]] = {}
@@ -157,6 +151,6 @@ def octave(number: int) -> str:
 
 
 def bin_order(name: str) -> tuple[int, float]:
-    """Return what bins are sorted by: numbers first, then words, "repeated" before "first"."""
+    """Sort numbers first, then words, "repeated" before "first"."""
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.data.progress import track
 from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
-from diffllm.evaluation.load import (
-    TOKENS,
-    HeldoutSequence,
-    first_sequences,
-    own_corpus,
-    sequences_for,
-)
+from diffllm.evaluation.load import HeldoutSequence, first_sequences, pass_settings
 from diffllm.model import Transformer
 from diffllm.model.ffn.experts import Experts
 from diffllm.statistics.bootstrap import of_documents
@@ -37,28 +31,20 @@ VERSION = 2
 BITS = (8, 6, 4)
 PLAIN = "unquantised"
 KEPT = ("w_lambda",)
-"""Linear layers of a block that stay as they are: a scalar a head, as a router's is one an expert.
-Everything outside the blocks stays, too."""
+"""Linear layers of a block that are not rounded: one scalar per head."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How finely, and with how many scales."""
-
     bits: int
     by_row: bool
-    """A scale for each row: an output channel of a matrix, a token of activations. Otherwise one
-    for each matrix, an expert's too, and for all activations that a layer reads at once."""
+    """A scale per output channel or token; otherwise one per matrix, expert or layer input."""
 
 
 def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
-    """Return x with each value at the nearest of 2^bits - 1 levels, in the dtype of x.
+    """Round x to the nearest of 2^bits - 1 levels, in float32; return the dtype of x.
 
-    Computed in float32. Where all values are 0, or so small that their scale is, they become 0.
-
-    Args:
-        bits: 2 or more.
-        dims: dimensions that share a scale.
+    `dims` are the dimensions that share a scale. Values whose scale is 0 become 0.
     """
     most = 2 ** (bits - 1) - 1
     wide = x.float()
@@ -72,11 +58,10 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
 ) -> Iterator[None]:
-    """Round the matrices of all blocks, and what these multiply, while this lasts.
+    """Round the matrices of all blocks, and what they multiply, in this context.
 
-    Matrices are the linear layers of attention and feed-forward layers but `KEPT`, and experts; of
-    experts, activations are rounded before w1 and w3 and, with the router's weight on them, before
-    w2. Afterwards the model is as before, bit for bit.
+    Matrices are experts and the linear layers except `KEPT`. Activations of experts are rounded
+    before w1 and w3 and, times the router's weight, before w2. Leaving restores every bit.
     """
     with ExitStack() as stack:
         if weights is not None:
@@ -88,7 +73,7 @@ def quantised(
                 weight.data = rounded(weight.data, weights.bits, dims)
         if activations is not None:
             for layer in layers(model):
-                stack.enter_context(rounded_inputs(layer, activations))
+                round_inputs(layer, activations, stack)
         yield
 
 
@@ -101,32 +86,26 @@ def layers(model: Transformer) -> list[nn.Linear | Experts]:
     ]
 
 
-@contextmanager
-def rounded_inputs(layer: nn.Linear | Experts, how: Rounding) -> Iterator[None]:
-    """Round what a layer's matrices multiply, (..., K), rows being tokens, while this lasts."""
+def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) -> None:
+    """Round what a layer's matrices multiply, (..., K), until `stack` closes."""
 
     def fewer_bits(x: Tensor) -> Tensor:
         return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
 
-    with ExitStack() as stack:
-        stack.enter_context(
-            layer.register_forward_pre_hook(lambda _, args: (fewer_bits(args[0]), *args[1:]))
-        )
-        if isinstance(layer, Experts):
-            plain = layer.activation
-            stack.callback(setattr, layer, "activation", plain)
-            layer.activation = lambda *args: fewer_bits(plain(*args))
-        yield
+    stack.enter_context(
+        layer.register_forward_pre_hook(lambda _, args: (fewer_bits(args[0]), *args[1:]))
+    )
+    if isinstance(layer, Experts):
+        plain = layer.activation
+        stack.callback(setattr, layer, "activation", plain)
+        layer.activation = lambda *args: fewer_bits(plain(*args))
 
 
 class Arm(NamedTuple):
-    """A way to round a model."""
-
     name: str
     weights: Rounding | None = None
     activations: Rounding | None = None
     level: Mapping[str, Any] = {}
-    """The number of bits, and what has so few; empty without rounding."""
 
 
 KINDS = {
@@ -147,26 +126,17 @@ def _arm(kind: str, bits: int) -> Arm:
 
 
 ARMS = [Arm(PLAIN), *(_arm(kind, bits) for kind in KINDS for bits in BITS)]
-"""The unquantised model, then each kind of arm from many bits to few."""
 
 
 class Quantise(Evaluation):
-    """Measures the loss over the sequences of the pass over outliers in each arm.
-
-    A score is the loss of an arm minus that of the model as it is, over the same sequences; with
-    it stands the latter, so that models can be compared where their losses are equal. One sequence
-    is read at a time.
-    """
+    """Measures the loss of each arm minus the unquantised loss, over the sequences of `outliers`,
+    one at a time. Each score also has the unquantised loss."""
 
     name = "quantise"
     unit = "change of loss, nats a token"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:
-        return {
-            "version": VERSION,
-            "sequences": asked.limit or sequences_for(TOKENS, subject.cfg.seq_len),
-            "corpus": own_corpus(subject.run, subject.cfg),
-        }
+        return pass_settings(subject, asked, VERSION)
 
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
         asked = settings["sequences"]
@@ -210,7 +180,6 @@ def loss_lines(
     sequences: Sequence[HeldoutSequence],
     advance: Callable[[int], None],
 ) -> list[Line]:
-    """Return a line with the loss of each sequence, by the model as it is now."""
     found = []
     for i, each in enumerate(sequences):
         losses = subject.model(

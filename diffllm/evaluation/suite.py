@@ -12,14 +12,20 @@ from diffllm.checkpoint.manifest import NAME as MANIFEST
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
-from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Example, Level, OwnFile, levels_of
+from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
 from diffllm.data.tokenizer import Tokenizer
-from diffllm.evaluation.answers import Answers, Question, line, questions, score_batches, share
+from diffllm.evaluation.answers import (
+    Answers,
+    Questions,
+    lines_of,
+    questions,
+    score_batches,
+    share,
+)
 from diffllm.evaluation.evaluation import (
     Asked,
     Evaluation,
-    NamedScore,
     Subject,
     read_result,
     results_of,
@@ -56,11 +62,8 @@ def chosen(
 ) -> tuple[list[Evaluation], Asked]:
     """Return the evaluations of a suite, or those named, and their levels.
 
+    Names are those of tasks and evaluations, or paths of .jsonl or .ndjson files of examples.
     Raises ConfigError for unknown names, and for levels unless exactly one task is named.
-
-    Args:
-        names: a task, an evaluation, or the path of a .jsonl or .ndjson file of examples.
-        levels: levels of the one named task; empty for all that fit.
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} must be one of {', '.join(SUITES)}")
@@ -75,7 +78,6 @@ def chosen(
 
 
 def evaluation_named(name: str) -> Evaluation:
-    """Return the evaluation of a name; raises ConfigError where there is none."""
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
         if task.name in TASKS or task.name in EVALUATIONS:
@@ -109,25 +111,21 @@ def evaluate(
         first = read_result(file, key)
         if first is None:
             lines = each.lines(subject, settings)
-            scores = list(map(flat, each.scores(settings, lines)))
+            scores = []
+            for score in each.scores(settings, lines):
+                content = asdict(score)
+                more = content.pop("more")
+                # A diverged model may have an infinite value, which JSON cannot hold.
+                scores.append({**content, "value": finite(score.value), **more})
             first = {"key": key, "unit": each.unit, "scores": scores}
             store_result(file, first, lines)
         yield each.name, {name: first[name] for name in ("unit", "scores")}
 
 
-def flat(score: NamedScore) -> dict[str, Any]:
-    """Return a score as JSON, its further facts beside the others."""
-    content = asdict(score)
-    more = content.pop("more")
-    # A diverged model may have an infinite value, which JSON cannot hold.
-    return {**content, "value": finite(score.value), **more}
-
-
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
     """Check eval.suites and eval.levels, and return the maker of the tasks; None without tasks.
 
-    Raises ConfigError for an unknown task, or one that needs more than a model. The maker raises
-    ConfigError for a task that does not fit the run.
+    Both raise ConfigError, the maker for a task that does not fit the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
     for name in cfg.eval.suites:
@@ -160,7 +158,7 @@ class TasksWhileTraining:
     def __init__(
         self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
     ):
-        self.asked: dict[str, list[tuple[int, Example, Question]]] = {}
+        self.asked: dict[str, Questions] = {}
         self.levels: dict[str, list[str]] = {}
         """Names of a task's levels within a metric's name, as "length_96_needles_2"."""
         for each, levels in found.items():
@@ -173,17 +171,14 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return `tasks/<name>`, the share of right answers by likelihood, `tasks/<name>/<level>`
-        of one level alone, and `tasks_generated/<name>`; every rank calls it."""
+        """Return `tasks/<name>`, `tasks/<name>/<level>` and `tasks_generated/<name>`; every rank
+        must call this."""
         model.eval()
         found: dict[str, float] = {}
         for name, asked in self.asked.items():
             with torch.compiler.set_stance("force_eager"):  # every batch has a shape of its own
                 scores = score_batches(model, [question for _, _, question in asked], together=True)
-            lines = [
-                line(level, example, own)
-                for (level, example, _), own in zip(asked, scores, strict=True)
-            ]
+            lines = lines_of(asked, scores)
             found[f"tasks/{name}"] = share(lines, "correct")
             found[f"tasks_generated/{name}"] = share(lines, "generated")
             for i, level in enumerate(self.levels[name]):
