@@ -39,7 +39,6 @@ class DiagnosticsConfig:
 
 
 def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
-    """Return the statistics that are due: in-block ones, those of probes, or both."""
     return {
         name: value
         for name, value in stats.items()
@@ -50,8 +49,7 @@ def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
     """Draw the query positions of a step's probe, (N,) int64 on the CPU; None where probes are off.
 
-    One from each of N equal parts of a sequence, the same on every rank; never the first token,
-    which sees nothing but itself.
+    Each of N equal parts of the sequence without its first token gets one position.
     """
     if not cfg.probe_interval:
         return None
@@ -61,14 +59,13 @@ def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) 
 
 
 def merge(into: Stats, new: Stats) -> Stats:
-    """Combine the statistics of two micro-batches, as `MERGE` says, until `reduce_stats`."""
     if not into:
         return new
     return {name: MERGE[metric_of(name).combine](into[name], new[name]) for name in new}
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine over ranks, one packed collective an operation; float32, equal on all ranks."""
+    """Combine over ranks, one packed collective per operation; float32, equal on all ranks."""
     reduced: Stats = {}
     for op, kinds in OPS.items():
         found = {name: value for name, value in stats.items() if metric_of(name).combine in kinds}
@@ -90,17 +87,16 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return the busiest and the idlest expert's tokens over the uniform number, (L,) float32 each,
-    from the tokens of the global batch that each expert got, (L, E) int64."""
+    """Return the most and the least tokens of an expert over the uniform number, (L,) float32
+    each, from the tokens per expert of the global batch, (L, E) int64."""
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """Name the values of every layer `<quantity>/layer_<i>`, moved to the host in one copy.
+    """Name the values of every layer `<quantity>/layer_<i>` or `<quantity>_<head>/layer_<i>`.
 
-    A statistic of heads, (L, heads), becomes `<quantity>_<head>/layer_<i>`. One with fewer rows
-    than the others is of the last layers.
+    A statistic with fewer rows than the others is of the last layers.
     """
     if not stats:
         return {}

@@ -17,10 +17,7 @@ from diffllm.core.printing import KEPT
 
 
 class RunLog:
-    """The log of a run, kept in memory until `open`; a refused run opens no file.
-
-    Errors while writing are ignored.
-    """
+    """The log of a run, kept in memory until `open`; errors while writing are ignored."""
 
     def __init__(self) -> None:
         self.waiting = ""
@@ -33,7 +30,6 @@ class RunLog:
         sys.stderr = Copied(sys.stderr, self.write_error if errors_only else self.write)
 
     def open(self, file: Path) -> None:
-        """Append earlier and later text to this file."""
         with contextlib.suppress(OSError):
             self.descriptor = open_to_append(file)
         text, self.waiting = self.waiting, ""
@@ -86,11 +82,11 @@ class Display:
         self.steps, self.enabled = steps, enabled
         self.log = log or RunLog()
         self.staying = 0
-        """The step from which on the next line stays on a terminal."""
+        """The first step whose line stays on a terminal."""
         self.console = Console(soft_wrap=True)
         self.live: Progress | None = None
         self.evaluating: tuple[float, float] | None = None
-        """The times at which the last evaluation began and was last spoken of."""
+        """Times of the last evaluation's begin and last line."""
 
     def start(self, step: int) -> None:
         """Start the live line at optimizer step `step`."""
@@ -109,16 +105,12 @@ class Display:
             self.task = self.live.add_task("", total=self.steps, completed=step, status="")
 
     def advance(self, step: int) -> None:
-        """Move the bar; no numbers are read from the device for it."""
         if self.live:
             self.live.update(self.task, completed=step)
 
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
-        """Report the values of a logged step.
-
-        On a terminal the bar has the newest, and a line above it stays: of the first and the last
-        step, and in between about as many as fit on a screen, denser at the beginning.
-        """
+        """Report the values of a logged step; on a terminal the bar shows them, and about as many
+        lines as fit on a screen stay, denser at the beginning."""
         if not self.enabled:
             return
         loss, speed = values["train/loss"], values["perf/tokens_per_s"]
@@ -126,8 +118,8 @@ class Display:
             f"step {step:>{len(str(self.steps))}}/{self.steps}  "
             f"loss {loss:.3f}{bits(values, 'train')}  "
             f"grad {values['train/grad_norm']:.2f}  lr {values['train/lr']:.1e}  {speed:,.0f} tok/s"
+            f"{''.join(f'  {part}' for part in measured(values))}"
         )
-        line += "".join(f"  {part}" for part in measured(values))
         if self.live:
             newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
             self.live.update(self.task, completed=step, status=newest)
@@ -150,13 +142,11 @@ class Display:
             self.evaluating = began, now
 
     def print(self, text: str) -> None:
-        """Print a line above the bar, and log the line."""
         if self.enabled:
             self.console.print(text)
             self.log.write(f"{printable(text, KEPT)}\n")
 
     def stop(self) -> None:
-        """Remove the live line."""
         if self.live:
             self.live.stop()
             self.live = None
@@ -167,11 +157,8 @@ def measured(values: Mapping[str, Any]) -> list[str]:
     said = []
     if "eval/loss" in values:
         said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
-    for name, value in values.items():
-        first, _, task = name.partition("/")
-        if first == "tasks" and "/" not in task:
-            said.append(f"{task} {value:.2f}")
-    return said
+    tasks = [name for name in values if name.startswith("tasks/") and name.count("/") == 1]
+    return said + [f"{name.removeprefix('tasks/')} {values[name]:.2f}" for name in tasks]
 
 
 def bits(values: Mapping[str, Any], of: str) -> str:

@@ -4,20 +4,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Combine = Literal["", "mean", "rms", "min", "max"]
-"""How values of micro-batches and ranks become one; "rms" by the root of the mean of squares. All
-see equally many tokens, so means of means are exact. Empty where the global batch has one value."""
+"""How values of micro-batches and ranks, equal in tokens, are combined; "rms" is the root of the
+mean of squares. Empty if the global batch has one value."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Metrics on one subject."""
-
     title: str
     """Title in docs/metrics.md."""
     report: str = ""
-    """Title in the report; neighbours with one title are merged, empty: no figures."""
+    """Title in the report; sections with one title are merged, empty: no figures."""
     intro: str = ""
-    """First sentences in the report."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,9 @@ class Plot:
 
     title: str
     caption: str = ""
-    """Empty for the metric's meaning."""
     mark: float | None = None
     """A value to draw a line at."""
     folded: bool = False
-    """Shown only when asked for."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +34,8 @@ class Curve(Plot):
 
     log: bool = False
     smooth: bool = False
-    """A running mean."""
     clip: bool = False
-    """The scale leaves out the first steps and spikes, which would flatten all else."""
+    """The scale ignores the first steps and spikes."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +64,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table."""
-
     name: str
     """As in metrics.jsonl; `/*` at the end stands for a layer or a group of parameters, `_*` for a
     head and a layer."""
@@ -88,12 +80,10 @@ class Metric:
 
     @property
     def quantity(self) -> str:
-        """The name without what stands for a layer, head or group."""
         return self.name.removesuffix("*").rstrip("/_") if self.name.endswith("*") else self.name
 
     @property
     def column_meaning(self) -> str:
-        """The meaning of its number in report.csv."""
         assert self.column
         steps = f"{self.column.of} over all logged steps"
         if self.column.steps == "last":
@@ -104,5 +94,4 @@ class Metric:
         return f"{self.meaning}; {steps}{layers}, {seeds}"
 
     def covers(self, name: str) -> bool:
-        """Whether a full name is one of this row's."""
         return name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name

@@ -6,7 +6,6 @@ appendix B).
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ class ProfileConfig:
     """First and last step to trace, as in [10,12], on every rank; empty: none."""
 
     def validate(self, steps: int) -> None:
-        """Raise ConfigError unless `steps` is empty or two steps of the run in order."""
         if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
             raise ConfigError(
                 f"profile.steps={self.steps} must be a first and a last step, as [10,12] is"
@@ -38,12 +36,8 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Profiles the configured steps; the step before them is the profiler's warm-up.
-
-    Args:
-        directory: directory of the traces, rank<r>-steps-<first>-<last>.json.gz.
-        say: prints the path of the trace.
-    """
+    """Profiles the configured steps into `directory`, with the step before them as warm-up; `say`
+    prints the path of the trace."""
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it reports its starts on stderr
@@ -54,10 +48,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A context for step `number`, counted from 1.
-
-        A run that resumes inside the range traces the rest of the range.
-        """
+        """A context for step `number`, counted from 1."""
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():
@@ -82,7 +73,6 @@ class StepProfiler:
         self.running.start()
 
     def close(self) -> None:
-        """Stop profiling and write the trace."""
         if self.running:
             running, self.running = self.running, None
             running.stop()
@@ -130,9 +120,3 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((known.peak_flops for known in DEVICES if known.name in name), None)
-
-
-def device_called(name: str) -> Device | None:
-    """Find a device by name, ignoring case and separators."""
-    by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
-    return by_name.get(re.sub(r"[\W_]", "", name.lower()))

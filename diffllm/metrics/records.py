@@ -26,14 +26,13 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "saved.json": {"step": WHOLE},
     "sweep.json": {"keys": LIST, "runs": OBJECT, "jobs": OBJECT},
 }
-"""The checked fields of each file; other fields are only shown. A missing field or null is valid,
-except in saved.json."""
+"""The checked fields of each file; a missing field or null is valid, except in saved.json."""
 LARGEST = 1e40
 """Larger numbers count as not finite, because statistics take fourth powers."""
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read the summary.json of a run; None if the run has not made all its steps."""
+    """Read a run's summary.json; None if the run has not made all its steps."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 
@@ -44,12 +43,11 @@ def read_ending(run: Path) -> dict[str, Any] | None:
 
 
 def diverged(run: Path) -> bool:
-    """Return whether a run stopped because it diverged."""
     return bool((read_ending(run) or {}).get("stopped"))
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
-    """Say where and why a diverged run stopped; `ending` is from `read_ending`."""
+    """Say where and why a diverged run stopped."""
     return f"stopped after step {ending.get('steps')}: {ending['stopped']}"
 
 
@@ -83,7 +81,7 @@ def check_record(name: str, content: dict[str, Any]) -> None:
             raise ValueError(f"has no usable {field}: {value!r:.100}")
     for field in {"keys", "jobs", "plugin_code"} & {*FIELDS[name]}:
         values = content.get(field) or []
-        if not all_text(values.values() if isinstance(values, dict) else values):
+        if not all_text([*(values.values() if isinstance(values, dict) else values)]):
             raise ValueError(f"has no usable {field}: not all of its values are text")
     if name == "sweep.json":
         for run, words in (content.get("runs") or {}).items():
@@ -117,9 +115,7 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
     """Read a line of metrics.jsonl: step, tokens, and numbers or nulls; None for any other line.
-
-    Numbers that are not finite, or beyond LARGEST, become None.
-    """
+    Numbers that are not finite, or beyond LARGEST, become None."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

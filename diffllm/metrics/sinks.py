@@ -26,7 +26,6 @@ class MetricsConfig:
 
 
 def check_installed(cfg: MetricsConfig) -> None:
-    """Raise ConfigError for `tensorboard=true` without the tensorboard package."""
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "metrics.tensorboard=true needs the tensorboard package: "
@@ -37,9 +36,7 @@ def check_installed(cfg: MetricsConfig) -> None:
 class EventFiles:
     """TensorBoard event files of a run; after an error, training continues without them.
 
-    Args:
-        directory: directory of the event files.
-        last_step: the step to resume after; TensorBoard hides later values of earlier starts.
+    TensorBoard hides values of earlier starts after `last_step`.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -72,12 +69,8 @@ class EventFiles:
 class MetricsFile:
     """metrics.jsonl: one JSON object per line, complete after every write.
 
-    Lines that do not fit on a full disk are kept and written later. Raises CheckpointError if the
-    file cannot be created.
-
-    Args:
-        path: the file; lines after `last_step` and incomplete lines are dropped.
-        last_step: the step to resume after; 0 starts a new file.
+    Lines that do not fit on a full disk are kept and written later. Existing lines after
+    `last_step` are dropped. Raises CheckpointError if the file cannot be created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -98,7 +91,7 @@ class MetricsFile:
         self.waiting: list[bytes] = []
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line; values that JSON cannot hold (NaN, infinity) become null."""
+        """Append one line; NaN and infinity become null."""
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in values.items()
@@ -116,22 +109,19 @@ class MetricsFile:
         while self.waiting:
             line = self.waiting[0]
             try:
-                written = self.file.write(line)
-                problem = None if written == len(line) else "there is no room"
+                if self.file.write(line) != len(line):
+                    raise OSError("there is no room")
             except OSError as error:
-                problem = error.strerror or str(error)
-            if problem:
                 with contextlib.suppress(OSError):
                     self.file.truncate(self.size)
-                return problem
+                return error.strerror or str(error)
             self.size += len(line)
             self.waiting.pop(0)
         return None
 
     def close(self) -> None:
         """Write waiting lines once more, then close."""
-        problem = self._write_waiting()
-        if problem:
+        if problem := self._write_waiting():
             to_stderr(f"warning: {self.path} lacks its last {len(self.waiting)} lines: {problem}")
         self.file.close()
 
@@ -144,8 +134,7 @@ class Sinks(NamedTuple):
     events: EventFiles | None = None
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """Write the values of a step by metric name; raises KeyError for a name that is not in
-        `metrics/table.py`."""
+        """Write the values of a step; raises KeyError for a name without a row in the table."""
         for name in values:
             metric_of(name)
         line = {"step": step, "tokens": tokens, **values}

@@ -1,18 +1,14 @@
 """Spikes of loss and gradient norm, counted by three definitions; see docs/spikes.md.
 
-The two published definitions use raw values. The current value is never in its own window; finite
-values, spikes included, enter it afterwards; NaN and infinity are always spikes and never enter it.
-
-The third definition counts events in a series without its trend. A window's standard deviation
-contains the descent itself, so definitions over raw values miss spikes while a run still learns.
-Here a value is compared with the line through the values before it:
+The two published definitions compare a raw value with the window of finite values before it. The
+third counts events in a series without its trend. It compares a value with the line through the n
+values before it:
 
     d = (value - line) / sqrt(1 + h),   h = 1 / n + (t - mean step)^2 / sum (step - mean step)^2
 
-For independent normal values around a line, d has their standard deviation, however few the n steps
-that the line is fitted to, and d over the root mean square of m earlier ones is Student's t with m
-degrees of freedom. `as_normal` turns it into the deviation of a normal law that is as rare, so that
-one bound gives one rate of false alarms from the first judged step to the last.
+For normal noise around a line, d over the root mean square of m earlier ones is Student's t with m
+degrees of freedom. `as_normal` turns it into a normal deviation, so that one bound gives one rate
+of false alarms at all steps. NaN and infinity are always spikes.
 """
 
 import math
@@ -27,21 +23,16 @@ WINDOW128_SIGMAS = 6.0
 
 @dataclass
 class SpikeCounter:
-    """Counts spikes of one series.
-
-    Args:
-        window: how many earlier values count.
-        least: how many must be there before a finite value can be a spike.
-        sigmas: population standard deviations from the window's mean that make a spike.
-        two_sided: whether drops count too.
-        inclusive: whether exactly `sigmas` counts.
-    """
+    """Counts spikes of one series."""
 
     window: int
     least: int
+    """Values that must be in the window before a finite value can be a spike."""
     sigmas: float
+    """Population standard deviations from the window's mean that make a spike."""
     two_sided: bool = False
     inclusive: bool = False
+    """Whether exactly `sigmas` counts."""
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
@@ -71,11 +62,8 @@ class SpikeCounter:
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of spikes and their share of the values, of all and of the last
-        `window` values seen; and how many values could be judged.
-
-        The published scores divide by all values, those that could not be judged among them.
-        """
+        """Return the number of spikes and their share, of all values and of the last `window`, and
+        the number of judged values. The published scores divide by all values."""
         rolling = sum(self.recent)
         return {
             "total": float(self.total),
@@ -100,55 +88,45 @@ class SpikeCounter:
 
 
 def window128() -> SpikeCounter:
-    """Count values above mean + 6 standard deviations of the 128 before them."""
     return SpikeCounter(window=128, least=128, sigmas=WINDOW128_SIGMAS)
 
 
 def olmo2() -> SpikeCounter:
-    """Count values 7 or more standard deviations from the mean of the last 1,000, from 128 on.
-
-    OLMo 2 (arXiv 2501.00656), section 3.
-    """
+    """Count values as OLMo 2 does (arXiv 2501.00656, section 3)."""
     return SpikeCounter(window=1000, least=128, sigmas=7.0, two_sided=True, inclusive=True)
 
 
 TREND = 32
-"""Values that the line is fitted to, at most."""
+"""Most values that the line is fitted to."""
 FIRST = 8
-"""Values that it is fitted to at least."""
+"""Fewest values that the line is fitted to."""
 SCALE = 256
-"""Distances from the line whose root mean square is the scale, at most."""
+"""Most distances from the line whose root mean square is the scale."""
 LEAST = 16
 """Distances that must be known before a value can be judged."""
 SIGMAS = 4.0
-"""Normal deviations above the line that make a spike: one value of noise in some 30,000."""
+"""Normal deviations above the line that make a spike."""
 APART = 8
-"""Steps without a spike after which the next one is another event; of spikes, or drops, without a
-break, more than so many are a new level."""
+"""Quiet steps between two events; more consecutive spikes, or drops, are a new level."""
 FINEST = 1e-6
-"""Nats, or relative change of a norm, that float32 does not resolve: no scale is smaller."""
+"""Smallest scale: the resolution of float32."""
 COUNTS = ("seen", "judged", "total", "in_a_row", "last")
-"""The counts in a checkpoint, next to the points and distances."""
 
 
-@dataclass
 class EventCounter:
-    """Counts the events of one series: spikes that follow each other closely are one.
+    """Counts the events of one series: spikes that follow each other closely are one event.
 
-    The line is fitted by least squares to the last values that were neither spikes nor as far below
-    it. Spikes are not in the scale, and such drops as if they were at the bound, so that it follows
-    noise that grows. NaN and infinity are always spikes.
+    The line is fitted by least squares to the last values that were neither spikes nor drops as
+    large. The scale ignores spikes, and such drops enter it at the bound.
 
     Args:
-        log: whether the logarithm of the values is taken, for gradient norms; values that have
-            none are left out.
+        log: whether to take logarithms, for gradient norms; values of 0 and below are ignored.
     """
 
-    log: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, log: bool = False) -> None:
+        self.log = log
         self.points: deque[tuple[int, float]] = deque(maxlen=TREND)
-        """Step and value of those that the line is fitted to."""
+        """Steps and values that the line is fitted to."""
         self.distances: deque[float] = deque(maxlen=SCALE)
         self.seen = self.judged = self.total = self.in_a_row = 0
         self.last: int | None = None
@@ -185,13 +163,13 @@ class EventCounter:
         return False
 
     def _count(self) -> None:
-        """Note a spike at this step: an event, unless it belongs to the one before."""
+        """Count a spike at this step, as an event unless it belongs to the last one."""
         self._leave_out()
         self.total += self.last is None or self.seen - self.last > APART
         self.last = self.seen
 
     def _leave_out(self) -> None:
-        """Keep a value from the line; after too many in a row the line begins anew."""
+        """Ignore a value; after too many in a row the line begins anew."""
         self.in_a_row += 1
         if self.in_a_row > APART:
             self.points.clear()
@@ -209,7 +187,6 @@ class EventCounter:
         return float((value - line) / math.sqrt(1 + 1 / len(steps) + ahead**2 / squares))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of events, of steps that could be judged, and events over these."""
         return {
             "total": float(self.total),
             "judged": float(self.judged),
@@ -228,16 +205,13 @@ class EventCounter:
 
 
 def as_normal(t: float, degrees: int) -> float:
-    """Return the normal deviation that is as rare as Student's t of so many degrees of freedom.
-
-    By the approximation of D. L. Wallace (Annals of Mathematical Statistics 30, 1959).
-    """
+    """Return the normal deviation that is as rare as Student's t, by the approximation of D. L.
+    Wallace (Annals of Mathematical Statistics 30, 1959)."""
     size = math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
 
 
 SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
-"""The counts of skipped updates that a checkpoint holds."""
 
 
 class SpikeMonitor:
@@ -256,7 +230,6 @@ class SpikeMonitor:
             "spikes_detrended/loss": EventCounter(),
             "spikes_detrended/grad": EventCounter(log=True),
         }
-        """Counters by definition and series."""
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
         """Take one optimizer step's values, in order of steps."""
@@ -267,15 +240,10 @@ class SpikeMonitor:
             counter.update(loss if name.endswith("/loss") else grad_norm)
 
     def forget_skips(self) -> None:
-        """Count skips in a row from here on."""
         self.skipped_in_a_row = self.longest_skip = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return `<definition>/{loss,grad}_{total,score,judged}`, rolling totals and scores of the
-        published definitions, and `spikes/skipped_total`.
-
-        Totals and scores are of the run so far; rolling ones of the definition's window.
-        """
+        """Return the counters' metrics by full name, and `spikes/skipped_total`."""
         counts = {
             f"{name}_{what}": value
             for name, counter in self.counters.items()
@@ -288,7 +256,6 @@ class SpikeMonitor:
         return list(self.loss.values), list(self.grad.values)
 
     def recent_loss(self, count: int) -> float:
-        """Return the mean of the last `count` finite losses."""
         losses = list(self.loss.values)[-count:]
         return sum(losses) / len(losses) if losses else math.nan
 

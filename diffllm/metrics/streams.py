@@ -17,10 +17,7 @@ class ReaderGone(Exception):
 
 
 class Unfailing:
-    """A text stream that drops what it cannot write and never raises.
-
-    Characters that the stream's encoding lacks become escapes.
-    """
+    """A text stream that never raises, and escapes characters that its encoding lacks."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -55,10 +52,7 @@ class Unfailing:
 
 
 class Result(Unfailing):
-    """Standard output of a command whose result is its output.
-
-    Raises ReaderGone if the reader has ended, and UserError for any other failure.
-    """
+    """Standard output that raises ReaderGone if the reader has ended, else UserError."""
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, BrokenPipeError):
@@ -68,10 +62,7 @@ class Result(Unfailing):
 
 
 def open_closed_descriptors() -> None:
-    """Open those of the descriptors 0, 1 and 2 that are closed.
-
-    Otherwise the next opened file gets the number, and libraries write their messages into it.
-    """
+    """Open closed ones of the descriptors 0, 1 and 2, which the next opened file would get."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -102,10 +93,7 @@ def unfailing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result() -> Iterator[None]:
-    """Make stdout a `Result` in this context; afterwards writes never raise.
-
-    The context ends without an error if the reader has ended.
-    """
+    """Make stdout a `Result` in this context; afterwards writes never raise."""
     never_fail()
     given = getattr(sys.stdout, "stream", sys.stdout)
     sys.stdout = Result(given)

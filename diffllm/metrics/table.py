@@ -1,10 +1,7 @@
-"""Every metric, a row each.
-
-What metrics.jsonl may hold, how statistics are combined, wandb's definitions, the report's figures
-and columns, and docs/metrics.md are made from these rows.
-"""
+"""The table of metrics: metrics.jsonl, wandb, the report and docs/metrics.md follow its rows."""
 
 from functools import cache
+from typing import Literal
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.metric import Column, Curve, Layers, Metric, Section
@@ -79,23 +76,20 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     """The row of a count of spikes in `series`, "loss" or "grad"."""
     rule = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
-    events = definition == EVENTS
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
     number = "Share" if what.endswith("score") else "Number"
     meaning = f"{number} of steps {since} with a {value} {rule}"
     if what == "judged":
         meaning = f"Number of steps {since} with enough before them to judge the {value} by it"
-    elif events:
+    elif definition == EVENTS:
         of = ", over the steps that could be judged" if what == "score" else ""
         meaning = f"Events {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
         meaning += f", those without 8 quiet steps between them as one{of}"
-    column = None
-    if what in ("total", "judged", "score"):
-        column = Column("last", "max", "mean")
-    name = f"{definition}/{series}_{what}"
-    return Metric(name, SPIKES, meaning, column=column)
+    column = None if what.startswith("rolling") else Column("last", "max", "mean")
+    return Metric(f"{definition}/{series}_{what}", SPIKES, meaning, column=column)
 
 
+ENDS: tuple[tuple[Literal["min", "max"], str], ...] = (("min", "Smallest"), ("max", "Largest"))
 UNIFORM = (
     "For uncorrelated values of RMS 1, uniform attention over n visible keys gives 1/√n{uniform}"
 )
@@ -213,35 +207,22 @@ METRICS: list[Metric] = [
         plots=(Layers("Mean context RMS over values' RMS, by layer", log=True, uniform=True),),
         column=Column("last", "max", "mean"),
     ),
-    Metric(
-        "context_over_value_rms_min/*", CONTEXT,
-        "Smallest context RMS of a token and head over the RMS of its sequence's values", "ratio",
-        combine="min", summary="min", column=Column("last", "min", "min"),
-    ),
-    Metric(
-        "context_over_value_rms_max/*", CONTEXT,
-        "Largest context RMS of a token and head over the RMS of its sequence's values", "ratio",
-        combine="max", summary="max", column=Column("last", "max", "max"),
-    ),
+    *(Metric(
+        f"context_over_value_rms_{end}/*", CONTEXT,
+        f"{size} context RMS of a token and head over the RMS of its sequence's values", "ratio",
+        combine=end, summary=end, column=Column("last", end, end),
+    ) for end, size in ENDS),
 
-    Metric(
-        "residual_rms/*", RESIDUAL,
-        "RMS of the residual stream that a block reads, over tokens and channels", "RMS",
-        combine="rms", summary="max",
-        plots=(Layers("RMS of the residual stream, by layer", log=True),),
-    ),
-    Metric(
-        "attn_write_rms/*", RESIDUAL,
-        "RMS of what a block's attention adds to the residual stream, over tokens and channels",
-        "RMS", combine="rms", summary="max",
-        plots=(Layers("RMS of what attention adds, by layer", log=True),),
-    ),
-    Metric(
-        "ffn_write_rms/*", RESIDUAL, "RMS of what a block's feed-forward layer, or its experts, "
-        "add to the residual stream, over tokens and channels", "RMS",
-        combine="rms", summary="max",
-        plots=(Layers("RMS of what the FFN adds, by layer", log=True),),
-    ),
+    *(Metric(
+        f"{name}_rms/*", RESIDUAL, f"RMS of {what}, over tokens and channels", "RMS",
+        combine="rms", summary="max", plots=(Layers(f"RMS of {short}, by layer", log=True),),
+    ) for name, short, what in (
+        ("residual", "the residual stream", "the residual stream that a block reads"),
+        ("attn_write", "what attention adds",
+         "what a block's attention adds to the residual stream"),
+        ("ffn_write", "what the FFN adds", "what a block's feed-forward layer, or its experts, "
+         "add to the residual stream"),
+    )),
 
     Metric(
         "attn_entropy/*", ATTENTION, "Entropy of the softmax maps before they are combined, a "
@@ -271,16 +252,10 @@ METRICS: list[Metric] = [
                        "and 1 under a sigmoid; DIFF V1's, and a raw projection, can leave that "
                        "range. At 0 the second map has no weight."),),
     ),
-    Metric(
-        "lambda_min/*", LAMBDA, "Smallest lambda over tokens and heads", "lambda",
-        combine="min", summary="min",
-        plots=(Layers("Smallest lambda, by layer"),),
-    ),
-    Metric(
-        "lambda_max/*", LAMBDA, "Largest lambda over tokens and heads", "lambda",
-        combine="max", summary="max",
-        plots=(Layers("Largest lambda, by layer"),),
-    ),
+    *(Metric(
+        f"lambda_{end}/*", LAMBDA, f"{size} lambda over tokens and heads", "lambda",
+        combine=end, summary=end, plots=(Layers(f"{size} lambda, by layer"),),
+    ) for end, size in ENDS),
     Metric(
         "lambda_head_*", LAMBDA, "Lambda of a head, mean over tokens, where it depends on the head",
         "lambda", combine="mean", probe=True,
@@ -344,7 +319,7 @@ METRICS: list[Metric] = [
 def add_metric(metric: Metric) -> Metric:
     """Add a row, from a plugin; its section follows ours unless it is one of them.
 
-    Raises ConfigError for a name that another row stands for. The same row may be added again.
+    Adding a row twice has no effect. Raises ConfigError if another row covers the name.
     """
     if metric in METRICS:
         return metric
@@ -359,8 +334,7 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """The row of a metric by its full name, or of a statistic by the name without layer and head;
-    raises KeyError where no row stands for it."""
+    """Return the row of a metric's full name, or of a statistic; raises KeyError."""
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric

@@ -24,11 +24,9 @@ from diffllm.core.printing import to_stderr
 from diffllm.metrics.table import METRICS
 
 ONLINE_SECONDS = 20
-"""How long the server may take to answer before the run is recorded offline."""
+"""Longest wait for the server's answer, before the run is recorded offline."""
 START_SECONDS = 60
-"""How long training waits for wandb to start."""
 FINISH_SECONDS = 60
-"""How long the end of a run waits for wandb to write and upload what is left."""
 BACKLOG = 4096
 """Lines that may wait for wandb."""
 LONGEST_TAG = 64
@@ -60,7 +58,6 @@ class WandbConfig:
     """Tags of the run, beside the name of its sweep."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a tag that wandb refuses."""
         for tag in self.tags:
             if not 1 <= len(tag) <= LONGEST_TAG:
                 raise ConfigError(
@@ -69,35 +66,27 @@ class WandbConfig:
 
 
 def resolve_mode(cfg: WandbConfig) -> str:
-    """The mode that wandb gets; `auto` follows WANDB_MODE, then the presence of a key."""
+    """The mode that wandb gets; `auto` follows WANDB_MODE, then the presence of an API key for
+    wandb's server in the environment or in netrc."""
     if cfg.mode is not WandbMode.auto:
         return cfg.mode.value
     if mode := os.environ.get("WANDB_MODE"):
         return mode
-    return "online" if has_key() else "offline"
-
-
-def has_key() -> bool:
-    """Whether an API key for wandb's server is in the environment or in netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
+    found = bool(os.environ.get("WANDB_API_KEY"))
     own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
-    try:
+    with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):
         known = netrc.netrc(os.environ.get("NETRC"))
-        return any(known.authenticators(host) for host in ([own] if own else HOSTS))
-    except (OSError, ValueError, netrc.NetrcParseError):
-        return False
+        found = found or any(known.authenticators(host) for host in ([own] if own else HOSTS))
+    return "online" if found else "offline"
 
 
 class WandbRun:
     """A wandb run whose failure does not end training.
 
     Args:
-        directory: the run's; wandb writes below it, and its name is the run's.
         choices: the YAML chosen in each group: attention is wandb's group, model its job type.
         sweep: the sweep that the run belongs to; its first 64 characters are a tag.
-        config: what wandb shows as the run's config.
-        run_id: continues the run of that id; None makes a new one.
+        run_id: the run to continue; None makes a new one.
         over_tokens: further patterns of metric names that wandb draws over tokens.
     """
 
@@ -138,10 +127,7 @@ class WandbRun:
         self.started.wait(START_SECONDS)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Hand over one step's values, NaN and infinity left out; returns at once.
-
-        One NaN would be the run's minimum and maximum from then on.
-        """
+        """Queue one step's values except NaN, which wandb would keep as minimum, and infinity."""
         if not self.working:
             return
         finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
@@ -152,7 +138,7 @@ class WandbRun:
             abandon_service()
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Flush and end, within FINISH_SECONDS; wandb shows a run with another code as failed."""
+        """Flush and end, within FINISH_SECONDS; a code other than 0 is a failed run."""
         if not self.working:
             return
         self.summary, self.exit_code = summary or {}, exit_code
@@ -165,7 +151,6 @@ class WandbRun:
         self.working = False
 
     def _work(self, options: dict[str, Any]) -> None:
-        """The thread: start, log what comes, finish."""
         try:
             run = start(self.mode, options)
             for name in self.over_tokens:

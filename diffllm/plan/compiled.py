@@ -1,11 +1,8 @@
-"""Stand-ins for what a GPU does differently: compiled graphs, and kernels that fuse operations.
+"""Stand-ins for compiled graphs and fused kernels of a GPU, which simulate only their memory.
 
-The stand-in for torch.compile cuts graphs as for a GPU, and simulates only their memory.
-
-What a forward graph keeps for its backward graph is decided by the partitioner of the default
-backend. Inside a graph, kernels cannot be had without a compiler for them; which results they
-write is a rule here: those that leave the graph, those that products, attention and other
-ready-made kernels read or write, and those of reductions. All others are fused into who reads them.
+The partitioner of the default backend decides what a forward graph keeps for its backward graph.
+Inside a graph, memory holds the results that leave the graph, that ready-made kernels such as
+products and attention read or write, and those of reductions. Others are fused into their readers.
 """
 
 import operator
@@ -66,13 +63,8 @@ def compiling() -> Iterator[None]:
 
 
 class ActedOut(fx.Interpreter):
-    """A run of a graph that computes nothing: every value is the memory that it takes.
-
-    A result that is fused into its readers takes none; its value is what they read in its place.
-
-    Args:
-        in_memory: the nodes whose results are in memory of their own.
-    """
+    """A run of a graph whose values are the memory that they take; `in_memory` are the nodes that
+    are not fused into their readers."""
 
     def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):
         super().__init__(graph)
@@ -90,8 +82,6 @@ class ActedOut(fx.Interpreter):
 
 
 def allocate_result(node: fx.Node) -> Any:
-    """Allocate the memory of a node's result."""
-
     def memory_for(like: Any) -> Any:
         if not isinstance(like, Tensor):
             return like
@@ -107,7 +97,6 @@ def allocate_result(node: fx.Node) -> Any:
 
 
 def written(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose results are in memory of their own."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         kernel = node.op == "call_function" and not fuses(node)  # takes and gives whole tensors
@@ -119,7 +108,6 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def viewed_node(node: fx.Node) -> fx.Node:
-    """Return the node that `node` is a view or a part of, or itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -142,11 +130,8 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Return a context in which some operations take the memory that they take on a GPU.
-
-    These are uncompiled RMSNorms and the loss's sum of weight gradients. What they return has no
-    meaning.
-    """
+    """In this context, uncompiled RMSNorms and the loss's sum of weight gradients take a GPU's
+    memory and return meaningless values."""
 
     def rms_norm(
         x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None

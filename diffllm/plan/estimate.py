@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from diffllm.config import Precision, TrainConfig, load_config
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError
-from diffllm.distributed.mesh import ParallelConfig, Reduce
-from diffllm.metrics.profiling import DEVICES, Device, device_called
+from diffllm.distributed.mesh import Reduce
+from diffllm.metrics.profiling import DEVICES, Device
 from diffllm.plan.memory import Call, Collective
 from diffllm.plan.simulate import Step, simulate
 
@@ -52,7 +52,8 @@ class Cluster:
     @property
     def device(self) -> Device:
         """The GPU's numbers, the user's where stated; raises ConfigError if one is unknown."""
-        known = device_called(self.gpu)
+        by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
+        known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
         peak = self.peak_flops or (known and known.peak_flops)
         memory = self.memory_gib or (known and known.memory_gib)
         if not peak or not memory:
@@ -70,9 +71,8 @@ class Cluster:
     def seconds(self, call: Call) -> float:
         """Return the seconds of a collective at the stated bandwidths.
 
-        A ring enters and leaves a node once, and a group has as many rings as it has ranks in a
-        node, each with a network card of its own. All to all, every rank sends for itself. Of a
-        group that is spread unevenly, the node with the fewest ranks is what the others wait for.
+        A ring enters and leaves a node once, and a group has as many rings, each with its own
+        network card, as the node with the fewest of its ranks has ranks of it.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -105,8 +105,6 @@ class Flow(NamedTuple):
 
 
 class Assumption(NamedTuple):
-    """A value that the plan takes as given and nobody measured."""
-
     key: str
     value: Any
     why: str
@@ -125,7 +123,6 @@ class RunPlan:
     """The simulated step by activation checkpointing; the configured policy first."""
     assumptions: list[Assumption]
     words: tuple[str, ...] = ()
-    """The words that changed another plan to this one."""
 
     @property
     def step(self) -> Step:
@@ -140,7 +137,6 @@ class RunPlan:
         return round(self.cluster.device.memory_gib * GIB)
 
     def free(self, step: Step) -> int:
-        """Return the bytes that a step leaves free, negative if it does not fit."""
         return self.memory - self.reserve - step.peak.total
 
     @property
@@ -157,18 +153,15 @@ class RunPlan:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds that a step computes at the stated MFU."""
         cluster = self.cluster
         return self.flops_per_step / (cluster.gpus * cluster.device.peak_flops * cluster.mfu)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step: computation at the stated MFU, or communication if that is longer."""
         return max(self.compute_seconds, self.communication_seconds)
 
     @property
     def mfu(self) -> float:
-        """MFU that is left of the stated one where communication takes longer."""
         return self.cluster.mfu * self.compute_seconds / self.step_seconds
 
     @property
@@ -177,7 +170,6 @@ class RunPlan:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run, or None where the number of tokens is not stated."""
         return self.cluster.tokens and self.cluster.tokens / self.tokens_per_s
 
     @property
@@ -196,18 +188,13 @@ class RunPlan:
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds that a step communicates, if one collective runs after the other."""
         return sum(flow.seconds for flow in self.flows)
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
     """Plan a training config on a cluster, with and without activation checkpointing.
 
-    Raises ConfigError for a wrong key or value, and where the cluster cannot run the config.
-
-    Args:
-        given: keys of `cluster` that the user set.
-        overrides: those that train.py would get.
+    `given` are the keys of `cluster` that the user set. Raises ConfigError.
     """
     cfg, assumed = planned_config(cluster, overrides)
     policies = (cfg.activation_checkpointing, not cfg.activation_checkpointing)
@@ -219,18 +206,6 @@ def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
     return RunPlan(cfg, overrides, cluster, steps, [*taken, *assumed])
 
 
-def changed_plan(made: RunPlan, words: tuple[str, ...], step: Step | None = None) -> RunPlan:
-    """Plan with other words, simulated unless `step` is given; raises ConfigError as `plan`."""
-    gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
-    cluster = replace(made.cluster, gpus=gpus[0]) if gpus else made.cluster
-    added = [word for word in words if not word.startswith("gpus=")]
-    keys = set(map(key_of_word, added))
-    overrides = [*(word for word in made.overrides if key_of_word(word) not in keys), *added]
-    cfg, assumed = planned_config(cluster, overrides)
-    step = step or simulate(cfg, cluster.gpus, cluster.rank)
-    return RunPlan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)
-
-
 def key_of_word(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
@@ -238,8 +213,7 @@ def key_of_word(word: str) -> str:
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
     """Return the training config, and the assumptions that completing it took.
 
-    The batch of the default experiment is for one small machine: where no batch is given, each rank
-    has one micro-batch a step, of one sequence unless the user says more.
+    Without a given batch, each rank has one micro-batch per step, by default of one sequence.
     """
     keys = set(map(key_of_word, overrides))
     try:
@@ -302,11 +276,9 @@ Words = tuple[str, ...]
 
 
 def nearest_change(plan: RunPlan) -> RunPlan | None:
-    """Return `plan` with the fewest changes with which it fits; None if none that is tried does.
+    """Return `plan` with the fewest changes with which it fits; None if no tried change fits.
 
-    Of as many changes, smaller micro-batches come before gradients that are reduced after each of
-    them, before checkpointing, before more shards out of replicas, before more GPUs; of one, what
-    changes least. All are simulated, none is guessed.
+    Of equally many changes, prefer the order of `options`.
     """
     outcome_of = cache(partial(outcome, plan))
     kinds = options(plan)
@@ -327,21 +299,21 @@ def options(plan: RunPlan) -> list[list[Words]]:
     waits = count > 1 and cfg.parallel.reduce is not Reduce.every
     batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
     same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
+    shard, replicas = cfg.parallel.shard, cfg.parallel.replicate
+
+    def shards(times: int) -> Words:  # more replicas would save nothing
+        if shard == -1:
+            return ()
+        return (f"parallel.shard={times * shard if replicas == -1 else -1}",)
+
     kinds: list[list[Words]] = [
         [(f"micro_batch_size={micro // 2**k}", *same) for k in range(1, micro.bit_length())],
         [("parallel.reduce=every",)] if waits else [],
         [] if cfg.activation_checkpointing else [("activation_checkpointing=true",)],
         [("parallel.replicate=1", "parallel.shard=-1")] if cfg.parallel.sizes(gpus)[0] > 1 else [],
-        [(f"gpus={times * gpus}", *shards(cfg.parallel, times)) for times in MORE_GPUS],
+        [(f"gpus={times * gpus}", *shards(times)) for times in MORE_GPUS],
     ]
     return [kind for kind in kinds if kind]
-
-
-def shards(parallel: ParallelConfig, times: int) -> Words:
-    """Return words that make all of more GPUs shards: more replicas would save nothing."""
-    if parallel.shard == -1:
-        return ()
-    return (f"parallel.shard={times * parallel.shard if parallel.replicate == -1 else -1}",)
 
 
 def merged(values: Iterable[Words]) -> Words:
@@ -355,16 +327,22 @@ def merged(values: Iterable[Words]) -> Words:
 def outcome(plan: RunPlan, words: Words) -> RunPlan | None:
     """Plan with other words; None if no such number of ranks can have this batch or mesh.
 
-    Where the state of a rank is too big and stays as it is, nothing is simulated: `plan` fits as
-    little.
+    Return `plan` without a simulation if the state of a rank is too large and the words keep it.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer
     spreads = any(word.startswith(("parallel.", "gpus=")) for word in words)
     if not spreads and state > plan.memory - plan.reserve:
         return plan
-    known = plan.steps[True] if words == ("activation_checkpointing=true",) else None
+    gpus = [int(word.removeprefix("gpus=")) for word in words if word.startswith("gpus=")]
+    cluster = replace(plan.cluster, gpus=gpus[0]) if gpus else plan.cluster
+    added = [word for word in words if not word.startswith("gpus=")]
+    keys = set(map(key_of_word, added))
+    overrides = [*(word for word in plan.overrides if key_of_word(word) not in keys), *added]
     try:
-        return changed_plan(plan, words, known)
+        cfg, assumed = planned_config(cluster, overrides)
+        known = words == ("activation_checkpointing=true",)
+        step = plan.steps[True] if known else simulate(cfg, cluster.gpus, cluster.rank)
     except ConfigError:
         return None
+    return RunPlan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)

@@ -114,7 +114,7 @@ class Peak(NamedTuple):
     by_kind: dict[Kind, int]
     """Bytes of each kind at that moment; they sum to `total`."""
     event: int
-    """The moment, as a position between those that `Memory.now` gave."""
+    """The moment, as by `Memory.now`."""
 
 
 class Memory:
@@ -128,10 +128,8 @@ class Memory:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Count, in this context, what no operation shows: storages emptied and filled in place.
-
-        Tensors by which DTensor finds out shapes, whole and never there, do not count.
-        """
+        """Count storages emptied and filled in place, and ignore tensors by which DTensor finds
+        out shapes, in this context."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -152,7 +150,6 @@ class Memory:
             yield
 
     def block(self, tensor: Tensor) -> MemoryBlock:
-        """Return the block that a tensor lies in, new or known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.live:
@@ -171,18 +168,11 @@ class Memory:
         for tensor in tensors:
             self.block(tensor).kind = kind
 
-    def suggest(self, tensor: Tensor, kind: Kind) -> None:
-        block = self.block(tensor)
-        block.kind = block.kind or kind
-
     def label_since(self, event: int, kind: Kind) -> None:
-        """Set the kind of all blocks that came since `event`, still exist and have none."""
+        """Set the kind of live blocks without a kind that came since `event`."""
         for block in self.live.values():
             if block.born >= event and block.kind is None:
                 block.kind = kind
-
-    def in_use(self, kind: Kind) -> int:
-        return sum(block.size for block in self.live.values() if block.kind is kind)
 
     def now(self) -> int:
         return len(self.events)
@@ -209,8 +199,7 @@ class Observer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Ignore the making of compiled code, which is watched when it runs."""
-        return True
+        return True  # compiled code is observed when it runs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -227,5 +216,6 @@ class Observer(TorchDispatchMode):
             moves = call.kind is not Collective.all_to_all
         if moves:
             for tensor in tensors_in((args, kwargs, out)):
-                self.memory.suggest(tensor, Kind.communication)
+                block = self.memory.block(tensor)
+                block.kind = block.kind or Kind.communication
         return out

@@ -53,7 +53,7 @@ class Step:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Start a process group, for this context, whose collectives do nothing."""
+    """Use a process group whose collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -102,7 +102,7 @@ class Watched:
     def __init__(self, t: Training, observer: Observer):
         self.t, self.memory, self.calls = t, observer.memory, observer.calls
         self.parts: list[tuple[int, int, str]] = []
-        """Parts of a step as (event, call, name), in order; a part begins at its event and call."""
+        """Parts of a step: first event, first call and name."""
         self.activations = 0
         states = [value for state in t.optimizer.state.values() for value in state.values()]
         self.memory.label(map(local, t.params.values()), Kind.parameters)
@@ -150,7 +150,8 @@ class Watched:
 
     def forward_ends(self, *_: object) -> None:
         self.memory.label_since(self.parts[-1][0], Kind.activations)
-        self.activations = self.memory.in_use(Kind.activations)
+        kept = [each for each in self.memory.live.values() if each.kind is Kind.activations]
+        self.activations = sum(block.size for block in kept)
         self.begin("backward pass")
 
 
@@ -158,5 +159,4 @@ FORWARD = "forward pass"
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count this rank's bytes of tensors, without padding."""
     return sum(local(tensor).nbytes for tensor in tensors)
