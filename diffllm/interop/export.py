@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ def export(
     Args:
         step: the checkpoint's; 0 is the newest whole one.
         shard_size: most bytes of a file, as in 500MB.
-        own: whether our own modelling file is wanted even where another fits.
+        own: whether to use our own modelling file even if another fits.
     """
     cfg = load_run_config(run)
     layout = layout_of(cfg.model, own)
@@ -77,10 +76,7 @@ def export(
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
     """Write the run's tokenizer, as a fast one and as it is; return it."""
     path = tokenizer_of(run)
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except DataError as error:
-        raise CheckpointError(str(error)) from error
+    tokenizer = Tokenizer.from_file(path)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
             f"{path} has {tokenizer.vocab_size} pieces, more than model.vocab_size="
@@ -114,11 +110,10 @@ def write_configs(
             "AutoModel": "modeling_diffllm.DiffLLMModel",
             "AutoModelForCausalLM": f"modeling_diffllm.{ARCHITECTURE}",
         }
-    write_json(directory / "config.json", config)
-    write_json(directory / "generation_config.json", {**ids, "do_sample": False})
-    write_json(
-        directory / "tokenizer_config.json",
-        {
+    files = {
+        "config": config,
+        "generation_config": {**ids, "do_sample": False},
+        "tokenizer_config": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": tokenizer.eos_token,
             "pad_token": tokenizer.eos_token,
@@ -128,29 +123,35 @@ def write_configs(
             "model_max_length": layout.config["max_position_embeddings"],
             "model_input_names": ["input_ids", "attention_mask"],
         },
-    )
+    }
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-UNIGRAM, BPE = 1, 2
-"""Kinds of sentencepiece models, as their files number them."""
+BPE = 2
+"""The number of BPE models in sentencepiece's files."""
 
 
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """Return a tokenizer that encodes every text as `diffllm.data.Tokenizer` does.
 
     Its vocabulary has spaces in place of sentencepiece's U+2581, so U+2581 itself is encoded as
-    bytes. Decoded texts are the same, except that an invalid byte becomes U+FFFD. Raises DataError
-    for a model that normalises texts, that is no BPE, or that cannot encode all bytes.
+    bytes. Invalid bytes are decoded as U+FFFD. Raises DataError for a model that normalises texts,
+    that is no BPE, or that cannot encode all bytes.
     """
     import tokenizers
+    from sentencepiece import sentencepiece_model_pb2
     from tokenizers import decoders, models
 
     processor = SentencePieceProcessor(model_file=str(model))
-    check_convertible(processor, model)
+    proto: Any = sentencepiece_model_pb2
+    content = proto.ModelProto.FromString(processor.serialized_model_proto())
+    if content.trainer_spec.model_type != BPE:
+        raise DataError(f"{model}: only BPE models become fast tokenizers, which this is not")
+    if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
+        raise DataError(f"{model}: it changes texts before it encodes them")
+    if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
+        raise DataError(f"{model}: it has no pieces for single bytes")
     stored = map(processor.id_to_piece, range(processor.vocab_size()))
     pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -170,28 +171,11 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     return fast
 
 
-def check_convertible(processor: SentencePieceProcessor, model: Path) -> None:
-    """Raise DataError for a model whose ids no fast tokenizer of this kind would give."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto: Any = sentencepiece_model_pb2
-    content = proto.ModelProto.FromString(processor.serialized_model_proto())
-    if content.trainer_spec.model_type != BPE:
-        raise DataError(f"{model}: only BPE models become fast tokenizers, which this is not")
-    if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
-        raise DataError(f"{model}: it changes texts before it encodes them")
-    if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
-        raise DataError(f"{model}: it has no pieces for single bytes")
-
-
 def merges_of(
     processor: SentencePieceProcessor, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """List all pairs of pieces that make a piece, those of the best piece first.
-
-    For one piece, prefer the pair with the longer left side: in a run of one character
-    sentencepiece merges from the left.
-    """
+    """List all pairs of pieces that make a piece, those of the best piece first, and of one piece
+    those with the longer left side, because sentencepiece merges from the left."""
     excluded = (
         processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
     )  # fmt: skip
@@ -200,12 +184,12 @@ def merges_of(
         for piece, token in vocabulary.items()
         if not any(stands_apart(token) for stands_apart in excluded)
     }
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
-    for piece, token in texts.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in texts and right in texts:
-                found.append((-processor.get_score(token), token, -cut, (left, right)))
+    found = [
+        (-processor.get_score(token), token, -cut, (piece[:cut], piece[cut:]))
+        for piece, token in texts.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in texts and piece[cut:] in texts
+    ]
     return [pair for *_, pair in sorted(found)]
 
 
@@ -255,10 +239,7 @@ computes the model in transformers 5.4 or later; `trust_remote_code=True` runs i
 def write_card(
     run: Path, checkpoint: Path, directory: Path, cfg: TrainConfig, layout: Layout, name: str
 ) -> None:
-    """Write README.md from the measurements of the run.
-
-    The results of the run are part of the card if the export is of the last step.
-    """
+    """Write README.md, with the results of the run if the export is of its last step."""
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
     state, variant = read_state(checkpoint), cfg.run.choices["attention"]
     rows = {
@@ -303,7 +284,7 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
 
 
 def source_text(source: TextConfig) -> str:
-    """Name one source of text: a hub dataset with its revision, files without their directories."""
+    """Name a hub dataset with its revision, or files without their directories."""
     if source.dataset:
         revision = f" at revision {source.revision}" if source.revision else ""
         return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"

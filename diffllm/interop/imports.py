@@ -29,15 +29,14 @@ WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER
 def import_model(
     source: str, out: Path, attention: str | None = None, perturb: float = 0.0, seed: int = 0
 ) -> Origin:
-    """Write a run directory with a model's parameters as the checkpoint of step 0; return what it
-    holds. It is there whole or not at all.
+    """Write a run directory with a model's parameters as the checkpoint of step 0; return them.
 
-    All parameters are in memory at once, four bytes each. Raises ConfigError and CheckpointError.
+    The directory appears only when complete. All parameters are in memory at once, four bytes each.
+    Raises ConfigError and CheckpointError.
 
     Args:
         source: a directory of transformers, a run, or owner/name[@revision] of the hub.
-        attention: "diff_v2" or "standard", to convert to; see `converted`, also for `perturb` and
-            `seed`.
+        attention: "diff_v2" or "standard", to convert to; see `converted`.
     """
     check_absent(out, "out")
     path, facts = locate_model(source)
@@ -72,8 +71,7 @@ def import_model(
 
 
 def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
-    """Return a model's local directory, fetched from the hub if needed, and facts for run.json;
-    raises ConfigError."""
+    """Return a model's directory, fetched from the hub if needed, and facts for run.json."""
     path = user_path(source, "hf")
     if path.is_dir():
         return path, {"from": source}

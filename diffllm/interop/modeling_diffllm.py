@@ -79,8 +79,7 @@ ROPE_KEYS = (
 
 
 def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return settings with the defaults of missing ones; raises ValueError for unknown keys,
-    values of a wrong type, and values that are no choice."""
+    """Return settings with the defaults of missing ones; raises ValueError."""
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"{where}.{key}={value!r} is unknown; known: {', '.join(known)}")
@@ -292,6 +291,10 @@ def explicit_maps(
     return logits.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :-1]
 
 
+def norm(width: int, eps: float, wanted: bool) -> nn.Module:
+    return nn.RMSNorm(width, eps) if wanted else nn.Identity()
+
+
 def needs_maps(settings: dict[str, Any]) -> bool:
     """Return whether attention needs more than softmax(q k) v: a sink, or a clamped map."""
     return settings.get("sink", "none") != "none" or settings.get("clamp", False)
@@ -300,11 +303,8 @@ def needs_maps(settings: dict[str, Any]) -> bool:
 def stored(
     cache: Any, k: Tensor, v: Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Store keys and values of continuous batching; return the cached keys and values of all
-    requests.
-
-    From transformers 5.24 on, `past_key_values.update` does the same.
-    """
+    """Store keys and values of continuous batching, before transformers 5.24; return those of all
+    requests."""
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(k, v, layer_idx, kwargs=kwargs)
     places = {name: kwargs[name] for name in ("read_index", "write_index")}
@@ -321,7 +321,6 @@ class Attention(nn.Module):
     eager: Kernel = staticmethod(eager_attention_forward)
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
-        """Make the projections. `contexts` vectors of width d enter o_proj."""
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.settings: dict[str, Any] = config.attention
@@ -336,11 +335,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, of_keys, bias=False)
         self.v_proj = nn.Linear(width, of_keys, bias=False)
         self.o_proj = nn.Linear((contexts or self.num_heads) * self.head_dim, width, bias=False)
-        self.q_norm: nn.RMSNorm | None = None
-        self.k_norm: nn.RMSNorm | None = None
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = norm(self.head_dim, config.rms_norm_eps, config.qk_norm)
+        self.k_norm = norm(self.head_dim, config.rms_norm_eps, config.qk_norm)
 
     def forward(
         self,
@@ -351,12 +347,9 @@ class Attention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: x (B, T, D), normalised -> (B, T, D), and the maps if they are explicit."""
-        q = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
+        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
         q, k = rotated(q, *position_embeddings), rotated(k, *position_embeddings)
         q, k, v = self.for_kernel(q, k, v)
         if CACHE == "cache":
@@ -394,9 +387,6 @@ class Attention(nn.Module):
         (B, T, H, width); x (B, T, D) is normalised."""
         return context
 
-    def initialise(self, std: float) -> None:
-        """Fill what is neither a matrix nor a norm."""
-
 
 class StandardAttention(Attention):
     """Softmax attention, with a sink in the denominator where `sink` is "learned" or "one"."""
@@ -406,10 +396,6 @@ class StandardAttention(Attention):
         kind = self.settings["sink"]
         if kind != "none":
             self.sink = nn.Parameter(torch.zeros(self.num_heads), requires_grad=kind == "learned")
-
-    def initialise(self, std: float) -> None:
-        if self.sink is not None:
-            initialization.zeros_(self.sink)
 
 
 class GatedAttention(Attention):
@@ -434,10 +420,9 @@ def clamped_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend by the difference of each pair of maps, its negative weights clamped to 0 and its rows
-    scaled to sum 1 if any weight is positive.
+    scaled to sum 1.
 
-    Returns contexts (B, T, H, 2d), of the first members and zeros of the second, and the maps
-    (B, H, T, S) before the difference.
+    Returns contexts (B, T, H, 2d), zero for second members, and both maps (B, H, T, S).
     """
     maps = explicit_maps(module, query, key, attention_mask, scaling)
     first, second = maps.unflatten(1, (-1, 2)).unbind(2)
@@ -452,9 +437,8 @@ def clamped_attention_forward(
 class DiffV1Attention(Attention):
     """Differential attention, first version (Ye et al., arXiv 2410.05258).
 
-    Heads 2i and 2i + 1 of queries and keys are a pair, and so are the values that each weights. The
-    kernel gets the two keys of a pair as one of width 2d, as it does values, and a query with zeros
-    in the other's place: no key or value is stored twice.
+    Heads 2i and 2i + 1 are a pair. The kernel gets the keys, and the values, of a pair as one of
+    width 2d, and each query with zeros for the other member.
     """
 
     members = 2
@@ -463,9 +447,8 @@ class DiffV1Attention(Attention):
         super().__init__(config, layer_idx)
         for name in LAMBDAS:
             self.register_parameter(name, nn.Parameter(torch.zeros(self.head_dim)))
-        self.head_norm = None
-        if self.settings["head_norm"]:
-            self.head_norm = nn.RMSNorm(2 * self.head_dim, self.settings["head_norm_eps"])
+        eps = self.settings["head_norm_eps"]
+        self.head_norm = norm(2 * self.head_dim, eps, self.settings["head_norm"])
         if self.settings["clamp"]:
             self.eager = clamped_attention_forward
         constant = self.settings["lambda_init"]
@@ -482,18 +465,12 @@ class DiffV1Attention(Attention):
         one, other = context.unflatten(2, (-1, 2)).unbind(3)
         clamped = self.settings["clamp"]  # its kernel has subtracted
         context = one if clamped else (one - self.lambda_value() * other).to(x.dtype)
-        if self.head_norm is not None:
-            context = self.head_norm(context)
-        return (context * (1 - self.lambda_init)).to(x.dtype)
+        return (self.head_norm(context) * (1 - self.lambda_init)).to(x.dtype)
 
     def lambda_value(self) -> Tensor:
         """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
         q1, k1, q2, k2 = (getattr(self, name).float() for name in LAMBDAS)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
-
-    def initialise(self, std: float) -> None:
-        for name in LAMBDAS:
-            initialization.normal_(getattr(self, name), 0.0, 0.1)
 
 
 class DiffV2Attention(Attention):
@@ -510,17 +487,14 @@ class DiffV2Attention(Attention):
             self.lambda_proj = nn.Linear(config.hidden_size, pairs, bias=False)
         if self.form == "scalar":
             self.lambda_logit = nn.Parameter(torch.zeros(pairs))
-        self.head_norm = None
-        if self.settings["head_norm"]:
-            self.head_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.head_norm = norm(self.head_dim, config.rms_norm_eps, self.settings["head_norm"])
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
         if self.settings["pairing"] == "adjacent":
             one, other = context.unflatten(2, (-1, 2)).unbind(3)
         else:
             one, other = context.chunk(2, dim=2)
-        context = (one - self.lambda_values(x) * other).to(x.dtype)
-        return context if self.head_norm is None else self.head_norm(context)
+        return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
         """Return lambda of x (B, T, D), float32, broadcastable to (B, T, H/2, 1)."""
@@ -532,10 +506,6 @@ class DiffV2Attention(Attention):
             return torch.sigmoid(self.lambda_logit.float()).view(1, 1, -1, 1)
         logits = self.lambda_proj(x).float().unsqueeze(-1)
         return logits if self.form == "raw" else torch.sigmoid(logits)
-
-    def initialise(self, std: float) -> None:
-        if self.form == "scalar":
-            initialization.zeros_(self.lambda_logit)
 
 
 ATTENTION: dict[str, Any] = {
@@ -671,7 +641,11 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         std = self.config.initializer_range
         if isinstance(module, Attention):
-            module.initialise(std)
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in LAMBDAS:
+                    initialization.normal_(parameter, 0.0, 0.1)
+                else:
+                    initialization.zeros_(parameter)
         elif isinstance(module, Router):
             initialization.normal_(module.weight, 0.0, std)
             initialization.zeros_(module.bias)
