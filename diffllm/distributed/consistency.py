@@ -25,8 +25,7 @@ bits."""
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
     """Compare every rank's facts, as text, through the store; no process group is needed.
 
-    If they differ, raise LaunchError on rank 0 and AgreedError on the other ranks. The message
-    names `what` the facts are about, the ranks, the facts and their values.
+    If they differ, raise LaunchError on rank 0 and AgreedError on the other ranks.
     """
     key = f"same/{what}"
     mine = {name: str(value) for name, value in facts.items()}
@@ -36,26 +35,19 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
         keys = [f"{key}/{rank}" for rank in range(world.size)]
         world.wait(keys)
         of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
-        names = sorted({name for values in of_ranks for name in values})
-        found = (disagreement(name, [values.get(name) for values in of_ranks]) for name in names)
-        if different := [text for text in found if text]:
+        different = []
+        for name in sorted({name for values in of_ranks for name in values}):
+            ranks_of: dict[str | None, list[int]] = {}
+            for rank, values in enumerate(of_ranks):
+                ranks_of.setdefault(values.get(name), []).append(rank)
+            rare_first = sorted(ranks_of.items(), key=lambda item: len(item[1]), reverse=True)[::-1]
+            parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in rare_first]
+            different += [f"{name} is {', '.join(parts)}"] * (len(parts) > 1)
+        if different:
             raise LaunchError(f"the ranks do not agree on their {what}: {listed(different)}")
 
     if world.size > 1:
         world.broadcast_from_rank0(f"{key}/judged", judge)
-
-
-def disagreement(name: str, values: list[str | None]) -> str | None:
-    """Describe values by rank, rare ones first: 'seed is 1 on rank 3, 0 on ranks 0, 1, 2'; None if
-    all are equal."""
-    counts = Counter(values).most_common()
-    if len(counts) == 1:
-        return None
-    parts = [
-        f"{value} on {ranks_text([r for r, v in enumerate(values) if v == value])}"
-        for value, _ in reversed(counts)
-    ]
-    return f"{name} is {', '.join(parts)}"
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -77,13 +69,9 @@ def hash_sources(root: Path, files: Iterable[Path]) -> str:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
-    """Compare replicated tensors on all ranks, and shards with their replicas.
+    """Compare replicated tensors on all ranks, and shards (DTensors) with their replicas.
 
-    If they differ, every rank raises AgreedError with the names of ranks and tensors.
-
-    Args:
-        tensors: tensors of this rank, with the same names on all ranks; shards are DTensors.
-        replica_size: number of neighbouring ranks that hold one copy of the sharded tensors.
+    If they differ, every rank raises AgreedError. `replica_size` neighbouring ranks hold one copy.
     """
     own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
     size = dist.get_world_size()
@@ -115,9 +103,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(flat), CHUNK):
         words = flat[start : start + CHUNK].view(torch.int32).long()
-        weights = torch.arange(
-            start // 2 + 1, start // 2 + 1 + 2 * len(words), 2, device=flat.device
-        )
-        # an odd factor spreads weights over all bits and keeps them odd
+        first = start // 2 + 1
+        weights = torch.arange(first, first + 2 * len(words), 2, device=flat.device)
         total += (words * (weights * MIXER)).sum()
     return total

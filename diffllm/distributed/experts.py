@@ -34,10 +34,7 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Return the sizes for equally many rows a rank and expert, for tensors without data.
-
-    Rows then arrive in the right shape, but not at the right experts.
-    """
+    """Return sizes for equally many rows per rank and expert, for tensors without data."""
     n = mesh.size()
     send = even_parts(rows, n)
     own = send[mesh.get_local_rank()]
@@ -66,7 +63,11 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         send, receive, received = splits(counts, len(x), mesh)
         rows = all_to_all_single_autograd(x, receive, send, mesh)
         weights = all_to_all_single_autograd(weights, receive, send, mesh)
-        order, back = by_expert(received, sum(receive))
+        # Rows arrive by rank, then by expert; `order` sorts them by expert, `back` undoes it.
+        expert = torch.arange(received.shape[1], device=received.device).repeat(len(received))
+        expert = torch.repeat_interleave(expert, received.flatten(), output_size=sum(receive))
+        order = expert.argsort(stable=True)
+        back = order.argsort()
         rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
         with local_parameters(experts):
             y = compute(rows, weights, received.sum(0))
@@ -77,22 +78,9 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
 
 def expert_ranks(param: Tensor) -> int:
-    """Return the number of ranks that share out a parameter of experts; 1 for any other."""
     if not isinstance(param, DTensor) or "expert" not in (param.device_mesh.mesh_dim_names or ()):
         return 1
     return param.device_mesh["expert"].size()
-
-
-def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the order that sorts R rows by expert, and the one that puts them back: (R,) int64.
-
-    received (n, E/n) int64 counts the rows as they lie: by rank, then by expert.
-    """
-    n, experts = received.shape
-    expert = torch.arange(experts, device=received.device).repeat(n)
-    expert = torch.repeat_interleave(expert, received.flatten(), output_size=rows)
-    order = expert.argsort(stable=True)
-    return order, order.argsort()
 
 
 class _Reorder(torch.autograd.Function):

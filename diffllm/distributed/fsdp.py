@@ -37,10 +37,9 @@ def parallelize(
 ) -> None:
     """Wrap `model` in place: each of `model.layers`, then the rest; several ranks shard it.
 
-    One rank keeps its parameters whole; `OneRank` casts them. On several ranks FSDP2 averages
-    gradients over all ranks in float32, except gradients of experts that ranks share out
-    (`finish_gradients`). Parameters named in a module's `fp32_parameters` stay replicated, in
-    float32 (`average_replicated`). Gathered parameters and the computation are in `param_dtype`.
+    On several ranks FSDP2 averages gradients over all ranks in float32, except those of experts
+    that ranks share out (`finish_gradients`). Parameters named in a module's `fp32_parameters` stay
+    replicated, in float32 (`average_replicated`). The computation is in `param_dtype`.
     """
     layers: Any = model.layers
     if compile:
@@ -63,51 +62,37 @@ def parallelize(
             shard(experts, **over(meshes.experts, "shard"), reshard_after_forward=True)
         wrap_forward(layer, compile, activation_checkpointing, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
-    if meshes.experts:
-        prefetch(layers)
+    if meshes.experts:  # FSDP alone gathers only up to the next exchange of counts
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            ahead = [getattr(layer.ffn, "experts", None), following]
+            layer.set_modules_to_forward_prefetch([m for m in ahead if m is not None])
     shard_dense(model, reshard_after_forward=False)
 
 
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     """Return arguments of `fully_shard` for one dimension, with replicas where there are any."""
-    return {
-        "mesh": mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name],
-        "shard_placement_fn": partial(placement, mesh[name].size()),
-    }
 
+    def placement(param: nn.Parameter) -> Shard | None:
+        """Shard the first dimension of experts (E, out, in) that divides; others as FSDP does."""
+        if param.ndim != 3:
+            return None
+        ranks = mesh[name].size()
+        even = [dim for dim, size in enumerate(local(param).shape) if size % ranks == 0]
+        # DTensor misplaces a rank's part of another's part where they do not come out even.
+        assert even or not isinstance(param, DTensor), "TrainConfig.check_world rules this out"
+        return Shard(even[0]) if even else None
 
-def placement(ranks: int, param: nn.Parameter) -> Shard | None:
-    """Return the dimension of experts (E, out, in) that FSDP shards; None for its default, 0.
-
-    The first that `ranks` divides: there can be more ranks than experts.
-    """
-    if param.ndim != 3:
-        return None
-    shape = local(param).shape
-    even = [dim for dim, size in enumerate(shape) if size % ranks == 0]
-    # DTensor misplaces a rank's part of another's part where they do not come out even.
-    assert even or not isinstance(param, DTensor), "TrainConfig.check_world rules this out"
-    return Shard(even[0]) if even else None
-
-
-def prefetch(layers: Any) -> None:
-    """Make each layer gather its experts and the next layer's parameters when it starts.
-
-    Without this, FSDP gathers only as far ahead as the host runs: up to the next exchange of
-    counts. In the backward pass the host waits only for activations that are computed again.
-    """
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        experts = getattr(layer.ffn, "experts", None)
-        layer.set_modules_to_forward_prefetch([m for m in (experts, following) if m is not None])
+    both = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
+    return {"mesh": both, "shard_placement_fn": placement}
 
 
 def wrap_forward(
     layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
 ) -> None:
-    """Checkpoint and compile the forward pass of a layer; `one_graph` if it is one graph.
+    """Checkpoint and compile the forward pass of a layer.
 
-    Inside a graph, the compiler decides what to keep. Several graphs, as of a layer that exchanges
-    rows, are checkpointed together from outside.
+    Inside `one_graph`, the compiler decides what to keep. Several graphs, as of a layer that
+    exchanges rows, are checkpointed together from outside.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
@@ -126,7 +111,6 @@ def wrap_forward(
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` with activations that are computed again in the backward pass."""
 
     def run(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
@@ -135,7 +119,6 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """List the parameters that modules ask to keep in float32."""
     return {
         getattr(module, name)
         for module in model.modules()
@@ -151,8 +134,6 @@ class Weights:
     """The parameters that one rank updates and computes with."""
 
     choices: dict[str, AutoSetting]
-    """The settings that the size of the model decided, by name."""
-
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
@@ -167,7 +148,7 @@ class Weights:
         """Let the model compute with the values that `params` have now."""
 
     def reshard(self) -> None:
-        """Free what a forward pass without a backward pass left behind."""
+        """Free the parameters that a forward pass without a backward pass gathered."""
 
 
 class OneRank(Weights):
@@ -178,11 +159,9 @@ class OneRank(Weights):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        """Give `model` copies in `dtype` as its parameters, all but its `fp32_parameters`."""
         self.choices: dict[str, AutoSetting] = {}
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.origins: dict[Tensor, Tensor] = {}
-        """The float32 parameter behind each copy."""
         stay = fp32_parameters(model)
         for module in model.modules():
             own = {
@@ -223,7 +202,6 @@ def empty_copies(
 
 
 def hand_over(param: Tensor, copy: Tensor) -> None:
-    """Add the gradient of a copy to that of its parameter, and drop it."""
     assert copy.grad is not None
     if param.grad is None:
         param.grad = copy.grad.to(param.dtype)

@@ -13,7 +13,6 @@ from diffllm.distributed.experts import expert_ranks
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor that this rank holds; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -31,7 +30,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     """Average gradients that FSDP2 does not average, clip; return the norms before clipping.
 
     The host does not wait for the device. Every rank must call this. A `clip_norm` of 0 turns
-    clipping off; arguments else as for `norms`.
+    clipping off.
     """
     average_replicated(params.values())
     trained = {name: p for name, p in params.items() if p.grad is not None}
@@ -86,7 +85,6 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the norm of the change of all parameters since `before`, from `copies`, which is
-    overwritten."""
+    """Compute the norm of the change since `before`, the result of `copies`; overwrites it."""
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total

@@ -25,9 +25,8 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """Read (rank, world size, local rank) from torchrun's or srun's variables; (0, 1, 0) if none.
 
-    SLURM sets most of its variables in the shells of salloc and sbatch, too, and in the one that
-    `srun --pty` opens. A training that is started there by hand is a single process. Raises
-    LaunchError for variables that are no numbers, or that do not fit together.
+    The shells of salloc, sbatch and `srun --pty` set some of SLURM's variables too; a training
+    started there is a single process. Raises LaunchError for variables that do not fit together.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -57,9 +56,7 @@ def whole_number(env: Mapping[str, str], name: str, least: int) -> int:
 def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, else from SLURM's step.
 
-    The address is the first node of the step, where task 0 runs. The port follows from the ids of
-    job and step, so that the jobs of one node do not meet each other. Raises LaunchError for a
-    variable that is missing or wrong.
+    The port follows from the ids of job and step, so that the jobs of one node do not meet.
     """
     address, port = env.get("MASTER_ADDR"), None
     if "MASTER_PORT" in env:
@@ -86,8 +83,7 @@ def first_host(nodes: str) -> str:
 
 
 def end_with_torchrun() -> None:
-    """Let a SIGKILL of torchrun kill its workers, which have sessions of their own. Otherwise they
-    would hold their GPUs and write to a run that another process may hold."""
+    """Let a SIGKILL of torchrun kill its workers, which would keep their GPUs and the run."""
     worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
     if worker and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -103,8 +99,7 @@ def set_variables() -> None:
 
 
 def choose_mode(mode: str) -> None:
-    """Set MKL_CBWR unless the user has set it or MKL has read it. A second variable marks the value
-    as ours, also in child processes."""
+    """Set MKL_CBWR unless the user has set it or MKL has read it; mark the value as ours."""
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:
         os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
@@ -113,8 +108,7 @@ def choose_mode(mode: str) -> None:
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return MKL_CBWR for the highest instruction set for which MKL gives equal bits on this CPU.
 
-    The instruction set is AVX2 if the flags of the CPU are unknown. MKL replaces a mode that the
-    CPU does not support with AUTO, which does not reproduce all products.
+    MKL replaces a mode that the CPU does not support with AUTO, which is not reproducible.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -126,24 +120,19 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return MKL_CBWR at the first call. Later changes have no effect: MKL reads it only once."""
+    """Return MKL_CBWR at the first call; MKL reads it only once."""
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
-    """Set the MKL mode of the resumed run, and return the mode that is in force.
-
-    The mode does not change if the user has set it, if `recorded` needs AVX-512 and the CPU lacks
-    it, or if an earlier run in this process has already computed.
-    """
+    """Set the MKL mode of the resumed run if this CPU supports it; return the mode in force."""
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)
     return mode_in_force()
 
 
 def keep_memory() -> None:
-    """Let glibc keep the memory of a training step for the next step. Otherwise the kernel gets the
-    memory back and clears every page again."""
+    """Let glibc keep memory between steps; the kernel would clear every page again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
     # Older versions of glibc take 32 MiB at most.
     if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):

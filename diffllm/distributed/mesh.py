@@ -84,16 +84,14 @@ class Meshes(NamedTuple):
 def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:
     """Build the meshes over all ranks; raises ConfigError if the sizes do not fill them.
 
-    "expert" is the innermost dimension: tokens travel in every layer, so those ranks should be the
-    closest.
+    "expert" is innermost: tokens travel in every layer, so those ranks should be the closest.
     """
     replicate, shard, expert = cfg.sizes(world_size)
     dense = init_device_mesh(
         device_type, (replicate, shard * expert), mesh_dim_names=("replicate", "fsdp")
     )
-    if expert == 1:
-        return Meshes(dense, None)
-    names = ("replicate", "shard", "expert")
-    return Meshes(
-        dense, init_device_mesh(device_type, (replicate, shard, expert), mesh_dim_names=names)
-    )
+    experts, names = None, ("replicate", "shard", "expert")
+    if expert > 1:
+        sizes = (replicate, shard, expert)
+        experts = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return Meshes(dense, experts)

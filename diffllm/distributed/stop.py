@@ -20,21 +20,19 @@ REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedEarly(BaseException):
-    """A signal, the argument, arrived before training began."""
+    """A signal, its argument, arrived before training began."""
 
 
 class StopRequest:
-    """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT.
+    """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT, in the main thread.
 
     Unless `deferred` is set, the first signal raises StoppedEarly, because there is nothing to
-    save. Later signals are only noted, except SIGINT after another signal: it raises
-    KeyboardInterrupt. Outside the main thread, a request handles no signals.
+    save. Later signals are only noted, except SIGINT after another signal: KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
-        """Whether signals are only noted, for `Agreement` to report."""
         self.come = False
         self.previous: dict[int, Any] = {}
         # A handler waits for the main thread to be back from a collective, these bytes do not.
@@ -55,7 +53,6 @@ class StopRequest:
             raise StoppedEarly(signal.Signals(number))
 
     def has_come(self) -> bool:
-        """Whether a signal has come, handled or not; from any thread."""
         with contextlib.suppress(BlockingIOError):
             self.come |= any(number in SIGNALS for number in os.read(self.bytes, 4096))
         return self.come
@@ -71,11 +68,9 @@ class Agreed(NamedTuple):
     """Flags of all ranks together."""
 
     stopping: signal.Signals | None
-    """A signal that some rank has received."""
     save: bool
     """Whether a checkpoint is due by rank 0's clock."""
     failed: bool
-    """Whether some rank cannot read its next batch."""
 
 
 class Agreement:
@@ -94,10 +89,7 @@ class Agreement:
         self.work: Any = None
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Exchange flags: signal received, checkpoint due on rank 0, next batch unreadable.
-
-        Every rank must call this once per step. Returns the flags of `delay` calls before.
-        """
+        """Exchange flags, on every rank once per step; return those of `delay` calls before."""
         number = self.request.received
         if self.group is not None:
             mine = torch.tensor([number, save, failed], dtype=torch.int32)
@@ -120,8 +112,7 @@ T = TypeVar("T")
 
 
 def raise_together(error: DataError | None, more: str = "") -> None:
-    """Raise AgreedByAll on every rank if any rank has an error; `more` ends the message. Every rank
-    must call this."""
+    """Raise AgreedByAll on every rank if any rank has an error; `more` ends the message."""
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))
     for rank, text in enumerate(texts):
@@ -130,10 +121,7 @@ def raise_together(error: DataError | None, more: str = "") -> None:
 
 
 def read_together(read: Callable[[], T]) -> T:
-    """Return `read()`, or raise AgreedByAll on every rank if one rank's call raises DataError.
-
-    Every rank must call this.
-    """
+    """Return `read()`, or raise AgreedByAll on every rank if one rank's call raises DataError."""
     result, failed = None, None
     try:
         result = read()

@@ -1,10 +1,7 @@
 """Detection of missing ranks: every rank has a heartbeat, and ranks that wait in vain exit.
 
-A single process watches itself: an endless wait for its data loader is reported.
-
-A thread of every rank writes its place and its last collectives once per second. Rank 0 reads all
-heartbeats, other ranks read rank 0's, so each rank costs one write and one or two reads per second,
-independent of world size. Another thread judges; it never asks the store, which may hang too.
+A thread of every rank writes its place and last collectives once per second and reads rank 0's
+heartbeat; rank 0 reads all. Another thread judges and never asks the store, which may hang too.
 """
 
 import contextlib
@@ -21,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -31,8 +28,6 @@ from diffllm.core.files import open_to_write
 from diffllm.core.printing import echo, to_stderr
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import Calls, World, recorded
-
-T = TypeVar("T")
 
 BEAT_S = 1.0
 SILENT_S = 4.0
@@ -56,10 +51,8 @@ class Beat(NamedTuple):
     place: str
     """Place in the run, such as "step 41"."""
     place_s: float
-    """Seconds spent at that place."""
     calls: Calls
     stopping: bool
-    """True if the rank has been asked to stop."""
     left: bool
     """True if the rank is done, or has failed for a reason of its own."""
     words: str
@@ -73,9 +66,7 @@ class Watch:
         self.rank, self.size, self.request = world.rank, world.size, request
         self.limit = timeout - min(10.0, timeout / 5)  # before a collective says only "timed out"
         self.traces: Path | None = None
-        """Directory for stack traces."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called before the process ends."""
         self.words, self.verdict = "", ""
         self.patience = LEAVE_S
         self.stopped: signal.Signals | None = None
@@ -115,10 +106,7 @@ class Watch:
         return f"{self.place}, waiting for {self.waits[0]}" if self.waits else self.place
 
     def close(self) -> None:
-        """Leave: other ranks no longer wait for this one.
-
-        Rank 0 leaves last, but waits LEAVE_S at most, or STOPPING_S after a stop before training.
-        """
+        """Leave: other ranks no longer wait for this one. Rank 0 leaves last, within `patience`."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -134,10 +122,9 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """If a missing rank caused an error, name the rank and exit.
+        """Exit, naming a missing rank that caused an error; else tell the others and return.
 
-        For an error of this rank itself, or a stop before training, tell the others and return; the
-        process then exits within EXIT_S. Raises StoppedEarly if another rank's stop made a
+        The process then exits within EXIT_S. Raises StoppedEarly if another rank's stop made a
         collective fail.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
@@ -163,8 +150,7 @@ class Watch:
         calls = recorded()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
         self.watched = range(self.size)
-        deadline = time.monotonic() + SILENT_S + 3 * BEAT_S
-        message = ""
+        deadline, message = time.monotonic() + SILENT_S + 3 * BEAT_S, ""
         while not message and time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
             message = self.verdict or self._store_message(SILENT_S)
@@ -213,10 +199,7 @@ class Watch:
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """End a single process that waits in vain; runs on its own thread.
-
-        Warn once of a long wait. After a request to stop, the limit is shorter.
-        """
+        """End a single process that waits in vain, after one warning; runs on its own thread."""
         said = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
@@ -252,7 +235,6 @@ class Watch:
             self.beats[rank] = beat._replace(calls=Calls(*beat.calls))
 
     def _silent(self, limit: float) -> list[int]:
-        """List the watched ranks without a beat for more than `limit` seconds."""
         left = {rank for rank, beat in dict(self.beats).items() if beat.left}
         late = {rank for rank in self.watched if self.answered - self.heard[rank] > limit}
         return [] if self.store_gone else sorted(late - left)
@@ -312,7 +294,6 @@ class Watch:
 
 
 def stopped_children() -> str:
-    """Name child processes that are stopped, as by SIGSTOP; empty if none is."""
     found = []
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError, IndexError):
@@ -345,25 +326,19 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Say in one line which ranks are missing, and in which collectives other ranks wait; `silent`
-    ranks give no sign of life."""
+    """Name the missing ranks in one line, and the collectives in which up to 3 others wait."""
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
-    if failed := [r for r, b in beats.items() if b.words]:
-        culprits = failed
-        parts = [f"rank {r} failed at {beats[r].place}: {beats[r].words}" for r in failed]
-    elif silent:
-        culprits = silent
-        parts = [missing_text(r, beats.get(r)) for r in silent]
-    elif waited_for:
-        culprits = sorted(waited_for)
-        parts = [f"rank {r} is missing: it hangs at {beats[r].place}" for r in culprits]
-    else:
-        return ""
-    for rank, beat in sorted(beats.items()):
-        waits = beat.calls.name and not beat.left
-        if rank not in culprits and waits and len(parts) < len(culprits) + 3:
-            parts.append(f"rank {rank} waits at {beat.place} in {beat.calls.name}")
-    return "; ".join(parts)
+    culprits = (
+        {r: f"rank {r} failed at {b.place}: {b.words}" for r, b in beats.items() if b.words}
+        or {r: missing_text(r, beats.get(r)) for r in silent}
+        or {r: f"rank {r} is missing: it hangs at {beats[r].place}" for r in sorted(waited_for)}
+    )
+    waiting = [
+        f"rank {rank} waits at {beat.place} in {beat.calls.name}"
+        for rank, beat in sorted(beats.items())
+        if rank not in culprits and beat.calls.name and not beat.left
+    ]
+    return "; ".join([*culprits.values(), *waiting[:3]]) if culprits else ""
 
 
 def missing_text(rank: int, beat: Beat | None) -> str:

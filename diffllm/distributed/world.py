@@ -66,10 +66,7 @@ class World:
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """Broadcast the first result of `choose` as `broadcast_from_rank0` does.
-
-        The second result, such as an open file, stays on rank 0; other ranks get None.
-        """
+        """As `broadcast_from_rank0`; rank 0 keeps a second result, such as an open file."""
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
             try:
@@ -98,8 +95,7 @@ class World:
     def wait(self, keys: list[str]) -> None:
         """Wait for all keys, in slices: Python handles no signal while the store waits.
 
-        Raises StoppedEarly if another rank was asked to stop, and DistStoreError after `timeout`
-        seconds.
+        Raises StoppedEarly after another rank's stop, and DistStoreError after `timeout` seconds.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -112,7 +108,6 @@ class World:
                     raise
 
     def stopped(self) -> signal.Signals | None:
-        """Return the signal that stopped some rank before training, if any."""
         if not self.store.check([STOPPED]):
             return None
         return signal.Signals(int(self.store.get(STOPPED)))
@@ -133,10 +128,7 @@ class World:
         return torch.device("cuda", self.local_rank)
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
-        """Start NCCL for GPU tensors and gloo for CPU tensors, or gloo alone.
-
-        The groups record their last collectives.
-        """
+        # torch then records the last collectives.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -149,10 +141,7 @@ class World:
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Meet the other processes of this launch.
-
-    Raises LaunchError after `cfg.timeout` seconds, or if the launcher's variables are incomplete.
-    """
+    """Meet the other processes of this launch; raises LaunchError after `cfg.timeout` seconds."""
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())
@@ -177,8 +166,7 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
     """Agree on a name for this meeting of ranks, whatever earlier meetings left in `store`.
 
     torchrun's count of restarts may differ between nodes, so every rank writes a new random word,
-    and rank 0 answers it. Raises LaunchError on rank 0 if a rank does not appear within `timeout`
-    seconds, and DistError on other ranks without an answer within the store's timeout.
+    and rank 0 answers it. Raises LaunchError on rank 0 and DistError on others after the timeout.
     """
     if rank:
         word = uuid4().hex
@@ -205,8 +193,8 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 class Calls(NamedTuple):
     """The last collectives of this process.
 
-    `name`, `group` and `age_s` are those of the oldest collective that is not known to be complete,
-    or of the newest if all are complete. Torch notices late that a collective is complete.
+    `name`, `group` and `age_s` describe the oldest collective that is not known to be complete, or
+    else the newest. Torch notices late that a collective is complete.
     """
 
     name: str = ""
@@ -222,10 +210,7 @@ class Calls(NamedTuple):
 
 
 def recorded() -> Calls:
-    """Return the last collectives of this process from torch's flight recorder.
-
-    Any thread may call this.
-    """
+    """Return the last collectives from torch's flight recorder; any thread may call this."""
     entries = [
         e for dump in FLIGHT_RECORDERS for e in json.loads(dump(True, False)).get("entries", [])
     ]
