@@ -44,7 +44,6 @@ class CheckpointConfig:
         return float(match[1]) * SECONDS[match[2]] if match else None
 
     def validate(self) -> None:
-        """Raise ConfigError for values outside their range."""
         check_bounds("checkpoint.", self)
         if self.steps < 1 and not self.seconds:
             raise ConfigError(
@@ -67,7 +66,6 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def hidden_path(directory: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint while it is written, and while it is deleted."""
     return directory / f".step-{step:08d}.incomplete"
 
 
@@ -86,8 +84,8 @@ def list_incomplete(directory: Path) -> list[Path]:
 def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the last of `paths` that is whole; None if there are none.
 
-    Later ones are damaged: each is named on stderr. Raises CheckpointError if all are damaged.
-    Checkpoints that their run has deleted meanwhile are skipped.
+    Later ones are damaged and named on stderr, unless their run has deleted them meanwhile. Raises
+    CheckpointError if all are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -126,8 +124,7 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
-    """Return `use(find_checkpoint(run, step))`; try again if the run deletes the checkpoint
-    meanwhile. Raises CheckpointError if the checkpoint of a given step is deleted."""
+    """Return `use(find_checkpoint(run, step))`; try again if the run deletes it meanwhile."""
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
         try:
@@ -157,19 +154,15 @@ def set_aside(path: Path) -> None:
     to_stderr(f"warning: {path} was in the way of a new checkpoint; it is now {aside.name}")
 
 
-def outdated(paths: Sequence[Path], cfg: CheckpointConfig) -> list[Path]:
-    """Return the checkpoints that need not stay; `paths` are oldest first."""
-    if not cfg.keep_last:
-        return []
-    rest = paths[: -cfg.keep_last]
-    return [p for p in rest if not (cfg.keep_every and step_of(p) % cfg.keep_every == 0)]
-
-
-def delete(path: Path) -> None:
-    """Delete a checkpoint so that no half of it is ever taken for a damaged one."""
-    hidden = hidden_path(path.parent, step_of(path))
-    try:
-        path.rename(hidden)
-        remove(hidden)
-    except OSError as error:
-        to_stderr(f"warning: old checkpoint {path} cannot be deleted: {error.strerror or error}")
+def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
+    """Delete the checkpoints that need not stay; `paths` are oldest first."""
+    for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
+        if cfg.keep_every and step_of(path) % cfg.keep_every == 0:
+            continue
+        hidden = hidden_path(path.parent, step_of(path))
+        try:
+            path.rename(hidden)  # so that no half of it is ever taken for a damaged one
+            remove(hidden)
+        except OSError as error:
+            why = error.strerror or error
+            to_stderr(f"warning: old checkpoint {path} cannot be deleted: {why}")

@@ -78,8 +78,8 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read a JSON file of the checkpoint directory `path` and check its format and step; turn a
-    ValueError in the context into a CheckpointError."""
+    """Read a JSON file of the checkpoint `path`; ValueErrors in the context become
+    CheckpointErrors."""
     try:
         content = read_json(path / name)
         if content.get("format") != FORMAT:
@@ -90,11 +90,9 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
         if named and step != int(named[1]):
             raise ValueError(f"is of step {step}, not of the {int(named[1])} in its name")
         yield content
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a checkpoint: {name} {error}") from error
-    except OSError as error:
-        why = f"{name} cannot be read ({error.strerror})"
-        raise CheckpointError(f"{path} is not a checkpoint: {why}") from error
+    except (ValueError, OSError) as error:
+        why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path} is not a checkpoint: {name} {why}") from error
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
@@ -117,8 +115,8 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
-    """Return the faults of a checkpoint's files, one phrase per file; without `checksums`, compare
-    sizes only."""
+    """Return the faults of a checkpoint's files, one phrase per file; sizes only without
+    `checksums`."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -178,8 +176,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a run can go on from the loop state in `state`; a checkpoint of
-    parameters alone has none."""
+    """Raise CheckpointError unless a run can resume from the loop state in `state`, if there is
+    one."""
     loop = state["loop"]
     if loop is None:
         return
@@ -208,7 +206,6 @@ def passes(check: Callable[[Any], None], value: Any) -> bool:
 
 
 def check_spikes(values: Any) -> None:
-    """Raise an exception unless a monitor of spikes can resume from these values."""
     if not isinstance(values, dict) or not numbers_only(values):
         raise ValueError("is no state of a monitor")
     monitor = SpikeMonitor()

@@ -84,8 +84,8 @@ class TensorReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read DCP's index of a checkpoint; raises CheckpointError if a file is not the one in the
-    manifest, as far as sizes tell, UnpicklingError if it holds anything but records of tensors."""
+    """Read DCP's index of a checkpoint; raises CheckpointError or UnpicklingError unless it is
+    sound."""
     if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
@@ -106,8 +106,10 @@ def read_index(path: Path) -> Metadata:
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
-    """Fill `tensors` in place from a checkpoint of any mesh; check sizes and the index, but not the
-    checksums of tensors. Raises CheckpointError for a missing or damaged file."""
+    """Fill `tensors` in place from a checkpoint of any mesh; raises CheckpointError.
+
+    Sizes and the index are checked, the checksums of tensors are not.
+    """
     reader = TensorReader(path)
     try:
         with warnings.catch_warnings():

@@ -23,10 +23,9 @@ from diffllm.checkpoint.directory import (
     SAVED,
     CheckpointConfig,
     checkpoint_path,
-    delete,
     hidden_path,
     list_checkpoints,
-    outdated,
+    prune,
     remove,
     set_aside,
     step_of,
@@ -78,11 +77,8 @@ class Stager(DefaultStager):
 class Checkpointer:
     """Writes checkpoints of one run in the background, one at a time.
 
-    Every rank makes one and calls the same methods at the same steps.
-
-    Args:
-        step: the step where the run starts; later checkpoints are damaged ones that were skipped.
-            They are neither counted nor deleted.
+    Every rank makes one and calls the same methods at the same steps. Checkpoints after `step`,
+    where the run starts, are damaged ones that were skipped; they are neither counted nor deleted.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -110,14 +106,11 @@ class Checkpointer:
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], final: bool = False
     ) -> None:
-        """Wait for an earlier save, copy the tensors, and start to write.
+        """Wait for an earlier save, copy the tensors, and start to write them and `state`
+        (state.json).
 
-        If a save fails, rank 0 prints a warning and deletes the hidden directory. Raises
-        AgreedByAll for a final save without enough space, and if the run's directory is gone.
-
-        Args:
-            state: the content of state.json.
-            final: whether this is the last save of the run, whose failure ends the run.
+        If a save fails, rank 0 prints a warning. Raises AgreedByAll if the `final` save of a run
+        has no space, and if the run's directory is gone.
         """
         self.wait()
         self.since = monotonic()
@@ -131,8 +124,7 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Whether the interval in time has passed, on rank 0. The next interval begins when this
-        returns true, and with every save."""
+        """Whether the interval in time has passed, on rank 0; then the next interval begins."""
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
         self.since = monotonic()
@@ -156,13 +148,11 @@ class Checkpointer:
             ) from error
 
     def settle(self, seconds: float) -> None:
-        """Wait at most so long for a save under way, because the run ends for another reason."""
         if self.pending:
             with contextlib.suppress(Exception):
                 self.pending.result(seconds)
 
     def close(self) -> None:
-        """Wait for the last save; raises as `wait` does."""
         try:
             self.wait()
         finally:
@@ -203,9 +193,7 @@ class Checkpointer:
         except OSError as error:
             to_stderr(f"warning: {saved} cannot be written: {error.strerror or error}")
         self.skipped.discard(final)
-        mine = [p for p in list_checkpoints(self.directory) if p not in self.skipped]
-        for old in outdated(mine, self.cfg):
-            delete(old)
+        prune([p for p in list_checkpoints(self.directory) if p not in self.skipped], self.cfg)
         return None
 
     def _decided_by_rank_0(self, choose: Callable[[], str | None]) -> str | None:
@@ -214,10 +202,8 @@ class Checkpointer:
         return decision[0]
 
     def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-        """Make an empty hidden directory on a disk with room for tensors and `extra` bytes.
-
-        Returns the reason if that fails, or if the run's directory is no longer the same.
-        """
+        """Make an empty hidden directory with room for tensors and `extra` bytes, or return a
+        reason."""
         if identity(self.directory.parent) != self.run:
             return GONE
         try:
@@ -234,7 +220,6 @@ class Checkpointer:
         return None
 
     def _failed(self, step: int, why: str, final: bool) -> None:
-        """Warn once for all ranks; raise AgreedByAll if the save was final."""
         if not final and self.rank > 0:
             return
         left = [path.name for path in list_checkpoints(self.directory) if path not in self.skipped]
@@ -247,16 +232,13 @@ class Checkpointer:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return (device, inode) of a directory; None if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Compute the bytes that a checkpoint takes on disk, all ranks together."""
     pieces = len(tensors) * dist.get_world_size()
     return sum(t.numel() * t.element_size() for t in tensors.values()) + WRAPPING * pieces
 
@@ -264,8 +246,7 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_parameters(
     directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
 ) -> Path:
-    """Write float32 parameters and router state as the checkpoint of step 0, not atomically; return
-    its path. Raises OSError, or an error of DCP."""
+    """Write float32 parameters and router state as the checkpoint of step 0, not atomically."""
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from typing import Any
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf import ModelDirectory
 from diffllm.checkpoint.hf.layout import VARIANTS
-from diffllm.checkpoint.hf.model_directory import is_model_directory
+from diffllm.checkpoint.hf.model_directory import CONFIG
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
@@ -53,7 +53,7 @@ class Origin:
         if self.chosen:
             return self.chosen
         own = self.model.attention
-        base = VARIANTS[type(own).__name__]
+        base = next(name for name, cls in VARIANTS.items() if type(own) is cls)
         names = [base, *(name for name in variants() if name.startswith(f"{base}_"))]
         return next((name for name in names if not differing(own, name)), base)
 
@@ -81,7 +81,7 @@ def origin_of(path: Path) -> Origin:
             cfg = load_run_config(run)
             choices = cfg.run.choices
             return Origin(path, cfg.model, choices["attention"], choices["model"], run)
-    if is_model_directory(path):
+    if (path / CONFIG).is_file():
         directory = ModelDirectory(path)
         return Origin(path, directory.model, directory=directory)
     why = "it does not exist" if not path.is_dir() else "it has no config.yaml and no config.json"

@@ -13,9 +13,9 @@ from tiers import slow_but
 from torch import nn
 
 import diffllm
-from diffllm.checkpoint.hf.layout import json_settings, rope_parameters
-from diffllm.checkpoint.hf.model_directory import CLASSES, rope_of
+from diffllm.checkpoint.hf.layout import VARIANTS, json_settings, rope_parameters
 from diffllm.checkpoint.hf.model_directory import Config as ForeignConfig
+from diffllm.checkpoint.hf.model_directory import rope_of
 from diffllm.cli import main
 from diffllm.model.ffn.router import MoEConfig
 from diffllm.model.rope import RopeConfig, RopeScaling
@@ -203,10 +203,10 @@ def test_rotary_tables_are_those_of_training_bit_for_bit(kind):
         assert torch.equal(sin[0], ours.sin[:, 0, :32])
 
 
-@pytest.mark.parametrize("variant", CLASSES)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_missing_settings_have_defaults_of_training(variant):
     found = DiffLLMConfig(attention={"variant": variant}).attention
-    assert found == {"variant": variant, **json_settings(asdict(CLASSES[variant]()))}
+    assert found == {"variant": variant, **json_settings(asdict(VARIANTS[variant]()))}
     config = DiffLLMConfig(
         vocab_size=416, hidden_size=48, intermediate_size=64, head_dim=16,
         attention={"variant": variant}, moe={"n_experts": 4, "expert_dim": 32},
@@ -216,7 +216,7 @@ def test_missing_settings_have_defaults_of_training(variant):
 
 
 def test_settings_that_do_not_exist_are_refused():
-    assert set(SETTINGS) == set(CLASSES)
+    assert set(SETTINGS) == set(VARIANTS)
     for settings, said in (
         ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),
         (

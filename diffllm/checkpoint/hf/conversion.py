@@ -51,7 +51,6 @@ def converted(
 def to_diff_v2(
     model: ModelConfig, perturb: float, seed: int
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Convert softmax attention."""
     attention = model.attention
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
         raise ConfigError(
@@ -78,7 +77,6 @@ def to_diff_v2(
 
 
 def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Convert DIFF V2 of constant lambda."""
     attention = model.attention
     if type(attention) is not DiffV2Config or attention.head_norm:
         raise ConfigError(

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from diffllm.core.errors import ConfigError
 from diffllm.model import without_storage
+from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config
+from diffllm.model.attention.diff_v2 import DiffV2Config
+from diffllm.model.attention.gated import GatedConfig
 from diffllm.model.attention.standard import Sink, StandardConfig
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.router import Score
@@ -30,9 +33,7 @@ class Mapped:
 
     name: str
     sources: tuple[str, ...]
-    """The names of those tensors there."""
     make: Callable[..., Tensor]
-    """Makes the tensor of them."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return self.make(*(tensors[name] for name in self.sources))
@@ -72,7 +73,6 @@ PARTS = {
     ".ffn.w2.": ".mlp.down_proj.",
     ".ffn.w3.": ".mlp.up_proj.",
 }
-"""Parts of names here, and there."""
 
 
 def name_there(name: str, parts: Mapping[str, str]) -> str:
@@ -145,7 +145,6 @@ def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 ARCHITECTURE = "DiffLLMForCausalLM"
-"""The class of our modelling file."""
 OWN_PARTS = {
     ".attention.w_lambda.": ".self_attn.lambda_proj.",
     ".attention.w_gate.": ".self_attn.gate_proj.",
@@ -159,20 +158,18 @@ OWN_PARTS = {
     ".attention.": ".self_attn.",
 }
 """Parts of names here, and in the modelling file, beside those of Llama."""
-VARIANTS = {
-    "StandardConfig": "standard",
-    "GatedConfig": "gated",
-    "DiffV1Config": "diff_v1",
-    "DiffV2Config": "diff_v2",
-}
-"""The variants of the modelling file, by the classes of their configs here."""
+VARIANTS: dict[str, type[AttentionConfig]] = {
+    "standard": StandardConfig, "gated": GatedConfig,
+    "diff_v1": DiffV1Config, "diff_v2": DiffV2Config,
+}  # fmt: skip
+"""The variants of the modelling file and the classes of their configs here."""
 OF_MACHINE = ("backend", "values")
 """Settings of attention that choose a kernel and do not change the function."""
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
     """Lay out a decoder for our modelling file; None for a variant that it does not have."""
-    variant = VARIANTS.get(type(model.attention).__name__)
+    variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
     if variant is None:
         return None
     decoder = without_storage(model)
@@ -207,8 +204,7 @@ def json_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_layout(model: ModelConfig) -> Layout | None:
-    """Lay out a dense decoder of softmax attention as Llama, or as Qwen3 where queries and keys are
-    normalised; None for any other."""
+    """Lay out a dense softmax decoder as Llama, or as Qwen3 if it normalises q and k; else None."""
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
     exported, imported = renamed([(name, name_there(name, {})) for name in parameter_names(model)])
@@ -238,9 +234,8 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
         for own, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
             name = f"layers.{layer}.ffn.experts.{own}"
             each = [f"{there}.{e}.{other}.weight" for e in range(moe.n_experts)]
-            exported += [
-                Mapped(theirs, (name,), partial(nth, number=e)) for e, theirs in enumerate(each)
-            ]
+            for e, theirs in enumerate(each):
+                exported.append(Mapped(theirs, (name,), lambda stack, e=e: stack[e].contiguous()))
             imported.append(Mapped(name, tuple(each), lambda *matrices: torch.stack(matrices)))
     config = {
         "model_type": "qwen3_moe",
@@ -260,8 +255,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
 def diffllama_layout(model: ModelConfig) -> Layout | None:
     """Lay out DIFF V1 as DiffLlama, whose head norm has no weight: it becomes part of `wo`.
 
-    None for ablations, mixtures, another eps in that norm, and normalised queries and keys. What
-    comes back has a weight of ones, and the function is the same.
+    None for ablations, mixtures, another eps in that norm, and normalised queries and keys.
     """
     attention = model.attention
     fits = (
@@ -271,12 +265,10 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     )  # fmt: skip
     if not fits:
         return None
-    plain: list[tuple[str, str]] = []
     exported: list[Mapped] = []
     imported: list[Mapped] = []
-    parts = {".attention.lambda_": ".self_attn.lambda_"}
     for name in parameter_names(model):
-        there = name_there(name, parts)
+        there = name_there(name, {".attention.lambda_": ".self_attn.lambda_"})
         if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
             reorder = partial(reordered, heads=(-1, 2, model.head_dim))
             back = partial(reordered, heads=(2, -1, model.head_dim))
@@ -288,8 +280,8 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
             imported.append(Mapped(name, (there,), same))
             imported.append(Mapped(norm, (), partial(torch.ones, 2 * model.head_dim)))
         elif ".head_norm." not in name:
-            plain.append((name, there))
-    others = renamed(plain)
+            exported.append(Mapped(there, (name,), same))
+            imported.append(Mapped(name, (there,), same))
     config = {
         "model_type": "diffllama",
         **shape_config(model),
@@ -299,7 +291,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
         "attention_bias": False,
         "lambda_std_dev": 0.1,
     }
-    return Layout("DiffLlamaForCausalLM", config, [*exported, *others[0]], [*imported, *others[1]])
+    return Layout("DiffLlamaForCausalLM", config, exported, imported)
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
@@ -331,10 +323,6 @@ def softmax_config(model: ModelConfig) -> dict[str, Any]:
 
 def parameter_names(model: ModelConfig) -> list[str]:
     return [name for name, _ in without_storage(model).named_parameters()]
-
-
-def nth(stack: Tensor, number: int) -> Tensor:
-    return stack[number].contiguous()
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:

@@ -28,7 +28,6 @@ from diffllm.model import without_storage
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.attention.diff_v1 import DiffV1Config
 from diffllm.model.attention.diff_v2 import DiffV2Config
-from diffllm.model.attention.gated import GatedConfig
 from diffllm.model.attention.standard import StandardConfig
 from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.router import MoEConfig, Score
@@ -46,11 +45,6 @@ ROPE_KEYS = (
     "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
     "partial_rotary_factor",
 )  # fmt: skip
-CLASSES: dict[str, type[AttentionConfig]] = {
-    VARIANTS[cls.__name__]: cls for cls in (StandardConfig, GatedConfig, DiffV1Config, DiffV2Config)
-}
-
-
 KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a whole number above 0": (lambda value: type(value) is int and value > 0, (
         "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings",
@@ -112,13 +106,13 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
     return name, model
 
 
-def shape_of(config: Config, attention: AttentionConfig, n_heads: int) -> ModelConfig:
-    """Read the settings that all architectures share."""
+def shape_of(config: Config, attention: AttentionConfig, n_heads: int = 0) -> ModelConfig:
+    """Read the settings that all architectures share; `n_heads` if the config has others."""
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
         dim=dim,
         n_layers=config["num_hidden_layers"],
-        n_heads=n_heads,
+        n_heads=n_heads or heads,
         n_kv_heads=config.get("num_key_value_heads", heads),
         head_dim=config.get("head_dim", dim // heads),
         ffn_dim=config["intermediate_size"],
@@ -134,7 +128,7 @@ def shape_of(config: Config, attention: AttentionConfig, n_heads: int) -> ModelC
 
 
 def llama(config: Config) -> ModelConfig:
-    return shape_of(config, StandardConfig(), config["num_attention_heads"])
+    return shape_of(config, StandardConfig())
 
 
 def qwen3(config: Config) -> ModelConfig:
@@ -161,19 +155,17 @@ def qwen3_moe(config: Config) -> ModelConfig:
 
 def diffllama(config: Config) -> ModelConfig:
     config = Config({"rms_norm_eps": 1e-5, **config})  # also the eps of the head norm
-    attention = DiffV1Config(head_norm_eps=config["rms_norm_eps"])
-    return shape_of(config, attention, config["num_attention_heads"])
+    return shape_of(config, DiffV1Config(head_norm_eps=config["rms_norm_eps"]))
 
 
 def own(config: Config) -> ModelConfig:
-    """Read the config of our own modelling file."""
     settings = dict(config["attention"])
     variant = Config(settings)["variant"]
-    if variant not in CLASSES:
-        raise ValueError(f"has attention {variant}, which is none of {', '.join(CLASSES)}")
+    if variant not in VARIANTS:
+        raise ValueError(f"has attention {variant}, which is none of {', '.join(VARIANTS)}")
     for key in ("variant", *OF_MACHINE):  # older exports contain OF_MACHINE
         settings.pop(key, None)
-    attention = config_from_values(CLASSES[variant], settings, "attention")
+    attention = config_from_values(VARIANTS[variant], settings, "attention")
     heads = config["num_attention_heads"]
     n_heads: float = heads
     if isinstance(attention, DiffV1Config):  # of whose heads the kernel gets two as one
@@ -197,7 +189,6 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
     "DiffLlamaForCausalLM": diffllama,
     ARCHITECTURE: own,
 }
-"""Architectures that can be read."""
 
 
 def rope_of(config: Config) -> RopeConfig:
@@ -237,7 +228,6 @@ def rope_of(config: Config) -> RopeConfig:
 
 
 def config_from_values(cls: type[T], values: Any, where: str) -> T:
-    """Make a diffllm config from the plain values of its fields."""
     if "${" in str(values):  # OmegaConf would resolve ${oc.env:...}, which reads the environment
         raise ValueError(f"has an interpolation in its settings of {where}")
     try:
@@ -291,8 +281,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """The file of the tokenizer: a readable sentencepiece model, else a fast tokenizer; raises
-        CheckpointError."""
+        """The readable sentencepiece model, else the fast tokenizer; raises CheckpointError."""
         refused = f"{self.path} has neither {MODEL} nor {FAST}"
         for file in (self.path / MODEL, self.path / FAST):
             if not file.is_file():
@@ -344,11 +333,8 @@ class ModelDirectory:
         ours = {**dict(own.named_parameters()), **own.router_state()}
         expected = {name: list(mapped.of(ours).shape) for name, mapped in there.items()}
         tied = {"lm_head.weight"} if self.model.tie_embeddings else set()
-        extra = [
-            name
-            for name in self._places
-            if name not in expected and name not in tied and not name.endswith(".inv_freq")
-        ]
+        others = self._places.keys() - expected.keys() - tied
+        extra = [n for n in self._places if n in others and not n.endswith(".inv_freq")]
         missing = [name for name in expected if name not in self._places]
         for what, names in (("lacks", missing), ("has tensors that are not known here:", extra)):
             if names:
@@ -360,7 +346,3 @@ class ModelDirectory:
                     f"{self.path}: {name} is {found.get_dtype()} {found.get_shape()}, and {CONFIG} "
                     f"asks for {shape} of dtype {', '.join(FLOATS)}"
                 )
-
-
-def is_model_directory(path: Path) -> bool:
-    return (path / CONFIG).is_file()

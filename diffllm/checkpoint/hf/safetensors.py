@@ -45,8 +45,8 @@ def writing(what: str) -> Iterator[None]:
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint's decoder by name, without storage: parameters in `dtype`
-    unless they stay in float32, and router state. Raises CheckpointError for another model."""
+    """Return a checkpoint's tensors by name, without storage: parameters in `dtype` unless they
+    stay in float32, and router state. Raises CheckpointError for another model."""
     empty = without_storage(model)
     params = dict(empty.named_parameters())
     check_parameters(checkpoint, read_state(checkpoint), params)
@@ -77,9 +77,8 @@ def write_safetensors(
 ) -> int:
     """Write `<stem>.safetensors`, or several files with an index; return the bytes of all tensors.
 
-    Args:
-        ours: the result of `tensors_of`.
-        exported: the tensors to write, made of ours; None writes ours under their own names.
+    `exported` are the tensors to write, made of `ours`, the result of `tensors_of`; None writes
+    ours.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]
