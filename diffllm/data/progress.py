@@ -25,7 +25,7 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock; if another process has it, print which one and `what` it does."""
+    """Hold a lock; print a message while another process holds it."""
     try:
         lock = acquire(path, wait=False)
     except Timeout:

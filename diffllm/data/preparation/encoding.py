@@ -21,19 +21,16 @@ from diffllm.data.tokenizer import Tokenizer
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 HALF = 2**63
-"""Subtracted from hashes, which then fit into signed 64 bits, as numbers of JSON must."""
+"""Subtracted from hashes, so that they fit into signed 64 bits."""
 
 
 class Document(NamedTuple):
-    """A document in UTF-8."""
-
     text: bytes
     prompt: tuple[bytes, ...] = ()
-    """The pieces before the text, in turn only context and to be predicted; context last."""
+    """Pieces before the text, alternately context and to be predicted; context last."""
 
     @property
     def predicted_bytes(self) -> int:
-        """Count the bytes that are to be predicted."""
         return len(self.text) + sum(map(len, self.prompt[1::2]))
 
 
@@ -44,14 +41,14 @@ class PartRecord:
     splits: dict[str, Split]
     skipped_empty: int
     below: int
-    """Documents whose hash is below this are held out."""
+    """Documents with a hash below this are held out."""
     least: int | None
     most: int | None
-    """The range of the documents' hashes; None if there is no document."""
+    """Range of the hashes; None without documents."""
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read the record of a part; raises OSError, or ValueError for a damaged record."""
+        """Read a record; raises OSError or ValueError."""
         record = read_typed(record_path(directory, number), cls)
         check_split_counts(record.splits)
         return record
@@ -63,8 +60,7 @@ class Encoding:
 
     Args:
         partial: directory of the records of finished parts.
-        heldout_below: documents whose hash is below this are held out.
-        cut: the last part alone is held out instead.
+        heldout_below: documents with a hash below this are held out, or with `cut` the last part.
     """
 
     corpus: Corpus
@@ -93,7 +89,6 @@ class Encoding:
         return all(there) and not changed
 
     def work(self, number: int, counts: Counts, threads: int) -> None:
-        """Encode a part unless it is done."""
         # A worker whose parent was killed may still write this part; it ends within a second.
         with locked(self.partial / f"part-{number:05d}.lock"):
             counts.state[number] = READING
@@ -148,10 +143,7 @@ class Encoding:
         self, documents: Sequence[Document], threads: int
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Encode documents, each with its EOS; with prompts, also return how many tokens of each
-        are in turn only context and to be predicted.
-
-        Context is encoded separately, so that no token spans context and text.
-        """
+        are alternately context and to be predicted. No token spans context and text."""
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
         for ids in tokens:
@@ -172,8 +164,8 @@ def record_path(partial: Path, number: int) -> Path:
 
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents of a part that are not blank, in order, in lists of about BATCH_BYTES or
-    BATCH_DOCUMENTS, and the number of blank ones; raises DataError."""
+    """Yield the documents of a part in lists of about BATCH_BYTES or BATCH_DOCUMENTS, each with the
+    number of blank documents, which are skipped; raises DataError."""
     batch: list[Document] = []
     empty = size = 0
     for some in part.read():
@@ -194,18 +186,14 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
-    """Return the first 8 bytes of the SHA-256 of documents minus HALF, (n,) int64: of the text, or
-    of the prompt's pieces and the text with a zero byte between them."""
+    """Return SHA-256[:8] - HALF of documents, (n,) int64; a zero byte separates prompts and
+    text."""
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
     return np.fromiter(hashes, np.int64, len(documents))
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return which tokens of consecutive documents are to be predicted, (n,) bool.
-
-    Args:
-        sizes: of each document, the tokens that are in turn only context and to be predicted.
-    """
+    """Return the (n,) bool loss mask for `sizes` of alternately context and predicted tokens."""
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)

@@ -22,12 +22,11 @@ from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import MODEL, Tokenizer, check_tokenizer, located
 
 DIVISION = "in parts"
-"""How a corpus becomes shards; another way has other keys."""
 WINDOW_BYTES = 4096
 READ_FOR_SAMPLE = 8
-"""Bytes of a large corpus that are read per byte of the tokenizer's sample."""
 MOST_SAMPLED = 64
-"""Parts of a large corpus that are read for the sample."""
+"""The tokenizer's sample of a large corpus reads at most MOST_SAMPLED parts, and READ_FOR_SAMPLE
+bytes per byte."""
 
 # Llama's settings, except that line breaks may be part of a piece: a break and the indentation
 # after it are then one or two tokens (README.md has the measurements).
@@ -49,12 +48,11 @@ TRAINING: dict[str, Any] = {
 
 
 def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
-    """Return the token shards of `cfg`'s corpus, made if the cache does not contain them yet.
+    """Return the token shards of a corpus, prepared unless the cache contains them.
 
-    Safe to call in any number of processes at once: one prepares, the others wait for it. Call it
-    before process groups exist, because preparing can outlast their timeout.
-    Raises ConfigError for a value that no corpus can satisfy, DataError for a corpus, tokenizer or
-    cache directory that cannot be used.
+    Safe to call in several processes at once: one prepares, the others wait. Call it before process
+    groups exist, because preparing can outlast their timeout. Raises ConfigError for a value that
+    no corpus can satisfy, DataError for an unusable corpus, tokenizer or cache directory.
     """
     cfg.validate()
     how = how or PrepareConfig()
@@ -74,11 +72,8 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
 
 
 def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
-    """Prepare the sources of a mixture one by one, with one tokenizer.
-
-    If none is given, the tokenizer is trained on an equal number of bytes of each source. Weights,
-    which may change during a run, do not matter.
-    """
+    """Prepare the sources of a mixture with one tokenizer, by default trained on an equal number of
+    bytes of each source, independent of the weights."""
     each = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
     texts = {
         name: of_source(name)(open_corpus)(own, cache_dir)
@@ -108,7 +103,6 @@ def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> Mix
 
 
 def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenData:
-    """Prepare a tokenizer, unless one is given, and the tokens of one source."""
     if cfg.source == TOKENS:
         return prepare_tokens(cfg, cache_dir)
     corpus = open_corpus(cfg, cache_dir)
@@ -138,10 +132,10 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Cut a corpus of a single document into two parts, the last of which is its end.
+    """Cut a corpus of a single document into two parts; the second is about `fraction` of the text,
+    and begins with a line or a word.
 
-    The end is `fraction` of the text, or a little more to begin with a line or a word. Returns None
-    for a corpus of several documents. Raises DataError if all of them are equal, or the only one
+    Returns None for several documents. Raises DataError if all documents are equal, or the only one
     cannot be cut.
     """
     too_few = DataError(
@@ -178,11 +172,8 @@ def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:
 def build_tokenizer(
     cfg: DataConfig, sample: Iterator[str], path: Path, corpora: Sequence[Corpus]
 ) -> None:
-    """Train a tokenizer on a sample of text, unless it exists or another process trains it.
-
-    Args:
-        corpora: the sample's; DataError is raised if one has changed meanwhile.
-    """
+    """Train a tokenizer on a sample of `corpora`, unless it exists; raises DataError if a corpus
+    has changed meanwhile."""
 
     def build(directory: Path) -> None:
         to_stderr(f"training the tokenizer {path}")
@@ -195,11 +186,8 @@ def build_tokenizer(
 
 
 def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> bytes:
-    """Train a sentencepiece model of exactly `vocab_size` pieces; return it serialised.
-
-    The pieces depend only on the text of `sample` and on `vocab_size`. Raises DataError for a
-    corpus that cannot fill, or does not fit, a vocabulary of that size.
-    """
+    """Return a serialised sentencepiece model of exactly `vocab_size` pieces, which depend only on
+    `sample` and `vocab_size`; raises DataError if the corpus does not fit the size."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -221,10 +209,7 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
 
 
 def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
-    """Yield about `sample_bytes` of text, in windows spread evenly over the text that is read.
-
-    A small corpus is read whole, a large one at the beginnings of parts spread evenly over it.
-    """
+    """Yield about `sample_bytes` of text, in windows spread evenly over the beginnings of parts."""
     number = min(len(corpus.parts), MOST_SAMPLED)
     parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]
     limit = -(-READ_FOR_SAMPLE * sample_bytes // max(number, 1))
@@ -241,7 +226,7 @@ def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
 
 
 def beginning(part: Part, limit: int) -> Iterator[bytes]:
-    """Yield the texts of a part, in UTF-8, until there are `limit` bytes."""
+    """Yield the UTF-8 texts of a part until there are `limit` bytes."""
     read = 0
     for documents in part.read():
         for text in filter(None, texts_of(documents)):
@@ -253,7 +238,6 @@ def beginning(part: Part, limit: int) -> Iterator[bytes]:
 
 
 def texts_of(documents: TextBatch) -> list[str | None]:
-    """Return the texts of documents and then their prompts; one of several pieces is one text."""
     pairs = list(zip(documents.before, documents.texts, strict=True))
     texts = ["".join((*before, text or "")) if len(before) > 1 else text for before, text in pairs]
     return [*texts, *(before[0] for before, _ in pairs if len(before) == 1)]

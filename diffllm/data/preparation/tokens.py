@@ -1,7 +1,7 @@
-"""All parts of a corpus to one directory of shards, whose manifest joins them.
+"""All parts of a corpus to one directory of shards with one manifest.
 
 Until all parts are done, they lie in a directory with ".partial-" in its name, with a record of
-each finished part. A later start resumes from these records.
+each finished part, from which a later start resumes.
 """
 
 import math
@@ -39,11 +39,7 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 
 @dataclass(frozen=True)
 class TokensJob:
-    """A corpus that becomes tokens in one directory.
-
-    Args:
-        cut: the corpus is a single document, whose last part is held out.
-    """
+    """A corpus that becomes tokens in one directory; with `cut`, its last part is held out."""
 
     corpus: Corpus
     tokenizer: Path
@@ -53,16 +49,12 @@ class TokensJob:
 
     @cached_property
     def partial(self) -> Path:
-        """The directory of finished parts; another division into parts has another."""
         division = [part.size for part in self.corpus.parts]
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
     def build(self, how: PrepareConfig) -> None:
-        """Encode the parts that are not done, and join all.
-
-        Raises DataError for a corpus that cannot be read, OSError for a directory that cannot be
-        written. Finished parts stay.
-        """
+        """Encode the parts that are not done, and join all; raises DataError or OSError, and keeps
+        finished parts."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
@@ -79,10 +71,8 @@ class TokensJob:
             self.join(encoding, how, started)
 
     def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
-        """Encode the parts that are not done, in processes, and report the progress.
-
-        Raises as `build`, and DataError for a process that is killed.
-        """
+        """Encode the remaining parts in processes; raises as `build`, and DataError for a killed
+        process."""
         parts = self.corpus.parts
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
@@ -119,7 +109,6 @@ class TokensJob:
                 ) from error
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
-        """Write the manifest of all parts, and rename the directory to its final name."""
         records = self.records()
         if not self.cut:
             below = split_hash(records, encoding.heldout_below)
@@ -154,7 +143,6 @@ class TokensJob:
             return [PartRecord.load(self.partial, i) for i in range(len(self.corpus.parts))]
 
     def manifest(self, records: Sequence[PartRecord], encoding: Encoding) -> Manifest:
-        """Describe the shards of all parts together; raises DataError for a damaged shard."""
         manifest = Manifest.of(
             encoding.tokenizer,
             np.zeros(1),
@@ -176,8 +164,8 @@ class TokensJob:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Return the hash below which documents are held out: `below`, or the next one that leaves a
-    document on either side. Raises DataError if all documents are equal."""
+    """Return the hash below which documents are held out: `below`, or the nearest that leaves a
+    document on either side; raises DataError if all documents are equal."""
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)
     if least == most:

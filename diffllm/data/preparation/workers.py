@@ -22,13 +22,11 @@ from diffllm.core.printing import to_stderr
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that the parent of a worker process handles."""
 TICK = 0.25
-"""Seconds between two looks at the workers."""
 EVERY = 60.0
-"""Seconds between two lines of the report."""
+"""Seconds between two lines of the report; TICK: between two checks of the workers."""
 READING, DONE = 1, 2
 
 _do: Callable[[int], None]
-"""What a worker process calls with the number of a part."""
 
 
 @dataclass
@@ -39,12 +37,11 @@ class PrepareConfig:
     """Processes; null: one a core, while there are parts of the corpus left."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a value outside its range."""
         check_bounds("prepare.", self)
 
 
 class Counts:
-    """Counts and state of each part by its number, in memory that workers and parent share."""
+    """Counts and state of each part, in memory that workers and parent share."""
 
     def __init__(self, parts: int) -> None:
         self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
@@ -53,10 +50,8 @@ class Counts:
 def work_through(
     numbers: Sequence[int], do: Callable[[int], None], processes: int, tick: Callable[[], None]
 ) -> None:
-    """Call `do` with each number, in forked processes, and `tick` every TICK seconds.
-
-    Raises what a worker raised, or BrokenProcessPool if a worker was killed. No worker is left.
-    """
+    """Call `do` with each number, in forked processes, and `tick` every TICK seconds; raises what a
+    worker raised, or BrokenProcessPool. No worker is left."""
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
@@ -105,11 +100,8 @@ def available_cores() -> int:
 
 
 class Reporter:
-    """Shows progress: a bar on a terminal, else a line per minute.
-
-    Args:
-        before: the share of the corpus that was done at the start.
-    """
+    """Shows progress: a bar on a terminal, else a line per minute; `before` is the share at the
+    start."""
 
     def __init__(self, before: float) -> None:
         console = Console(stderr=True)
@@ -124,13 +116,8 @@ class Reporter:
         self._next_line = self._started + EVERY
 
     def show(self, share: float, text_bytes: int, tokens: int, reading: str) -> None:
-        """Report the progress.
-
-        Args:
-            share: of the corpus that is done.
-            text_bytes, tokens: encoded since the start.
-            reading: the sources that are read.
-        """
+        """Report the share that is done, what was encoded since the start, and the sources being
+        read."""
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
         said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "

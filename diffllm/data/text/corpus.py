@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 ROWS = 256
-"""Documents that are read at a time."""
 TEXT_TYPES = ("string", "large_string", "string_view")
 
 
@@ -25,12 +24,11 @@ class TextBatch(NamedTuple):
 
     texts: list[str | None]
     prompts: Sequence[str | Sequence[str] | None] | None = None
-    """The prompt before each text, which is only context; or several pieces, in turn only context
-    and to be predicted, the last one context again. None if there are no prompts."""
+    """The context before each text, or several pieces, alternately context and to be predicted, the
+    last one context."""
 
     @property
     def before(self) -> list[tuple[str, ...]]:
-        """The pieces before each text: none, a prompt, or several."""
         if self.prompts is None:
             return [()] * len(self.texts)
         return [
@@ -60,26 +58,24 @@ class Corpus:
 
     description: str
     identity: str
-    """Hash of the content and of the settings that decide how documents are cut from it."""
+    """Hash of the content and of the settings that cut it into documents."""
     list_parts: Callable[[], Sequence[Part]]
     """Lists the parts, in order; raises DataError."""
     check: Callable[[], None] = lambda: None
     """Raises DataError if the content no longer has the identity."""
     note: str = ""
-    """How the content differs from a known reference; empty if it does not."""
+    """Differences from a known reference; empty if none."""
     skipped_empty: int = 0
-    """Number of skipped files that contain nothing but whitespace."""
     skipped_undecodable: int = 0
-    """Number of skipped files that are not UTF-8."""
+    """Skipped files: only whitespace, or not UTF-8."""
     has_prompts: bool = False
-    """Whether its documents begin with text that is only context."""
 
     @cached_property
     def parts(self) -> Sequence[Part]:
         return self.list_parts()
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the documents that are more than whitespace, in order."""
+        """Yield the texts that are not blank, in order."""
         for part in self.parts:
             for documents in part.read():
                 yield from (text for text in documents.texts if text and not text.isspace())
@@ -87,8 +83,6 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TextsPart:
-    """Documents that are in memory."""
-
     name: str
     texts: Sequence[str | None]
 
@@ -102,7 +96,7 @@ class TextsPart:
 
 @dataclass(frozen=True)
 class RowsPart:
-    """The rows of a dataset of the `datasets` library, with the columns that are read."""
+    """Columns of a dataset of the `datasets` library."""
 
     rows: "Dataset | IterableDataset"
     columns: tuple[str, ...]
@@ -110,7 +104,6 @@ class RowsPart:
     size: int
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the rows, some at a time; raises DataError if the library cannot read them."""
         try:
             for table in self.rows.with_format("arrow").iter(ROWS):
                 yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
@@ -119,7 +112,6 @@ class RowsPart:
 
 
 def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
-    """Make one part of a `datasets.Dataset`; raises DataError if a column is no text."""
     columns = columns_of(cfg)
     check_columns(kinds_of(dataset), columns, name)
     size = int(dataset.data.nbytes)
@@ -127,14 +119,13 @@ def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
 
 
 def kinds_of(dataset: "Dataset | IterableDataset") -> dict[str, str]:
-    """Return the types of a dataset's columns by name, those of its first row if it has none."""
     if dataset.features:
         return {name: str(getattr(k, "dtype", k)) for name, k in dataset.features.items()}
     return kinds_of_rows(islice(dataset, 1))
 
 
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
-    """Return the types of the columns of JSON objects by name; text if it may be text."""
+    """Return the column types of JSON objects by name; null counts as text."""
     kinds: dict[str, str] = {}
     for row in rows:
         for name, value in row.items() if isinstance(row, dict) else ():
@@ -144,7 +135,6 @@ def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
 
 
 def columns_of(cfg: DataConfig) -> list[str]:
-    """List the columns that are read, in the order of `TextBatch`."""
     return [cfg.text_column, *([cfg.prompt_column] if cfg.prompt_column else [])]
 
 
@@ -161,12 +151,8 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:
-    """Raise DataError unless the columns exist and contain text.
-
-    Args:
-        kinds: the types of all columns.
-        columns: the columns that are read, that of the text first.
-    """
+    """Raise DataError unless `columns`, the text column first, exist in `kinds` and contain
+    text."""
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
         if column not in texts:
@@ -177,7 +163,7 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
 
 
 def reason(error: BaseException) -> str:
-    """Return the one line that says why reading failed."""
+    """Return one line that says why reading failed."""
     cause: Any = error.__cause__ or error
     if isinstance(cause, UnicodeDecodeError):
         return "not UTF-8 text"

@@ -1,8 +1,5 @@
-"""Formats of local files, and their content hashes, remembered by path and identity, so that a
-second run only stats them.
-
-A file that was written to has another identity, even if its size and time were kept.
-"""
+"""Formats of local files, and their content hashes, cached by path and identity, so that a second
+run only stats them."""
 
 import codecs
 import hashlib
@@ -25,19 +22,15 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20
 LARGEST_INDEX = 2**32
-"""Limit in bytes."""
 
 
 class FileFacts(NamedTuple):
-    """Facts about a file that reading it once gave."""
-
     size: int
     identity: str
-    """Inode, size and times of the file as it was hashed."""
+    """Inode, size and times."""
     sha256: str
     is_utf8: bool
     is_blank: bool
-    """True if the file contains nothing but whitespace."""
 
 
 def format_of(path: Path) -> str:
@@ -59,8 +52,7 @@ def names_of(paths: Sequence[str | Path]) -> str:
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return facts about `paths`, in order, and read only new or changed files; raises DataError
-    for one that cannot be read."""
+    """Return facts about `paths`, in order, reading only new or changed files; raises DataError."""
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
     if _unknown(paths, index):
@@ -80,7 +72,6 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
 
 
 def combined_hash(parts: Sequence[object]) -> str:
-    """Compute the SHA-256 of a sequence of JSON values, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
 
 
@@ -118,13 +109,12 @@ def _read_facts(path: Path) -> FileFacts:
 
 
 def check_unchanged(path: Path, facts: FileFacts) -> None:
-    """Raise DataError if a file has changed since it was hashed."""
     if identity_of(path) != facts.identity:
         raise DataError(f"{path}: changed since it was hashed; start again")
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
-    """Read the stored index; empty if it is missing, damaged or of another version."""
+    """Read the index; empty if missing, damaged or of another version."""
     try:
         stored = read_json(path, LARGEST_INDEX, follow=True)
         types = [*FileFacts.__annotations__.values()]

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from diffllm.data.text.readers import Slice
 
 PART_BYTES = 32_000_000
-"""Bytes of text of a part of a small corpus."""
+"""Bytes of text per part of a small corpus."""
 MOST_PARTS = 4096
-"""Parts of a large one, about."""
 
 
 @source("files")
@@ -63,13 +62,10 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 @dataclass(frozen=True)
 class FilesPart:
-    """Slices of files, one after the other."""
-
     slices: tuple["Slice", ...]
 
     @property
     def name(self) -> str:
-        """The first of the files."""
         return printable(str(self.slices[0].path)) + " and others" * (len(self.slices) > 1)
 
     @property
@@ -77,8 +73,7 @@ class FilesPart:
         return sum(part.size for part in self.slices)
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the documents; raises DataError for a file that cannot be read, or has changed
-        since it was hashed."""
+        """Yield the documents; raises DataError for a file that is unreadable or has changed."""
         for part in self.slices:
             with naming(part.path):
                 check_unchanged(part.path, part.facts)
@@ -89,7 +84,7 @@ class FilesPart:
 def parts_of(
     paths: Sequence[Path], facts: Sequence[FileFacts], formats: Sequence[str], cfg: DataConfig
 ) -> list[Part]:
-    """Divide files into parts of a size that follows from that of all; raises DataError."""
+    """Divide files into parts of a size that follows from the total; raises DataError."""
     from diffllm.data.text.readers import slices_of
 
     least = max(PART_BYTES, sum(each.size for each in facts) // MOST_PARTS)
@@ -110,7 +105,6 @@ def parts_of(
 
 
 def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
-    """Raise DataError if a file has changed since it was hashed."""
     for path, of_file in zip(paths, facts, strict=True):
         with naming(path):
             check_unchanged(path, of_file)
@@ -131,10 +125,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def paths_of(cfg: DataConfig) -> list[Path]:
-    """List the files of data.paths once each, those of a glob sorted.
-
-    Raises DataError for a path without files, or for something else than files.
-    """
+    """List the files of data.paths once each, sorted within a glob; raises DataError."""
     found: dict[Path, None] = {}
     for pattern in cfg.paths:
         path = Path(pattern).expanduser().absolute()

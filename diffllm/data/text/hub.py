@@ -1,7 +1,4 @@
-"""Datasets of the Hugging Face hub as a corpus.
-
-They are streamed: only the documents that are being read are on this machine.
-"""
+"""Datasets of the Hugging Face hub as a corpus, streamed document by document."""
 
 import json
 import re
@@ -32,7 +29,7 @@ from diffllm.data.verified import usable
 MOST_PARTS = 16_384
 COMMIT = r"[0-9a-f]{40}"
 ANSWERS_WITHIN = 60.0
-"""Seconds in which the hub must answer which commit a branch stands for."""
+"""Timeout in seconds for resolving a branch."""
 
 
 @source("hub")
@@ -56,12 +53,8 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
-    """Make a part of each of the dataset's files, or of several if there are very many; raises
-    DataError.
-
-    Args:
-        copies: directory of what the library copies.
-    """
+    """Make a part of each of the dataset's files, or of several; raises DataError. The library's
+    own copies go to `copies`."""
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split}
     options |= {"data_dir": cfg.data_dir} if cfg.data_dir else {}
@@ -92,10 +85,8 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
-    """Return the commit that a branch or tag stood for when this cache first used it.
-
-    Asked once: every process and every later run then reads the same corpus, also offline.
-    """
+    """Return the commit that a branch or tag stood for when this cache first used it, so that later
+    runs read the same corpus, also offline."""
     if revision and re.fullmatch(COMMIT, revision):
         return revision
     stored = cache_dir / "revisions" / f"{combined_hash([dataset, revision])[:32]}.json"
@@ -121,7 +112,6 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
 
 @cache
 def library() -> ModuleType:
-    """Import the `datasets` module when documents are read, with its own output off."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,8 +1,5 @@
-"""Installed Python code as a corpus: nothing to download.
-
-data=packages has the packages that diffllm depends on, the same text on every machine. data=stdlib
-has the standard library of the Python that runs.
-"""
+"""Installed Python code as a corpus: data=packages reads the packages in REFERENCE, data=stdlib the
+standard library."""
 
 import importlib.metadata
 import importlib.util
@@ -29,26 +26,20 @@ REFERENCE = {
     "scipy": ("1.17.1", "f00b62b844b5ca5f5aa4be2a1c20f999c8e0b7f5d3ab6452a2a03811f016d527"),
     "sympy": ("1.14.0", "9f54be8db41058e181a3eef835da3e1c2db4ef184f8f2c0e77c79491b92b55de"),
 }
-"""Version and hash over all texts of each package, in corpus order, as in constraints.txt.
-
-torch is not among them: its versions vary most between machines (CUDA builds, `torch>=2.11`).
-"""
+"""Version and hash over all texts of each package, in corpus order, as in constraints.txt. Without
+torch: its versions vary most between machines."""
 REFERENCE_SHA256 = "1222415951b03a9bb3e5c9a67672e14b6ac6e8092f1ab990d6e5da60c1214b1d"
 """Hash over all texts of the reference corpus, in corpus order."""
 
 GENERATED = {"__config__.py", "version.py", "_version.py", "_version_meson.py"}
-"""Names of files that a build writes: they differ between builds of one version."""
+"""File names that differ between builds of one version."""
 ONLY_SOME_BUILDS = ("numpy/distutils/",)
-"""Directories that wheels contain for some Python versions only."""
 
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the .py files of the packages in REFERENCE; raises DataError if none is installed.
-
-    Generated files, files without text and exact duplicates are skipped. `Corpus.note` names the
-    packages whose texts differ from the reference.
-    """
+    """Open the .py files of the packages in REFERENCE, without generated files, blank files and
+    duplicates; raises DataError if none is installed. `Corpus.note` names packages that differ."""
     found = {name: package_files(name) for name in REFERENCE}
     facts = facts_of([path for files in found.values() for path in files], cache_dir)
     by_text: dict[str, Path] = {}
@@ -92,13 +83,7 @@ def corpus_of(
     identity: str,
     note: str = "",
 ) -> Corpus:
-    """Make a corpus of text files, each of which is one document.
-
-    Args:
-        facts: those of all files, also of skipped ones.
-        kept: the files that are read, in order.
-        where: start of the description.
-    """
+    """Make a corpus of the files `kept`, one document each; `facts` includes skipped files."""
     of_kept = [facts[path] for path in kept]
     whole = replace(cfg, sample_by=SampleBy.document)
     return Corpus(
@@ -123,10 +108,9 @@ def python_files(root: Path) -> list[Path]:
 
 
 def package_files(name: str) -> list[Path]:
-    """List the .py files of an installed package, sorted by relative path, without generated ones.
+    """List the .py files of an installed package, without importing it; empty if not installed.
 
-    The top-level `__init__.py` is skipped: wheels for Windows change it. The package is not
-    imported. Returns nothing for a package that is not installed.
+    The top-level `__init__.py` is skipped, because wheels for Windows change it.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
@@ -146,7 +130,6 @@ def texts_hash(facts: Sequence[FileFacts]) -> str:
 
 
 def difference(hashes: dict[str, str]) -> str:
-    """Name the packages whose texts differ from the reference, with both versions."""
     differing = []
     for name, (version, sha256) in REFERENCE.items():
         if hashes[name] == sha256:

@@ -1,8 +1,8 @@
-"""Documents of local files, read some at a time: nothing is copied.
+"""Documents of local files, read in slices.
 
-A file is read in slices. Parquet is cut between row groups, JSON lines and lines of text between
-lines; a compressed file, an array of JSON or paragraphs of text are one slice each. Only an array
-of JSON and a text that is one document are in memory whole.
+Parquet is cut between row groups, JSON lines and lines of text between lines; a compressed file, an
+array of JSON or paragraphs are one slice. Only an array of JSON and a text that is one document are
+in memory whole.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, kinds_of_ro
 from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 
 COMPRESSED_TEXT = 4
-"""Bytes of text in a byte of a compressed file, about."""
+"""Estimated bytes of text per compressed byte."""
 BLOCK_BYTES = 1 << 22
 
 
@@ -34,10 +34,9 @@ class Slice:
 
     path: Path
     facts: FileFacts
-    """Size, time and hash of the file as it was when it was hashed."""
     columns: tuple[str, ...]
     size: int
-    """About how many bytes of text it has."""
+    """Estimated bytes of text."""
     read: Callable[["Slice"], Iterator[TextBatch]]
     start: int = 0
     stop: int | None = None
@@ -52,11 +51,7 @@ def slices_of(
     columns: tuple[str, ...],
     least: int,
 ) -> Iterator[Slice]:
-    """Cut a file into slices of at least `least` bytes, if it can be cut.
-
-    Args:
-        form: "parquet", "json" or "text".
-    """
+    """Cut a "parquet", "json" or "text" file into slices of at least `least` bytes, if possible."""
     start = path, facts, columns
     if form == "parquet":
         for size, first, last in row_groups(path, columns, least):
@@ -77,8 +72,7 @@ def slices_of(
 
 
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
-    """Yield stretches of row groups with at least `least` bytes in the columns: bytes, first group
-    and the group after the last."""
+    """Yield ranges of row groups with at least `least` bytes in the columns: bytes, first, stop."""
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         kinds = {}
         for field in file.schema_arrow:
@@ -96,7 +90,6 @@ def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tup
 
 
 def _read_rows(part: Slice) -> Iterator[TextBatch]:
-    """Read row groups of a parquet file."""
     assert part.stop is not None
     groups, columns = range(part.start, part.stop), list(part.columns)
     with raw(part.path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
@@ -105,7 +98,6 @@ def _read_rows(part: Slice) -> Iterator[TextBatch]:
 
 
 def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
-    """Read whole lines of a JSON-lines file, each an object or null."""
     lines, checked = 0, part.start > 0
     for block in text_blocks(part):
         rows: list[Any] = []
@@ -127,7 +119,6 @@ def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
 
 
 def _read_json_array(part: Slice) -> Iterator[TextBatch]:
-    """Read a JSON file that is an array of objects at once."""
     with unpacked(part.path) as file:
         rows = json.load(file)
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -141,10 +132,8 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
 
 
 def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
-    """Return the texts of a JSON object; None for null, or if it lacks the column.
-
-    Raises ValueError for another value.
-    """
+    """Return the texts of a JSON object, None if null or missing; raises ValueError for another
+    value."""
     if row is not None and not isinstance(row, dict):
         raise ValueError(f"must be an object, not {type(row).__name__}")
     texts = [(row or {}).get(name) for name in columns]
@@ -156,13 +145,11 @@ def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
 
 
 def _read_lines(part: Slice) -> Iterator[TextBatch]:
-    """Read whole lines of a text, each a document."""
     for block in text_blocks(part):
         yield TextBatch([line.removesuffix("\n") for line in decoded(block)])
 
 
 def _read_paragraphs(part: Slice) -> Iterator[TextBatch]:
-    """Read a text whose documents are separated by an empty line."""
     rest = ""
     for block in text_blocks(part):
         *whole, rest = (rest + decoded(block).read()).split("\n\n")
@@ -171,12 +158,11 @@ def _read_paragraphs(part: Slice) -> Iterator[TextBatch]:
 
 
 def _read_text(part: Slice) -> Iterator[TextBatch]:
-    """Read a text that is one document."""
     yield TextBatch([decoded(b"".join(text_blocks(part))).read()])
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield places where a line begins, at least `least` bytes apart, from 0 to the end."""
+    """Yield places where lines begin, at least `least` bytes apart, from 0 to the end."""
     yield 0
     with path.open("rb") as file:
         place = least
@@ -208,7 +194,6 @@ def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
 
 
 def text_blocks(part: Slice) -> Iterator[bytes]:
-    """Yield the blocks of a text, without the byte order mark at its beginning."""
     for number, block in enumerate(blocks(part.path, part.start, part.stop)):
         yield block if part.start or number else block.removeprefix(codecs.BOM_UTF8)
 
@@ -228,7 +213,7 @@ def raw(path: Path) -> Any:
 
 
 def begins_with(path: Path) -> bytes:
-    """Return the first byte of a file that is not whitespace."""
+    """Return the first byte that is not whitespace."""
     with unpacked(path) as file:
         while block := file.read(1 << 16):
             if text := block.removeprefix(codecs.BOM_UTF8).strip():
@@ -237,5 +222,4 @@ def begins_with(path: Path) -> bytes:
 
 
 def decoded(block: bytes) -> io.TextIOWrapper:
-    """Decode UTF-8; all line ends become line feeds."""
     return io.TextIOWrapper(io.BytesIO(block), "utf-8")

@@ -1,7 +1,7 @@
-"""Generated examples of a task as a corpus: the training data of `diffllm evaluate`'s tasks.
+"""Generated examples of a task as a corpus.
 
-A document is an example with its right answer, or several that share what is given. Examples are
-not those that a checkpoint is asked: their seeds are others.
+A document is an example with its answer, or several that share a context. The seeds differ from
+those of `diffllm evaluate`.
 """
 
 import re
@@ -19,11 +19,11 @@ from diffllm.data.text.corpus import Corpus, TextBatch
 from diffllm.data.text.file_index import combined_hash
 
 A_PART = 10_000
-"""Examples of a part."""
+"""Examples per part."""
 LARGEST = 2**20
-"""Largest setting of difficulty; it bounds the words of a document."""
+"""Largest setting of difficulty."""
 USUAL = 256
-"""Length of a context whose easiest level is the default."""
+"""Context length whose easiest level is the default."""
 
 
 @schema(group="data", name="synthetic")
@@ -60,8 +60,6 @@ class SyntheticConfig(DataConfig):
 
 @dataclass(frozen=True)
 class ExamplesPart:
-    """A stretch of examples with a seed of its own."""
-
     cfg: SyntheticConfig
     level: Level
     number: int
@@ -72,7 +70,6 @@ class ExamplesPart:
         return f"{self.cfg.task}, part {self.number + 1}"
 
     def read(self) -> Iterator[TextBatch]:
-        """Yield the examples, one at a time."""
         count = min(A_PART, self.cfg.examples - self.number * A_PART)
         seed = f"training/{self.cfg.task_seed}/{self.number}"
         examples = TASKS[self.cfg.task].documents(self.level, count, seed, words_of)
@@ -84,7 +81,7 @@ class ExamplesPart:
 
 
 def words_of(text: str) -> int:
-    """Count words and marks, in place of tokens, which depend on a tokenizer that is not there."""
+    """Count words and punctuation marks, as an estimate of tokens."""
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
