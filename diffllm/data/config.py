@@ -19,10 +19,7 @@ class SampleBy(Enum):
 
 
 class Between(Enum):
-    """The weights between two points of a curriculum.
-
-    constant: those of the point before. linear: on the line from one point to the next.
-    """
+    """Weights between two points of a curriculum: constant, or linear interpolation."""
 
     constant = "constant"
     linear = "linear"
@@ -31,8 +28,8 @@ class Between(Enum):
 class Packing(Enum):
     """How documents become sequences.
 
-    stream: laid one behind the other, and cut wherever a sequence is full. best_fit: kept whole,
-    several in a sequence where they fit best; those longer than a sequence are cut.
+    stream: concatenated and cut at every full sequence. best_fit: whole, several per sequence; only
+    those longer than a sequence are cut.
     """
 
     stream = "stream"
@@ -41,12 +38,12 @@ class Packing(Enum):
 
 MIXTURE, TOKENS = "mixture", "tokens"
 PREPARED_ELSEWHERE = (MIXTURE, TOKENS)
-"""Sources that are no text of documents: their preparation is another one."""
+"""Sources without documents of text."""
 READ_BY = {
     "paths": "files", "dataset": "hub", "name": "hub", "data_dir": "hub", "revision": "hub",
     "sources": MIXTURE,
 }  # fmt: skip
-"""The fields that not every source of ours reads, each with the source that it implies."""
+"""Fields that imply a source."""
 COLUMNS = ("text_column", "prompt_column")
 READ = {
     "stdlib": (),
@@ -57,18 +54,16 @@ READ = {
     TOKENS: ("paths",),
     MIXTURE: ("sources",),
 }
-"""The fields that each source of ours reads."""
+"""Fields that each of our sources reads."""
 NEEDED = {
     "files": ("paths", "[file, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
     "hub": ("dataset", "<owner/name>"),
 }
-"""The field that a source must have, and an example of it."""
+"""Required fields, with an example."""
 MOST_WEIGHT = 1e18
 MOST_SOURCES, MOST_POINTS, MOST_WEIGHTS = 500, 500, 10_000
-"""Largest mixture and curriculum. Every point has a weight for each source."""
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Names of sources, which stand in those of metrics."""
 
 
 @dataclass
@@ -98,11 +93,8 @@ class TextConfig:
     """Branch, tag or commit of the hub dataset; null: the newest at its first use."""
 
     def check_source(self, where: str) -> None:
-        """Raise ConfigError for keys that the source does not read, or lacks.
-
-        Args:
-            where: what stands before the names of keys.
-        """
+        """Raise ConfigError for keys, prefixed with `where`, that the source does not read, or
+        lacks."""
         if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
             raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
         if self.prompt_column == self.text_column:
@@ -123,8 +115,6 @@ class TextConfig:
 
 @dataclass
 class SourceConfig(TextConfig):
-    """A source of a mixture."""
-
     weight: float = bounded(1.0, least=0, most=MOST_WEIGHT)
     """Share of the samples, in parts of the sum of all sources' weights."""
     epochs_at_most: float | None = bounded(None, above=0)
@@ -133,8 +123,6 @@ class SourceConfig(TextConfig):
 
 @dataclass
 class Point:
-    """A point of a curriculum."""
-
     at: float = bounded(0.0, least=0, most=1e15)
     """Share of the run's tokens, up to 1; above 1, tokens."""
     weights: dict[str, float] = field(default_factory=dict)
@@ -191,7 +179,6 @@ class DataConfig(TextConfig):
             raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
 
     def check_mixture(self) -> None:
-        """Raise ConfigError for sources or a curriculum that no mixture can have."""
         if not self.sources:
             raise ConfigError(
                 "data=mixture needs data.sources={name: {source: files, paths: [...], weight: 1}}"
@@ -217,14 +204,12 @@ class DataConfig(TextConfig):
 
 
 def check_sizes(sources: int, points: int) -> None:
-    """Raise ConfigError if a mixture has too many sources or its curriculum too many points."""
     at_most("data.sources", sources, MOST_SOURCES)
     at_most("data.curriculum", points, MOST_POINTS)
     at_most("weights in data.curriculum (points x sources)", points * sources, MOST_WEIGHTS)
 
 
 def check_point(where: str, point: Point, names: list[str]) -> None:
-    """Raise ConfigError for a point that gives no weights to the sources."""
     for name, weight in point.weights.items():
         if name not in names:
             raise ConfigError(f"{where}.weights.{name} is no source; known: {', '.join(names)}")

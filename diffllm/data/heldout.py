@@ -1,6 +1,6 @@
-"""Held-out sequences, which are measured during training, and documents, with which a run ends.
+"""Held-out sequences, measured during training, and documents, measured at the end of a run.
 
-Shapes: n documents, N tokens of them all, r sequences of T tokens, b of them in a batch, W ranks.
+Shapes: n documents, N tokens in total, r sequences of T tokens, b per batch, W ranks.
 """
 
 import hashlib
@@ -20,31 +20,29 @@ from diffllm.data.streams import Stream, document_ends, end_behind, read_joined
 from diffllm.data.tokenizer import Tokenizer
 
 BLOCK = 2**22
-"""Tokens whose loss mask is read at once."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, modulo 1, are spread evenly over [0, 1), however many of them are taken."""
+"""Multiples modulo 1 of any number are spread evenly over [0, 1)."""
 
 OwnedBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Inputs, targets and the document that each target belongs to, (b, T) int64 each."""
+"""Inputs, targets and each target's document, (b, T) int64 each."""
 
 
 @dataclass(frozen=True)
 class HeldoutDocuments:
-    """Whole documents of the held-out split, one behind the other as in training."""
+    """Whole documents of the held-out split in sequence."""
 
     stream: Stream
     eos_id: int
     starts: np.ndarray
-    """Place of each document's first token in the split, (n,) int64, ascending."""
+    """First tokens, (n,) int64, ascending."""
     lengths: np.ndarray
-    """Tokens of each document, its EOS among them, (n,) int64."""
+    """Tokens with EOS, (n,) int64."""
     whole: bool = False
-    """Keep a document that fits into a sequence in one, as training with data.packing=best_fit
-    does."""
+    """Keep documents that fit in one sequence, as data.packing=best_fit does."""
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """Count the tokens of each document that are not only context, (n,) int64."""
+        """Tokens of each document that are not only context, (n,) int64."""
         if not self.stream.masked:
             return self.lengths
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
@@ -52,7 +50,7 @@ class HeldoutDocuments:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Count the tokens up to the end of each document, (n,) int64; the last is N."""
+        """Tokens up to the end of each document, (n,) int64."""
         return np.cumsum(self.lengths)
 
     def __len__(self) -> int:
@@ -61,11 +59,10 @@ class HeldoutDocuments:
     def batches(
         self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[OwnedBatch]:
-        """Iterate over this rank's share of all sequences: as many batches of one shape on every
-        rank, in which every token is a target once.
+        """Yield this rank's share of all sequences: equally many batches of one shape on every
+        rank, with every token a target once.
 
-        The first token's input is an EOS. Targets behind the last token, and those that are only
-        context, are -1, to be ignored.
+        The first input is an EOS. Padding and context have -1 as targets.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -74,14 +71,12 @@ class HeldoutDocuments:
             yield self.read(borders, np.arange(batch_size) + number * batch_size, seq_len)
 
     def rounds(self, seq_len: int, batch_size: int, world_size: int = 1) -> int:
-        """Return the number of batches that each of the ranks gets; raises ConfigError for counts
-        that cannot be."""
+        """Return the number of batches per rank; raises ConfigError for impossible counts."""
         check_counts(least=1, seq_len=seq_len, batch_size=batch_size, world_size=world_size)
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
-        """Find where sequences begin among the tokens of all these documents, and where the last
-        one ends, (r + 1,) int64."""
+        """Return the starts of the sequences and the end of the last one, (r + 1,) int64."""
         total = int(self.ends[-1])
         if not self.whole:
             return np.append(np.arange(0, total, seq_len), total)
@@ -93,8 +88,8 @@ class HeldoutDocuments:
         return np.array([*found, total])
 
     def read(self, borders: np.ndarray, rows: np.ndarray, seq_len: int) -> OwnedBatch:
-        """Read the sequences `rows` (b,), which begin at `borders`; those behind the last one have
-        no targets."""
+        """Read the sequences `rows` (b,) between `borders`; rows beyond the last have no
+        targets."""
         inputs, targets, owners = np.full((3, len(rows), seq_len), [[[0]], [[-1]], [[0]]], np.int64)
         for i, row in enumerate(rows.tolist()):
             if row >= len(borders) - 1:
@@ -110,11 +105,9 @@ class HeldoutDocuments:
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read the tokens [start, stop) of all these documents, (stop - start,) int64."""
         return self._read(start, stop, np.int64, self.stream.tokens)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read which of the same are to be predicted, (stop - start,) bool."""
         return self._read(start, stop, np.bool_, self.stream.loss_mask)
 
     def _read(
@@ -128,11 +121,8 @@ class HeldoutDocuments:
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the UTF-8 bytes of each document's text, as its tokens decode to it, and the
-        first 8 bytes of their SHA-256: (n,) int64 each, 0 for the documents of other ranks.
-
-        Where some tokens are only context, the bytes are those that the others decode to.
-        """
+        """Return the decoded UTF-8 bytes of each document's predicted tokens, and the first 8 bytes
+        of the SHA-256 of its whole text: (n,) int64 each, 0 for the documents of other ranks."""
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):
@@ -154,15 +144,11 @@ def heldout_documents(
     most: int | None = None,
     whole: bool = False,
 ) -> HeldoutDocuments:
-    """Choose the documents of a split that its loss is measured on: all, or enough to have that
-    many tokens, or so many documents at most.
+    """Choose documents of a split with about `tokens` tokens, or at most `most` documents, or all.
 
-    These begin behind places that are spread evenly over the split, so that a document's length
-    has no part in its being chosen; they are the same every time, and among those of any larger
-    number. Raises ConfigError for a number that is not above 0.
-
-    Args:
-        whole: as in `HeldoutDocuments`.
+    Documents follow places spread evenly over the split, independent of their length; a choice is
+    deterministic and part of every larger one. Raises ConfigError for a number that is not above 0.
+    `whole` is a field of `HeldoutDocuments`.
     """
     if tokens is not None and not tokens > 0:
         raise ConfigError(f"tokens={tokens} has to be above 0")
@@ -190,8 +176,8 @@ def heldout_documents(
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the tokens of `heldout_documents` that are predicted, without reading those of a whole
-    split; raises DataError where there are none."""
+    """Count the predicted tokens of `heldout_documents`, if possible without reading; raises
+    DataError for none."""
     if tokens is not None and not tokens >= len(stream):  # a NaN is refused, too
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     elif stream.masked:
@@ -213,14 +199,12 @@ def heldout_batches(
     world_size: int = 1,
     eos_id: int | None = None,
 ) -> Iterator[Batch]:
-    """Iterate over this rank's share of at most `sequences` sequences spread evenly over `stream`.
+    """Yield this rank's share of at most `sequences` sequences spread evenly over `stream`.
 
-    Yields (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences without
-    overlap; the last batch may be smaller and a rank may get none. Raises as `sequences_in`, and
-    ConfigError for counts and ranks that cannot be.
-
-    Args:
-        eos_id: the token that ends documents, where those that fit into a sequence are kept in one.
+    Batches are (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences
+    without overlap; the last batch may be smaller and a rank may get none. With `eos_id`, documents
+    that fit in a sequence are kept whole. Raises as `sequences_in`, and ConfigError for impossible
+    counts and ranks.
     """
     check_counts(least=1, batch_size=batch_size, sequences=sequences)
     check_rank(rank, world_size)
@@ -243,8 +227,7 @@ def heldout_batches(
 def predicts_something(
     stream: Stream, seq_len: int, sequences: int, eos_id: int | None = None
 ) -> bool:
-    """Whether any target of the sequences that `heldout_batches` reads is to be predicted; raises
-    as it does."""
+    """Whether `heldout_batches` has any target; raises as it does."""
     if not stream.masked:
         return True
     batches = heldout_batches(stream, seq_len, 1, sequences, eos_id=eos_id)

@@ -1,6 +1,6 @@
-"""Batches of token sequences, in an order that depends on the seed and the step alone.
+"""Batches of token sequences, in an order that depends only on seed and step.
 
-Shapes: T sequence length, m micro batch (sequences a rank and micro-step).
+Shapes: T sequence length, m micro batch (sequences per rank and micro-step).
 """
 
 import atexit
@@ -28,9 +28,9 @@ from diffllm.data.sequences import Batch
 class TrainLoader:
     """Yields (inputs, targets), (m, T) int64, for ever, and resumes at any step.
 
-    Step s reads the global samples [s * G, (s + 1) * G) from the start on; its micro-step k on rank
-    r reads m of them from s * G + k * W * m + r * m on. So what a step reads depends on neither the
-    world size W, the micro batch nor the workers.
+    Step s reads the global samples [s * G, (s + 1) * G); its micro-step k on rank r reads m of them
+    from s * G + k * W * m + r * m. So the data of a step depends on neither the world size W, the
+    micro batch nor the workers.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample; raises ConfigError for a global batch that does not divide
-        into micro batches of all ranks, and for counts and ranks that cannot be."""
+        """Start at the first sample; raises ConfigError for a global batch that micro batches of
+        all ranks do not divide, and for impossible counts and ranks."""
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         check_counts(least=1, **sizes)
         check_counts(least=0, num_workers=num_workers)
@@ -79,7 +79,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro batch; raises DataError if it cannot be read or a worker died."""
+        """Return the next micro batch; raises DataError if it is unreadable or a worker died."""
         if not self._ahead:
             if self.failed:
                 raise self.failed
@@ -88,7 +88,7 @@ class TrainLoader:
         return self._ahead.popleft()
 
     def read_ahead(self, steps: int) -> DataError | None:
-        """Read ahead up to `steps` steps; return the error if a batch cannot be read."""
+        """Read ahead up to `steps` steps; return the first error."""
         begun = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:
             try:
@@ -114,25 +114,21 @@ class TrainLoader:
 
     @property
     def sample(self) -> int:
-        """The first sample of the first step that is not wholly consumed."""
+        """First sample of the first incomplete step."""
         return self._start + self._consumed // self._micro_steps * self._global_batch_size
 
     def consumed(self) -> dict[str, float]:
-        """Say what has been read by now, as metrics."""
         return self._samples.consumed(self.sample)
 
     def bits_per_nat(self) -> float | None:
-        """Return the bits per byte that equal 1 nat per token, for the data read so far; None if
-        the text is unknown."""
         return self._samples.bits_per_nat(self.sample)
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the start of the first step that is not wholly consumed."""
         return self._samples.state(self.sample)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, whatever world size, micro batch or workers it was saved with;
-        raises CheckpointError if it belongs to other samples."""
+        """Continue from `state`, independent of world size, micro batch and workers; raises
+        CheckpointError for other samples."""
         self._stop_workers()
         self._start = self._samples.sample_of(state)
         self._consumed = 0
@@ -140,15 +136,12 @@ class TrainLoader:
         self.failed = None
 
     def close(self) -> None:
-        """End the worker processes."""
         self._stop_workers()
         atexit.unregister(self.close)
 
     def _started(self) -> Iterator[Any]:
-        """Start the workers; only reading finds out that one died.
-
-        torch would raise at once, in whatever the main thread is doing then.
-        """
+        """Start the workers without the SIGCHLD handler of torch, which would raise anywhere in the
+        main thread; reading notices a dead worker."""
         m = self._micro_batch_size
         # Steps follow each other without a gap, and so do the micro-steps in them.
         first = itertools.count(self._start + self._rank * m, self._world_size * m)
@@ -181,8 +174,7 @@ class TrainLoader:
 
 
 class _Stacked(Dataset[Tensor | DataError]):
-    """Samples as one tensor (2, m, T), for each tensor is a message of its own between processes,
-    which the training process waits for."""
+    """Samples as one tensor (2, m, T): each tensor is one message between processes."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples

@@ -1,11 +1,10 @@
 """The source of every sample of a mixture by its number alone, from weights that may change.
 
-A run is cut into segments of constant weights, a segment into blocks. How many samples of each
-source come before a block follows from its number: the weights times the samples, rounded to whole
-samples by largest remainders. Within a block they are laid out evenly, by the algorithm of R.
-Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980): with K sources, after
-any number of samples the count of each is within 1 - 1/(2K - 2) of what its share says. So between
-two samples of a source lie at most 2 / weight others. Integers only: equal on every platform.
+A run is cut into segments of constant weights, a segment into blocks. The samples per source before
+a block are the weights times the samples, rounded by largest remainders. Within a block they are
+laid out evenly, by the algorithm of R. Tijdeman ("The chairman assignment problem", Discrete
+Mathematics 32, 1980): with K sources, every count is within 1 - 1/(2K - 2) of its share after any
+number of samples. Integers only: equal on every platform.
 """
 
 import heapq
@@ -25,41 +24,39 @@ from diffllm.core.typed import made
 from diffllm.data.config import Between, DataConfig
 
 Segments = list[tuple[int, tuple[float, ...]]]
-"""First samples and the weights from there on, one a source."""
+"""First samples and the weights from there on, one per source."""
 WHOLE = 10**9
-"""Parts that weights are rounded to."""
 LEAST_WEIGHT = 1e-4
-"""The smallest share of a source that is read at all."""
+"""Smallest share of a source that is read."""
 SHORTEST, LONGEST = 64, 65_536
-"""Samples of a block."""
+"""Samples per block."""
 ENOUGH = 8
-"""Samples that a block has at least of the rarest source, times the number of the others."""
+"""Least samples per block of the rarest source, per other source."""
 STAIRS = 256
-"""Most steps that a slope of weights is made of."""
+"""Most steps of a slope of weights."""
 MOST_SAMPLES = 2**53
-"""Every count in a place is below it."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of samples with constant weights."""
+    """A range of samples with constant weights."""
 
     start: int
-    """Its first sample."""
     weights: tuple[int, ...]
-    """One a source, in parts of their sum; 0 for one that is not read here."""
+    """One per source, in parts of their sum."""
     before: tuple[int, ...]
-    """Samples of each source that lie before it."""
+    """Earlier samples of each source."""
 
     @property
     def block(self) -> int:
-        """Samples of a block: a power of two."""
+        """Samples per block: a power of two."""
         rarest = min(weight for weight in self.weights if weight)
         wanted = ENOUGH * (len(self.weights) - 1) * sum(self.weights) // rarest
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Count the samples of each source before sample start + `samples`, a block's first."""
+        """Count the samples of each source before `samples` of this segment, a multiple of
+        `block`."""
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
 
@@ -68,9 +65,8 @@ class MixtureOrder:
     """The order of sources: a pure function of the number of a sample.
 
     Args:
-        segments: starts, in rising order, and the weights from there on, one a source, in parts of
-            their sum.
-        before: samples of each source before the first segment; none unless given.
+        segments: ascending starts and the weights from there on, one per source.
+        before: samples of each source before the first segment; default 0.
     """
 
     def __init__(
@@ -100,8 +96,7 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return a sample up to which there are at most so many of a source, and after which there
-        would be more; None if there never are."""
+        """Return the sample after which a source would exceed `most` samples; None for never."""
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
             weight = segment.weights[source]
@@ -114,8 +109,8 @@ class MixtureOrder:
         return None
 
     def _at(self, sample: int) -> tuple[int, tuple[np.ndarray, np.ndarray], tuple[int, ...]]:
-        """Return the first sample of the block that a sample lies in, the block, and the samples of
-        each source before it."""
+        """Return the start of the block of a sample, the block, and the earlier samples per
+        source."""
         number = bisect_right(self._starts, sample) - 1
         segment = self.segments[number]
         size = segment.block
@@ -130,8 +125,7 @@ class MixtureOrder:
 
 @lru_cache(maxsize=8)
 def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Make a block with so many samples of each source: the source of each place, and its number
-    among that source's samples of the block."""
+    """Return the source of each place of a block, and its number among that source's samples."""
     order = laid_out(counts)
     ranks = np.empty(len(order), np.int64)
     for source, count in enumerate(counts):
@@ -140,7 +134,7 @@ def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole parts of about `WHOLE`; raises ValueError for what no share can be."""
+    """Round weights to parts of about `WHOLE`; raises ValueError for invalid weights."""
     exact = [Fraction(weight) for weight in weights]
     if min(exact) < 0 or not (total := sum(exact)):
         raise ValueError(f"weights={list(weights)} have to be 0 or more, and one above 0")
@@ -153,7 +147,7 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
-    """Share samples out by weights, by largest remainders; of equal ones, the first sources'."""
+    """Distribute samples by weights with largest remainders; ties go to the first sources."""
     whole = sum(weights)
     shares = [samples * weight // whole for weight in weights]
     left = samples - sum(shares)
@@ -164,16 +158,16 @@ def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def laid_out(counts: Sequence[int]) -> np.ndarray:
-    """Lay out so many samples of each source evenly: the source of each place, int16.
+    """Lay out the samples of each source evenly: the source of each place, int16.
 
     The n-th of a source with share w may come once w places - (n - 1) is at least 1 / (2K - 2), and
-    has to before it exceeds 1 - 1 / (2K - 2); of those that may, the most urgent comes.
+    must before it exceeds 1 - 1 / (2K - 2); the most urgent of the allowed ones comes.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
 
     def first_place(count: int, n: int, part: int) -> int:
-        """The first place at which count * place / size - n is at least part / parts."""
+        """First place at which count * place / size - n is at least part / parts."""
         return -(-size * (parts * n + part) // (parts * count))
 
     waiting = [(first_place(counts[k], 0, 1), k, 0) for k in used]
@@ -192,15 +186,8 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
 
 
 def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
-    """The segments of a run.
-
-    A slope is made of at most 256 steps, each with the weights of its middle; those below the least
-    weight are 0 there.
-
-    Args:
-        samples: of the whole run.
-        seq_len: tokens of a sample.
-    """
+    """Return the segments of a run of `samples` samples of `seq_len` tokens. A slope has at most
+    STAIRS steps, each with the weights of its middle."""
     points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
     for point in cfg.curriculum:
         place = round(point.at * samples) if point.at <= 1 else round(point.at / seq_len)
@@ -219,7 +206,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return weights over their sum; 0 for one below the least that is read at all."""
+    """Normalise weights; those below LEAST_WEIGHT become 0."""
     total = sum(weights)
     kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(kept) for weight in kept)
@@ -228,16 +215,9 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """The segments from sample `first` on, in which a source that has been read as often as it may
-    leaves its weight to the others.
-
-    Args:
-        last: the run's end; what would happen behind it does not count.
-        before: samples of each source before `first`.
-        most: samples that each source may have in all; infinite for no limit.
-
-    Raises ConfigError where no source is left.
-    """
+    """Return the segments from `first` on; a source that reaches its `most` samples leaves its
+    weight to the others. Raises ConfigError if no source is left before `last`, the end of the
+    run."""
     plan = from_sample(plan, first)
     spent: set[int] = set()
     while True:
@@ -261,15 +241,13 @@ def limited(
 
 
 def from_sample(plan: Segments, first: int) -> Segments:
-    """Return the segments from a sample on; the segment that contains the sample is cut."""
+    """Return the segments from a sample on, the first one cut."""
     past = [weights for start, weights in plan if start <= first]
     return [(first, past[-1]), *(segment for segment in plan if segment[0] > first)]
 
 
 @dataclass(frozen=True)
 class EpochPlace:
-    """The place before a sample of one source."""
-
     seed: int
     epoch: int
     sample: int
@@ -277,21 +255,18 @@ class EpochPlace:
 
 @dataclass(frozen=True)
 class MixturePlace:
-    """The place before a sample of a mixture."""
-
     seed: int
     sample: int
     consumed: dict[str, int]
     """Samples of each source before `sample`."""
     since: int
-    """First sample of the order that `weights` define."""
+    """First sample of the order by `weights`."""
     before: dict[str, int]
-    """Samples of each source before `since`."""
+    """Like `consumed`, before `since`."""
     weights: list[list[float]]
-    """First samples of segments, rising, each with the shares of all sources."""
+    """Ascending first samples of segments, each with the shares of all sources."""
 
     def check(self) -> None:
-        """Raise ValueError for counts and weights that no mixture can have."""
         check_sample_counts(
             [self.sample, self.since, *self.consumed.values(), *self.before.values()]
         )
@@ -311,13 +286,12 @@ class MixturePlace:
 
 
 def check_sample_counts(counts: list[int]) -> None:
-    """Raise ValueError for a negative or a very large count."""
     if not 0 <= min(counts, default=0) <= max(counts, default=0) < MOST_SAMPLES:
         raise ValueError(f"sample counts must be from 0 to {MOST_SAMPLES - 1}")
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless this is the JSON of a place, or empty, as before the first step."""
+    """Raise ValueError unless this is the JSON of a place, or empty."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

@@ -6,6 +6,6 @@ Importing this registers those that come with the package.
 from diffllm.data.tasks import generators
 
 VERSION = 4
-"""Changed whenever examples change, so that nothing made of older ones is taken for theirs."""
+"""Changed whenever examples change, so that results of older examples are not reused."""
 
 __all__ = ["VERSION", "generators"]

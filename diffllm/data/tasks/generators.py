@@ -1,7 +1,6 @@
-"""The tasks that come with the package: many-shot classification, associative recall, needles.
+"""The built-in tasks: many-shot classification, associative recall, needles.
 
-Words mean nothing: two syllables of a consonant and a vowel each, as "bako". They are of one
-length, so that no answer stands out by its size, and no tokenizer knows them as something else.
+Words are two syllables without meaning, as "bako": equally long, and unknown to tokenizers.
 """
 
 import random
@@ -14,15 +13,14 @@ from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
 ORDERS, LABELS = 4, (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
-"""Orders of the shots, and names of labels, that each rule of `icl` is asked with."""
 QUERIES = 4
 """Most queries of an example of `mqar`."""
 NEEDLES, ASKED, DEPTHS = 6, 2, 5
 DIGITS = 4
 SHARES = (0.96, 0.72, 0.5, 0.36, 0.25)
-"""Lengths of the context over the model's."""
+"""Context lengths over the model's."""
 ROOM = 24
-"""Tokens of a context that are left free, for what joins its parts and an answer's last tokens."""
+"""Unused tokens of a context, for joining its parts and the answer."""
 SUBJECTS = (
     "The old man", "A small bird", "The tall tree", "My sister", "The green boat", "A quiet dog",
     "The long road", "Our teacher", "The cold rain", "A bright star",
@@ -38,13 +36,7 @@ OBJECTS = (
 
 
 def words(rng: random.Random, count: int, pool: Sequence[int] | None = None) -> list[str]:
-    """Draw so many different words.
-
-    Args:
-        pool: numbers of the words to draw from; all of them by default.
-
-    Raises ValueError for more than there are.
-    """
+    """Draw different words, from the numbers in `pool` or all; raises ValueError for too many."""
     every = range(len(SYLLABLES) ** 2)
     numbers = every if pool is None else pool
     if len(numbers) > len(every):
@@ -61,11 +53,11 @@ def pool(level: Level) -> range | None:
 
 @task("icl", shots=(4, 8, 16, 32, 64, 128))
 class Icl(Task):
-    """Many-shot classification in context, whose order and labels should not matter.
+    """Many-shot classification in context.
 
-    A word's label follows from the consonant of its first syllable, by a rule drawn for the
-    example. Each run of ORDERS * len(LABELS) examples asks the same of the same shots, in several
-    orders and with several sets of label names.
+    The first consonant of a word determines its label, by a rule drawn per example. Each run of
+    ORDERS * len(LABELS) examples has the same shots and query, in several orders and with several
+    label names.
     """
 
     by = ("order", "labels")
@@ -80,7 +72,6 @@ class Icl(Task):
         return self.asked(rng, int(level["shots"]), rng.randrange(2), rng.randrange(ORDERS), 0)
 
     def asked(self, rng: random.Random, shots: int, rule: int, order: int, names: int) -> Example:
-        """Make an example of a rule, in one order and with one pair of names."""
         consonants = rng.sample(CONSONANTS, 2 * (len(CONSONANTS) // 2))
         half = len(consonants) // 2
         of_label = (consonants[:half], consonants[half:])
@@ -112,14 +103,11 @@ class Icl(Task):
 
 @task("mqar", pairs=(4, 8, 16, 32, 64, 128, 256))
 class Mqar(Task):
-    """Multi-query associative recall (Arora et al., arXiv 2312.04927): pairs of a key and a value,
-    then keys again. Only the last query is scored; earlier queries come with their answers.
+    """Multi-query associative recall (Arora et al., arXiv 2312.04927): key-value pairs, then keys
+    again. Only the last query is scored; earlier queries come with their answers.
 
-    All stands in one line, in which every word, the first too, follows a space: as a key and as a
-    value it is the same tokens.
-
-    A level's `words` are those that keys and values are drawn from; all 8,100 where it has none. Of
-    few words each can be a token of its own.
+    Every word follows a space, so that it has the same tokens as key and value. The setting `words`
+    limits the vocabulary (default all 8,100): each of few words can be one token.
     """
 
     optional = ("words",)
@@ -141,7 +129,7 @@ class Mqar(Task):
         return Example(prompt, candidates, answer, {"place": last / max(1, pairs - 1)})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make pairs, and all of them once more in another order; values follow from their keys."""
+        """Make pairs, and repeat all in another order; values are predicted."""
         pairs = int(level["pairs"])
         drawn = words(rng, 2 * pairs, pool(level))
         told = list(zip(drawn[:pairs], drawn[pairs:], strict=True))
@@ -154,12 +142,9 @@ class Mqar(Task):
 class Needle(Task):
     """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
 
-    N sentences that tell a city's magic number lie in text about nothing; R of them are asked for,
-    one after the other, and the last one is scored. Needles lie at depths that divide the text
-    evenly, and the asked one is any of them: where it lies says nothing. The candidates are the
-    numbers of all needles that have not been told again.
-
-    A level's `words` are those that cities are named by; all 8,100 where it has none.
+    Sentences with the magic numbers of N cities lie in unrelated text, at evenly spaced depths; R
+    of them are asked for, and the last one is scored. The candidates are the numbers of all needles
+    that have not been repeated. The setting `words` limits the city names.
     """
 
     by = ("depth",)
@@ -177,7 +162,7 @@ class Needle(Task):
         ]
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples, each needle of a text the last of one, so that a text is read once."""
+        """Make examples, one per needle of a text."""
         needles = int(level["needles"])
         for text in range(-(-number // needles)):
             rng = self.generator(level, seed, text)
@@ -189,7 +174,7 @@ class Needle(Task):
         return self.told(rng, level, count).asked(rng, rng.randrange(int(level["needles"])))
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make a text with its needles, and ask for all of them; only numbers follow."""
+        """Make a text, and ask for all its needles; numbers are predicted."""
         told = self.told(rng, {**level, "asked": level["needles"]}, count)
         pieces = [told.text]
         for city in rng.sample(sorted(told.needle_of), len(told.needle_of)):
@@ -198,7 +183,6 @@ class Needle(Task):
         return tuple(pieces[:-1])
 
     def told(self, rng: random.Random, level: Level, count: Count) -> "Told":
-        """Draw a text with its needles."""
         needles, asked = int(level["needles"]), int(level["asked"])
         cities = [name.capitalize() for name in words(rng, needles, pool(level))]
         drawn = rng.sample(range(10**DIGITS), needles)
@@ -219,17 +203,15 @@ class Needle(Task):
 
 @dataclass(frozen=True)
 class Told:
-    """A text with needles."""
-
     text: str
     needle_of: dict[str, str]
-    """Cities, in the order of the text, to their numbers."""
+    """Numbers by city, in the order of the text."""
     count: int
-    """How many of them are asked for."""
+    """Cities to ask for."""
 
     def asked(self, rng: random.Random, last: int) -> Example:
-        """Make the example whose last question is that for one city; those before it are answered,
-        and their numbers no candidates: told again, they would be answers by frequency."""
+        """Make the example whose last question is that city. Answered numbers are no candidates:
+        their repetition would make them likely."""
         cities = list(self.needle_of)
         city = cities.pop(last)
         before = rng.sample(cities, self.count - 1)
@@ -250,7 +232,6 @@ def question(city: str) -> str:
 
 
 def haystack(rng: random.Random, tokens: int, count: Count) -> list[str]:
-    """Draw sentences of about so many tokens together."""
     hay: list[str] = []
     used = 0
     while True:

@@ -1,6 +1,5 @@
-"""A task: examples with a right answer, generated from a seed or read from a file, at settings of
-difficulty.
-"""
+"""A task: examples with a right answer, generated from a seed or read from a file, at a level of
+difficulty."""
 
 import hashlib
 import inspect
@@ -22,39 +21,34 @@ from diffllm.core.files import parse_json, read_bytes
 from diffllm.core.typed import made
 
 Level = Mapping[str, int | float | str]
-"""The settings of difficulty that examples have in common."""
+"""Settings of difficulty."""
 Count = Callable[[str], int]
-"""Counts the tokens of a text."""
 Seed = int | str
 SAMPLES = 4
-"""Examples of a level that are measured to see whether it fits."""
+"""Examples of a level that are measured."""
 SPARE = 1.03
-"""Tokens that another example may have, over the longest of those that are measured."""
+"""Longest example over the longest measured one."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
 LARGEST = 2**28
-"""Bytes of a file of examples."""
+"""Largest file of examples in bytes."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text, and what may come behind it, of which one is right."""
+    """A text, and possible continuations, one of which is right."""
 
     prompt: str
     candidates: tuple[str, ...]
-    """Different texts, which the prompt goes on with as they are; each begins with a space, or none
-    does."""
+    """Different continuations; either each or none begins with a space."""
     answer: int
-    """The index of the right one."""
+    """Index of the right candidate."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further values, beside the level, that results may be told apart by."""
+    """Further values that may group results."""
 
 
 def levels_of(settings: Any) -> list[Level]:
-    """List the levels that settings name: one, or where values are lists every combination.
-
-    Raises ConfigError for what are no settings.
-    """
+    """List all combinations of settings, whose values may be lists; raises ConfigError."""
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]
     if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
@@ -64,22 +58,22 @@ def levels_of(settings: Any) -> list[Level]:
 
 
 class Task(ABC):
-    """A generator of examples. A subclass is registered with `@task`, and its `example` may depend
-    on nothing but its arguments."""
+    """A generator of examples. Register a subclass with `@task`; its `example` may depend only on
+    its arguments."""
 
     name: str
     by: ClassVar[tuple[str, ...]] = ()
-    """Facts of examples by which a level's accuracy is told, too."""
+    """Facts of examples that also group accuracies."""
     sizes: ClassVar[Mapping[str, Sequence[int]]] = {}
-    """Settings that count parts of an example, of about a token each or more, and their values in
-    `levels`, the easiest first."""
+    """Settings that count parts of an example, of about one or more tokens each, and their values
+    in `levels`, ascending."""
     optional: ClassVar[tuple[str, ...]] = ()
-    """Settings that a level may have beside those that `levels` lists."""
+    """Settings that `levels` does not list."""
 
     @cached_property
     def version(self) -> str:
-        """A hash of a user's own code or file, so that no result of older examples is taken for one
-        of these; empty for tasks of the package, which have `tasks.VERSION`."""
+        """Hash of a user's code or file, so that results of older examples are not reused; empty
+        for built-in tasks, which have `tasks.VERSION`."""
         module = type(self).__module__
         if module.partition(".")[0] == "diffllm":
             return ""
@@ -90,31 +84,30 @@ class Task(ABC):
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
     def settings(self, length: int) -> tuple[str, ...]:
-        """Return the names of the settings that a level for so many tokens may have."""
+        """Return the setting names of a level for a context length."""
         levels = self.levels(length) or self.levels(4096)
         return (*levels[0], *self.optional)
 
     def number(self, level: Level) -> int | None:
-        """Return how many examples of a level there are; None where they do not end."""
+        """Return the number of examples of a level; None if unlimited."""
         return None
 
     def levels(self, length: int) -> list[Level]:
-        """List the levels to be tried for a context of so many tokens, the easiest first."""
+        """List the levels for a context length, the easiest first."""
         return [dict(zip(self.sizes, each, strict=True)) for each in product(*self.sizes.values())]
 
     @abstractmethod
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        """Make an example. `count` is for those that fill a context up to a length."""
+        """Make an example; `count` lets an example fill a context."""
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make a text to train on, as pieces that are in turn given and follow from what stands
-        before them, of which the loss is taken. An example with its right answer, unless a task can
-        ask more at once."""
+        """Make a text to train on, as pieces that are alternately context and predicted: by default
+        an example with its answer."""
         example = self.example(rng, level, count)
         return example.prompt, example.candidates[example.answer]
 
     def fitting(self, length: int, count: Count) -> list[Level]:
-        """List the levels whose examples fit into so many tokens; raises ConfigError for none."""
+        """List the levels that fit into `length` tokens; raises ConfigError for none."""
         found, sizes = [], []
         for level in self.levels(length):
             sizes.append(self.longest(level, count))
@@ -128,7 +121,7 @@ class Task(ABC):
         return found
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
-        """Raise ConfigError for a level that cannot be, or does not fit into so many tokens."""
+        """Raise ConfigError for a level that is invalid or does not fit into `length` tokens."""
         known = self.settings(length)
         for level in levels:
             if not {*known} - {*self.optional} <= level.keys() <= {*known}:
@@ -146,20 +139,19 @@ class Task(ABC):
                 )
 
     def longest(self, level: Level, count: Count) -> int:
-        """Return the tokens of the longest of some examples with their candidates."""
+        """Estimate the tokens of the longest example with a candidate."""
         some = self.examples(level, SAMPLES, 0, count)
         sizes = [count(each.prompt) + max(map(count, each.candidates)) for each in some]
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples; each depends on the task, the level, the seed and its place alone."""
+        """Make examples; each depends only on task, level, seed and number."""
         for i in range(number):
             yield self.example(self.generator(level, seed, i), level, count)
 
     def documents(
         self, level: Level, number: int, seed: Seed, count: Count
     ) -> Iterator[tuple[str, ...]]:
-        """Make texts to train on, as `examples` makes examples."""
         for i in range(number):
             yield self.document(self.generator(level, seed, i), level, count)
 
@@ -169,16 +161,14 @@ class Task(ABC):
 
 
 TASKS: dict[str, Task] = {}
-"""Tasks by name."""
 REMOVED = ("induction", "noisy_kv", "phonebook")
-"""Tasks of older versions, which configs of runs may name."""
+"""Tasks of older versions."""
 REPLACED = "was removed; use needle, mqar, icl or a task of your own (docs/evaluation.md)"
 T = TypeVar("T", bound=type[Task])
 
 
 def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
-    """Register the decorated class as the task of a name, with its `sizes`; raises ConfigError for
-    a name that another class has."""
+    """Register the decorated class as a task with `sizes`; raises ConfigError for a name in use."""
 
     def register(cls: T) -> T:
         there = TASKS.get(name)
@@ -192,8 +182,7 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
 
 
 def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tuple[Any, int]:
-    """Put the right answer among others, or some of many, at a place that says nothing; return all,
-    and the place."""
+    """Shuffle the right answer among at most MOST_CANDIDATES; return all and its index."""
     candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
     rng.shuffle(candidates)
     return tuple(candidates), candidates.index(right)
@@ -201,19 +190,17 @@ def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tu
 
 @dataclass(frozen=True)
 class OwnExample:
-    """A line of a user's file of examples, but for its level."""
-
     prompt: str
     answer: str
     candidates: list[str] | None = None
 
 
 class OwnFile(Task):
-    """Each line is an example: {"prompt": ..., "answer": ...}, and, where the model is to choose,
-    "candidates", a list with the answer in it; "level" may be an object of settings, by which
-    results are told apart. Without candidates an answer is right if the model would generate it.
+    """A user's file; each line is an example: {"prompt": ..., "answer": ...}, optionally
+    "candidates", a list that contains the answer, and "level", an object of settings that groups
+    results. Without candidates an answer is right if the model would generate it.
 
-    Raises ConfigError, which names the line, for a file that is none of these.
+    Raises ConfigError, which names the line.
     """
 
     def __init__(self, path: Path):
@@ -251,12 +238,12 @@ class OwnFile(Task):
         yield from self.of_level(level)[:number]
 
     def longest(self, level: Level, count: Count) -> int:
-        """Return the tokens of the shortest example: those that do not fit are left out."""
+        """Return the tokens of the shortest example: longer ones may be skipped."""
         return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
 
 
 def example_in(line: bytes) -> tuple[Level, Example]:
-    """Read a line of a user's file; raises ValueError."""
+    """Parse a line; raises ValueError."""
     content = parse_json(line.decode())
     own = made(OwnExample, content)
     candidates = [own.answer] if own.candidates is None else own.candidates
