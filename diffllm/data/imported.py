@@ -33,7 +33,7 @@ from diffllm.data.verified import usable
 
 
 class FilesStream:
-    """A stretch of the tokens of several files, one after the other; cheap to pickle."""
+    """A range of the tokens of several files in sequence; cheap to pickle."""
 
     masked = False
 
@@ -46,12 +46,12 @@ class FilesStream:
         stop: int,
         indexes: Mapping[str, FileFacts] | None = None,
     ) -> None:
-        """Open the files; raises DataError, also for an index that has changed.
+        """Open the files; raises DataError, also for a changed index.
 
         Args:
-            tokenizer: vocabulary size, and the token that ends a document.
-            start, stop: the stretch, in tokens of all files together.
-            indexes: the facts of index files when the tokens were prepared.
+            tokenizer: vocabulary size and EOS id.
+            start, stop: range in tokens of all files.
+            indexes: facts of the index files at preparation.
         """
         self.state = (split, list(paths), tokenizer, start, stop, dict(indexes or {}))
         self.split, self.start, self.stop = split, start, stop
@@ -64,13 +64,10 @@ class FilesStream:
         return self.stop - self.start
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop) of the stretch, (stop - start,) int64; raises DataError for a
-        token outside the vocabulary."""
         check_range(start, stop, len(self))
         return self.whole.tokens(self.start + start, self.start + stop)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Return that all of tokens [start, stop) are to be predicted, (stop - start,) bool."""
         return np.ones(stop - start, np.bool_)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -79,15 +76,14 @@ class FilesStream:
 
 @dataclass(frozen=True)
 class ImportedData(TokenData):
-    """Files of tokens, whose end is held out; `directory` has the tokenizer and the manifest."""
+    """Files of tokens, whose end is held out; `directory` contains tokenizer and manifest."""
 
     paths: tuple[str, ...]
-    """The files, which may have moved since they were counted."""
     indexes: dict[str, FileFacts]
-    """The facts of their index files, by path."""
+    """Facts of the index files by path."""
 
     def split(self, name: str) -> FilesStream:
-        """Open the tokens of "train" or "heldout"; raises DataError if files have changed."""
+        """Open "train" or "heldout"; raises DataError if files have changed."""
         manifest = self.manifest
         manifest.split(name)  # raises for another name
         train = manifest.splits["train"].tokens
@@ -104,10 +100,7 @@ class ImportedData(TokenData):
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Take the tokens of data.paths as they are; raises DataError.
-
-    A directory with a manifest contains shards of ours, both splits of them.
-    """
+    """Open the tokens of data.paths, or one directory of our shards; raises DataError."""
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())
     if cfg.tokenizer is None:
@@ -135,11 +128,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
 def counted(
     paths: Sequence[Path], prints: Sequence[str], tokenizer: Tokenizer, fraction: float, corpus: str
 ) -> Manifest:
-    """Count files of tokens, and hold out the end of all, from the end of a document on.
-
-    Args:
-        corpus: hash of all files and indexes.
-    """
+    """Count files of tokens, and hold out their end from the end of a document on."""
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
     length = len(whole)

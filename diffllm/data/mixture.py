@@ -1,4 +1,4 @@
-"""The prepared sources of a mixture: tokens of one tokenizer, each under a key of its own."""
+"""The prepared sources of a mixture, with one tokenizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from diffllm.data.tokenizer import Tokenizer
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """Begin a ConfigError or DataError with the name of a mixture's source; also a decorator."""
+    """Prefix ConfigError and DataError with a source's name; also a decorator."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -27,22 +27,18 @@ def of_source(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MixtureData:
-    """The prepared sources of a mixture by name; stands where `TokenData` does."""
+    """Prepared sources by name, with the interface of `TokenData`."""
 
     sources: dict[str, TokenData]
 
     @property
     def directory(self) -> Path:
-        """A directory that holds the tokenizer of all of them."""
         return next(iter(self.sources.values())).directory
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Counts of all sources together, and a hash of their corpora under their names.
-
-        The unigram entropy is the mean over held-out tokens of those of the sources: the loss of a
-        model that knows a token's source alone.
-        """
+        """Counts of all sources, a hash of their names and corpora, and the mean unigram entropy
+        over held-out tokens."""
         named = {name: data.manifest for name, data in self.sources.items()}
         each = list(named.values())
         entropies = [manifest.heldout_unigram_entropy for manifest in each]
@@ -66,8 +62,7 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError unless the files of every source are there, of their sizes, and all are
-        tokens of one tokenizer."""
+        """Raise DataError unless every source is complete, and all have one tokenizer."""
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()
@@ -76,9 +71,7 @@ class MixtureData:
             raise DataError(f"data.sources are tokens of different tokenizers: {hashes}")
 
     def split(self, name: str) -> JoinedStream:
-        """Open the tokens of "train" or "heldout" of all sources, one behind the other."""
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])
 
 
 Prepared = TokenData | MixtureData
-"""A prepared corpus, or several of them: `prepare` returns either."""

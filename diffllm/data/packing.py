@@ -1,14 +1,12 @@
-"""Packing by best fit: documents whole, several in a sequence, those longer than a sequence cut.
+"""Packing by best fit: whole documents, several per sequence; longer documents are cut.
 
-Items go into bins largest first, each into the fullest bin that still has room for it, as in
-"Fewer Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830). Bins with the
-same room are alike, and the fullest that takes one item of a size takes the next one too, as long
-as there is room: so items of a size are put into bins of a room all at once, and the number of
-steps hangs on the sizes and rooms that there are, not on the items.
+Items go into bins largest first, each into the fullest bin that still has room for it, as in "Fewer
+Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830). Items of one size are
+put into all bins of one room at once, so that the number of steps depends on the numbers of
+distinct sizes and rooms, not of items.
 
-The plan of a split, on disk, says which pieces of documents lie in which sequence. Documents are
-packed window by window, so that memory is bounded however many there are; the plan follows from
-the tokens and the length of a sequence alone.
+The plan of a split, on disk, maps sequences to pieces of documents. Documents are packed window by
+window, to bound memory; the plan depends only on the tokens and the sequence length.
 
 Shapes: T sequence length, n sequences, k pieces.
 """
@@ -33,19 +31,17 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 
 PLAN_VERSION = 1
 WINDOW = 2**20
-"""Pieces that are packed together."""
 PLAN = "plan.json"
 ARRAYS = {"starts.bin": "<i8", "lengths.bin": "<i4", "firsts.bin": "<i8"}
-"""First token and tokens of each piece, sequence by sequence, (k,) each; the first piece of each
-sequence, and k, (n + 1,)."""
+"""First token and length of each piece, by sequence, (k,) each; the first piece of each sequence,
+and k, (n + 1,)."""
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Pack items of `sizes` (n,), integers from 1 to `capacity`, into bins.
 
-    Of items of one size the first comes first, and of equally full bins the one that was begun
-    first is filled. Returns the bin of each item, (n,) int64, and the number of bins, which are
-    numbered as they were begun.
+    Ties go to the first item and to the oldest bin. Returns the bin of each item, (n,) int64, and
+    the number of bins, numbered by age.
     """
     assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
     bins = np.empty(len(sizes), np.int64)
@@ -76,7 +72,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
 
 
 class Bins:
-    """Bins that have room left, by their room."""
+    """Bins with room left, by their room."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
@@ -85,12 +81,10 @@ class Bins:
         """The bins of a room, in parts that rise each."""
 
     def least_room(self, size: int) -> int | None:
-        """Return the least room of a bin that is at least `size`; None where there is none."""
         place = bisect_left(self._rooms, size)
         return self._rooms[place] if place < len(self._rooms) else None
 
     def take(self, room: int) -> np.ndarray:
-        """Take out all bins with this room, rising."""
         del self._rooms[bisect_left(self._rooms, room)]
         parts = self._bins.pop(room)
         if len(parts) == 1:
@@ -98,7 +92,7 @@ class Bins:
         return np.sort(np.concatenate(parts), kind="stable")
 
     def put(self, room: int, bins: np.ndarray) -> None:
-        """Add bins with this room, rising; full ones are never asked for again."""
+        """Add bins with this room, ascending; full bins are dropped."""
         if not room or not len(bins):
             return
         if room not in self._bins:
@@ -110,8 +104,7 @@ class Bins:
 def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
     """Cut the documents of a stream into pieces of at most T tokens, in their order.
 
-    Yields, block by block, (3, k) int64: the first token of each piece, its tokens, and how many of
-    its document lie before it.
+    Yields (3, k) int64 per block: first token, length, and preceding tokens of the document.
     """
     document = place = 0  # begin of the open document, and of the piece that it goes on with
     for stop, ends in document_ends(stream, eos_id):
@@ -129,7 +122,7 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Join parts (r, any) and cut them into windows (r, size), the last of which is shorter."""
+    """Join parts (r, any) and cut them into windows (r, size); the last is shorter."""
     held: list[np.ndarray] = []
     for part in parts:
         held.append(part)
@@ -145,16 +138,13 @@ def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """The documents of a split, and the sequences that they were packed into."""
-
     documents: int
     documents_cut: int
-    """Those that are longer than a sequence."""
+    """Documents longer than a sequence."""
     tokens: int
-    """Tokens of the documents, each of which is a target once."""
     sequences: int
     padding: int
-    """Targets of the sequences that are no token."""
+    """Targets that are no token."""
 
     @property
     def padding_share(self) -> float:
@@ -176,22 +166,18 @@ class PackingCounts:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The size and the checksum of a file of a plan."""
-
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """The content of plan.json."""
-
     counts: PackingCounts
     files: dict[str, PlanFile]
     """By the names of ARRAYS."""
 
     def check(self, directory: Path) -> None:
-        """Raise ValueError for counts and sizes that contradict each other or the files."""
+        """Raise ValueError for contradictory counts and sizes."""
         if min(vars(self.counts).values()) < 0 or self.files.keys() != ARRAYS.keys():
             raise ValueError("must have counts of at least 0 and the files of a plan")
         for name in ARRAYS:
@@ -202,7 +188,7 @@ class PlanRecord:
 
 
 def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
-    """Pack the documents of a stream, which end with `eos_id`; write the plan into a directory."""
+    """Pack the documents of a stream; write the plan into a directory."""
     started = time.monotonic()
     to_stderr(f"packing documents into sequences of {seq_len:,} tokens")
     documents = cut = sequences = packed = 0
@@ -240,13 +226,10 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
 
 
 class PackingPlan:
-    """A plan on disk, read where it lies; cheap to pickle into loader processes.
-
-    Sizes are compared with what was written at once, checksums when a file is first read.
-    """
+    """A plan on disk; cheap to pickle. Sizes are checked when opened, checksums at the first
+    read."""
 
     def __init__(self, directory: Path) -> None:
-        """Open it; raises DataError if a file is missing or of another size."""
         self._directory = directory
         with usable(directory / PLAN, directory):
             record = read_typed(directory / PLAN, PlanRecord, follow=True)
@@ -254,14 +237,13 @@ class PackingPlan:
         self.counts, self._files = record.counts, record.files
 
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
-        """Return the pieces of a sequence: first token and tokens of each, as they lie in it;
-        raises DataError if the plan is damaged."""
+        """Return (first token, length) of each piece of a sequence; raises DataError if damaged."""
         starts, lengths, firsts = self._arrays
         here = slice(*firsts[sequence : sequence + 2].tolist())
         return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
 
     def require(self, fits: bool) -> None:
-        """Raise DataError unless a piece fits into the stream and into its sequence."""
+        """Raise DataError unless a piece fits."""
         with usable(self._directory / PLAN, self._directory):
             if not fits:
                 raise ValueError("has a piece that does not fit")

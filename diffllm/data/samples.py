@@ -1,6 +1,7 @@
-"""The samples of training by their global number, in an order that the seed decides.
+"""The samples of training by their global number, in a seeded order.
 
-Shapes: T sequence length, m micro batch (sequences a rank and micro-step), n sequences of a source.
+Shapes: T sequence length, m micro batch (sequences per rank and micro-step), n sequences of a
+source.
 """
 
 import hashlib
@@ -29,15 +30,14 @@ from diffllm.data.sequences import Batch, Sequences, training_sequences
 from diffllm.data.shards import Split
 
 ROUNDS = 8
-"""Rounds of the Feistel network that permutes an epoch."""
+"""Feistel rounds."""
 
 
 class ShuffledSequences:
-    """The sequences of a source: sample g is sequence `permute(g % n)` of epoch g // n. A pure
-    function of the numbers of samples, which have no end.
+    """Infinite samples of one source: sample g is sequence `permute(g % n)` of epoch g // n.
 
     Args:
-        bits: bits per byte of the source's text that equal 1 nat per token, if known.
+        bits: bits per byte of text that equal 1 nat per token, if known.
     """
 
     def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
@@ -52,22 +52,20 @@ class ShuffledSequences:
             return error
 
     def consumed(self, sample: int) -> dict[str, float]:
-        """Return metrics of the data before a sample."""
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte that equal 1 nat per token, from split means weighted by the
-        tokens read before `sample`; None if the text is unknown."""
+        """Return the bits per byte that equal 1 nat per token, over the splits read before
+        `sample`; None if unknown."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
-        """Describe the place before a sample, as JSON values: seed, epoch, sample of the epoch."""
         epoch, within = divmod(sample, len(self.sequences))
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample that a state stands before; raises CheckpointError if it belongs to
-        another seed, corpus or sequence length."""
+        """Return the sample of a state; raises CheckpointError for another seed, corpus or
+        length."""
         check_seed(state, self.seed)
         count = len(self.sequences)
         if state["sample"] >= count:
@@ -81,7 +79,7 @@ class ShuffledSequences:
 
 
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:
-    """Return the sequence of each sample (m,), each epoch in an order of its own."""
+    """Return the sequence of each sample (m,), each epoch in its own order."""
     epochs, positions = np.divmod(samples, sequences)
     places = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
@@ -91,7 +89,6 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
 
 
 def check_seed(state: dict[str, Any], seed: int) -> None:
-    """Raise CheckpointError for the place of another seed's order."""
     if state["seed"] != seed:
         raise CheckpointError(
             f"the checkpoint's data order has seed={state['seed']}, this run seed={seed}"
@@ -117,7 +114,7 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """Run one pass over values (uint64, below 2**(2 * half)); keys (ROUNDS,) uint64."""
+    """Permute uint64 values below 2**(2 * half) once; keys (ROUNDS,) uint64."""
     mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> bits, values & mask
     for key in keys:
@@ -126,21 +123,18 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64; uint64 arrays wrap around."""
+    """Apply the finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class MixedSequences:
-    """Sample g of a run is a sequence of the source that the mixture's order has at place g, the
-    next one in that source's own shuffled order.
+    """Sample g is the next sequence, in the source's own shuffled order, of the source at place g
+    of the mixture's order.
 
-    Args:
-        total: samples of the whole run, which a curriculum's shares are of.
-
-    Raises DataError for a source that is shorter than a sequence, ConfigError where no source is
-    left before the run's end.
+    Raises DataError for a source shorter than a sequence, ConfigError if no source is left before
+    the end of `total` samples.
     """
 
     def __init__(
@@ -162,7 +156,6 @@ class MixedSequences:
         self._order_from(0, [0] * len(self.names))
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return (inputs, targets) of samples, or the error."""
         sources, numbers = self.order.places(np.asarray(samples, np.int64))
         inputs, targets = torch.empty(2, len(samples), self.seq_len, dtype=torch.int64)
         for k in np.unique(sources).tolist():
@@ -177,7 +170,6 @@ class MixedSequences:
         return inputs, targets
 
     def consumed(self, sample: int) -> dict[str, float]:
-        """Return `data/tokens/<source>` and `data/epochs/<source>` before a sample."""
         found: dict[str, float] = {}
         for name, count, whole in zip(
             self.names, self.order.counts(sample), self.sequences, strict=True
@@ -191,8 +183,8 @@ class MixedSequences:
         return mean_bits_per_nat(splits, [n * self.seq_len for n in self.order.counts(sample)])
 
     def state(self, sample: int) -> dict[str, Any]:
-        """Describe the place before a sample: what each source has given, the weights from here on,
-        and since when they hold."""
+        """Describe the place before a sample: counts per source, the weights from here on, and
+        their start."""
         return {
             "seed": self.seed,
             "sample": sample,
@@ -203,10 +195,10 @@ class MixedSequences:
         }
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample that a state stands before, and go on from there: as it began where
-        the weights are the same, else by the new ones, each source with its next sequence.
+        """Return the sample of a state and resume there: in the same order if the weights are
+        equal, else by the new weights from each source's next sequence.
 
-        Raises CheckpointError if it belongs to another seed or other sources.
+        Raises CheckpointError for another seed or other sources.
         """
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]
@@ -236,10 +228,8 @@ class MixedSequences:
 
 
 def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
-    """Return the bits per byte that equal 1 nat per token, if `tokens` were read from each split.
-
-    Returns None if nothing was read or the text of a split is unknown.
-    """
+    """Return the bits per byte that equal 1 nat per token, if `tokens` were read from each split;
+    None if nothing was read or the text of a split is unknown."""
     read = [
         (count * split.share_predicted, split.bits_per_byte(1.0))
         for split, count in zip(splits, tokens, strict=True)
@@ -252,17 +242,12 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
 
 
 Samples = ShuffledSequences | MixedSequences
-"""All samples that a run may read."""
 
 
 def training_samples(
     data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
 ) -> Samples:
-    """Return the samples of a run in their order; raises as `training_sequences`.
-
-    Args:
-        total: samples of the whole run, which a mixture's curriculum goes by.
-    """
+    """Return the samples of a run of `total` samples; raises as `training_sequences`."""
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):
         return MixedSequences(data, cfg, seq_len, seed, total)

@@ -1,4 +1,4 @@
-"""The sequences of a source that training reads, in any order: cut from a stream, or packed.
+"""The training sequences of a source: cut from a stream, or packed.
 
 Shapes: T sequence length, m sequences that are read at once.
 """
@@ -26,10 +26,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class StreamSequences:
-    """The sequences that a stream is cut into: sequence i starts at token i * T."""
+    """Sequences cut from a stream: sequence i starts at token i * T."""
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
-        """Count the sequences; raises as `sequences_in`."""
         self.stream, self.seq_len = stream, seq_len
         self.count = sequences_in(stream, seq_len)
 
@@ -47,8 +46,8 @@ class StreamSequences:
 
 
 def sequences_in(stream: Stream, seq_len: int) -> int:
-    """Count the sequences of seq_len inputs, and a target each, that `stream` holds; raises
-    DataError if there is not even one, ConfigError for a length that cannot be."""
+    """Count the sequences of seq_len inputs and targets in `stream`; raises DataError for none,
+    ConfigError for an impossible length."""
     check_counts(least=1, seq_len=seq_len)
     n = (len(stream) - 1) // seq_len
     if n < 1:
@@ -60,10 +59,10 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 
 
 class PackedSequences:
-    """Whole documents, several in a sequence, in the order of the corpus; the rest is padding.
+    """Whole documents, several per sequence, in the order of the corpus, with padding.
 
-    A token's input is the token before it: the EOS before its document for a first one. So every
-    token is a target once, unless it is only context. Padding has EOS as inputs and -1 as targets.
+    The input of a first token is the EOS before its document. So every token is a target once,
+    unless it is only context. Padding has EOS as inputs and -1 as targets.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -73,7 +72,6 @@ class PackedSequences:
         return self.plan.counts.sequences
 
     def read(self, places: np.ndarray) -> Batch:
-        """Read the sequences at `places` (m,); raises DataError."""
         inputs = np.full((len(places), self.seq_len), self.eos_id, np.int64)
         targets = np.full_like(inputs, -1)
         for row, place in enumerate(places.tolist()):
@@ -93,15 +91,14 @@ class PackedSequences:
 
 
 Sequences = StreamSequences | PackedSequences
-"""The sequences of a pass over a source, at least one, which can be read at any place."""
 
 
 def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:
-    """Return the sequences of one source's training split, packed or not; raises as `sequences_in`.
+    """Return the sequences of one source's training split; raises as `sequences_in`, and DataError
+    for unreadable tokens or an unusable cache.
 
-    Packed ones are planned if the cache does not hold the plan yet. Safe to call in any number of
-    processes at once, and before process groups exist. Raises DataError for tokens that cannot be
-    read, or a cache that cannot be used.
+    Plans packed sequences unless the cache contains the plan. Safe to call in several processes at
+    once, and before process groups exist.
     """
     stream = data.split("train")
     if cfg.packing is Packing.stream:
@@ -116,22 +113,20 @@ def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequen
 
 
 def plan_key(manifest: Manifest, seq_len: int) -> str:
-    """Return the name of a plan: a hash of the tokens of the training split and of seq_len."""
     shards = [[shard.sha256, shard.tokens] for shard in manifest.splits["train"].shards]
     tokens = [manifest.corpus, manifest.pieces_hash, manifest.eos_id, shards]
     return combined_hash([PLAN_VERSION, WINDOW, *tokens, seq_len])[:32]
 
 
 def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
-    """Count the sequences of a pass over the training split, of all sources together; raises as
-    `training_sequences`."""
+    """Count the sequences of an epoch over all sources; raises as `training_sequences`."""
     counts = packing_counts(data, cfg, seq_len)
     return counts.sequences if counts else sequences_in(data.split("train"), seq_len)
 
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
-    """Count what packing made of the training split, of all sources together; None where nothing is
-    packed. Raises as `training_sequences`."""
+    """Sum the packing counts over all sources, None for data.packing=stream; raises as
+    `training_sequences`."""
     if cfg.packing is Packing.stream:
         return None
     if isinstance(data, MixtureData):
@@ -145,5 +140,5 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:
-    """Whether targets of training may be ignored: padding, or tokens that are only context."""
+    """Whether some training targets are padding or context."""
     return cfg.packing is Packing.best_fit or data.manifest.splits["train"].masked

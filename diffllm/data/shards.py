@@ -25,37 +25,35 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """The record of one file of tokens."""
+    """A file of tokens."""
 
     file: str
     tokens: int
     sha256: str
     mask: str | None = None
-    """A file with a byte for each token: 1 for one that is to be predicted, 0 for one that is only
-    context. None where all are to be predicted."""
+    """File with a byte per token: 1 for a predicted token, 0 for context. None: all predicted."""
     mask_sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class Split:
-    """The counts of one split: bytes of its text in UTF-8; tokens with one EOS a document."""
+    """Counts of one split: UTF-8 bytes of its text; tokens with one EOS per document."""
 
     documents: int
     tokens: int
     bytes: int
     shards: list[Shard]
     predicted: int | None = None
-    """Tokens that are to be predicted, whose text the bytes are of; None: all."""
+    """Predicted tokens, which `bytes` counts; None: all."""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Bits a byte of text of a loss in nats a token, by the mean bytes of a token here; None
-        where the text is not known."""
+        """Convert a loss in nats per token to bits per byte of text; None if the text is
+        unknown."""
         tokens = self.tokens * self.share_predicted
         return loss / math.log(2) * tokens / self.bytes if self.bytes else None
 
     @property
     def share_predicted(self) -> float:
-        """The share of its tokens that are to be predicted."""
         return 1.0 if self.predicted is None else self.predicted / max(self.tokens, 1)
 
     @property
@@ -63,7 +61,7 @@ class Split:
         return any(shard.mask for shard in self.shards)
 
     def check(self, name: str) -> None:
-        """Raise ValueError for counts that contradict each other and for files elsewhere."""
+        """Raise ValueError for contradictory counts and files elsewhere."""
         counts = (self.documents, self.bytes, self.predicted or 0, *(s.tokens for s in self.shards))
         if min(counts) < 0 or (self.predicted or 0) > self.tokens:
             raise ValueError(f"splits.{name} has a count out of range")
@@ -84,26 +82,24 @@ class Manifest:
     format_version: int
     source: str
     corpus: str
-    """Hash that identifies the corpus."""
     pieces_hash: str
     vocab_size: int
-    """Number of pieces of the tokenizer: every token is below it."""
     eos_id: int
     dtype: str
-    """Type of a token on disk: uint16 or uint32, little-endian."""
+    """uint16 or uint32, little-endian."""
     skipped_empty: int
     skipped_undecodable: int
     heldout_unigram_entropy: float
-    """Loss in nats a token of the best model that ignores context, on the held-out split."""
+    """Held-out loss in nats per token of the best model that ignores context."""
     splits: dict[str, Split]
     cut: bool = False
-    """True if the corpus is a single document, whose end is held out."""
+    """Whether the corpus is a single document, whose end is held out."""
     note: str = ""
-    """How the corpus differs from a reference that is known; empty if it does not."""
+    """Differences from a known reference; empty if none."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, heldout: np.ndarray, **more: Any) -> "Manifest":
-        """Describe tokens of a tokenizer; heldout (vocab_size,) counts the held-out tokens."""
+        """Describe tokens; heldout (vocab_size,) counts the held-out tokens."""
         return cls(
             format_version=FORMAT_VERSION,
             pieces_hash=tokenizer.pieces_hash,
@@ -116,7 +112,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
-        """Read `directory`'s manifest; DataError if it is unreadable or of another version."""
+        """Read a manifest; raises DataError if it is unreadable or of another version."""
         with usable(directory / MANIFEST, directory):
             content = read_json(directory / MANIFEST, follow=True)
             if (version := content.get("format_version")) != FORMAT_VERSION:
@@ -126,13 +122,12 @@ class Manifest:
             return manifest
 
     def split(self, name: str) -> Split:
-        """Return the split of this name; raises ConfigError where there is none."""
         if name not in self.splits:
             raise ConfigError(f"split={name!r} is not one of {', '.join(self.splits)}")
         return self.splits[name]
 
     def check(self) -> None:
-        """Raise ValueError for a manifest that contradicts itself or names files elsewhere."""
+        """Raise ValueError for contradictions."""
         if self.dtype != token_dtype(self.vocab_size).name:
             raise ValueError(f"dtype {self.dtype} does not go with {self.vocab_size} pieces")
         if not 0 <= self.eos_id < self.vocab_size:
@@ -147,7 +142,6 @@ class Manifest:
 
 
 def check_split_counts(splits: Mapping[str, Split]) -> None:
-    """Raise ValueError if a split is missing or contradicts itself."""
     if missing := [name for name in SPLITS if name not in splits]:
         raise ValueError(f"splits.{missing[0]} is missing")
     for name, split in splits.items():
@@ -155,7 +149,7 @@ def check_split_counts(splits: Mapping[str, Split]) -> None:
 
 
 def together(splits: Sequence[Split]) -> Split:
-    """Sum up one split of several sources or parts; no bytes where those of one are not known."""
+    """Sum one split over sources or parts; 0 bytes if those of one are unknown."""
     known = all(split.bytes for split in splits if split.tokens)
     return Split(
         documents=sum(split.documents for split in splits),
@@ -169,22 +163,22 @@ def together(splits: Sequence[Split]) -> Split:
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Compute the entropy, in nats, of the distribution that counts (vocab_size,) describe."""
+    """Return the entropy in nats of counts (vocab_size,)."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest type that holds every token, little-endian on every machine."""
+    """Return the smallest little-endian type for every token."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class ShardWriter:
-    """Writes tokens of one split in shards of at most SHARD_TOKENS, cutting documents if need be.
+    """Writes one split in shards of at most SHARD_TOKENS, cutting documents if necessary.
 
     Args:
-        name: what the names of its files begin with.
-        masked: whether a loss mask is written beside each shard.
+        name: prefix of the file names.
+        masked: write a loss mask next to each shard.
     """
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
@@ -197,13 +191,9 @@ class ShardWriter:
     def add(
         self, tokens: np.ndarray, text_bytes: int, documents: int, mask: np.ndarray | None = None
     ) -> None:
-        """Append tokens of texts that end `documents` documents, each with its EOS.
-
-        Args:
-            tokens: (n,), of any integer type.
-            text_bytes: bytes of the texts that are to be predicted.
-            mask: (n,) bool, True for tokens that are to be predicted; where there are masks.
-        """
+        """Append whole documents, each with its EOS: tokens (n,) of any integer type, the bytes
+        that are to be predicted, the number of documents, and with masks (n,) bool, True for
+        predicted tokens."""
         if not len(tokens):
             return
         self._tokens += len(tokens)
@@ -226,7 +216,7 @@ class ShardWriter:
                 self._close()
 
     def finish(self) -> Split:
-        """Close the last shard, which outlives a power cut from now on, and describe the split."""
+        """Close and sync the last shard, and describe the split."""
         self._close()
         predicted = self._predicted if self._masked else None
         return Split(self._documents, self._tokens, self._bytes, self._shards, predicted)
@@ -240,8 +230,6 @@ class ShardWriter:
 
 
 class HashedFile:
-    """A file that is hashed as it is written."""
-
     def __init__(self, path: Path) -> None:
         self._path, self._digest = path, hashlib.sha256()
         self._file = os.fdopen(open_to_write(path), "wb")
@@ -251,7 +239,7 @@ class HashedFile:
         self._digest.update(content.data)
 
     def close(self) -> tuple[str, str]:
-        """Put it on disk; return its name and its SHA-256."""
+        """Sync the file; return its name and SHA-256."""
         self._file.close()
         sync(self._path)
         return self._path.name, self._digest.hexdigest()

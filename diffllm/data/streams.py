@@ -1,7 +1,7 @@
-"""Streams of tokens, which are read where they lie on disk: those of shards, and several joined.
+"""Streams of tokens, read from disk: those of shards, and several joined.
 
-Files are read and not mapped: where a mapped file is cut off, or its disk fails, the kernel ends
-the process, and with it what has not been saved.
+Files are read and not memory-mapped: a truncated mapped file or a failing disk would kill the
+process, with everything unsaved.
 """
 
 import os
@@ -19,28 +19,24 @@ from diffllm.data.shards import Manifest, token_dtype
 from diffllm.data.verified import again, identity_in, identity_of, matches, usable
 
 MOST_OPEN = 256
-"""Files that a stream has open at a time: each takes a file descriptor."""
+"""Open files per stream."""
 BLOCK = 2**22
-"""Tokens that are searched or counted at once."""
 STEP = 2**12
-"""The same, where the end of one document is looked for."""
+"""Tokens read at once: per search or count, and to find the end of one document."""
 
 
 class FileArray:
-    """The numbers of a file, (n,), which are read where they are asked for.
-
-    Processes that are forked share the open file and nothing else.
-    """
+    """The numbers of a file, (n,), read on access; forked processes share only the open file."""
 
     def __init__(
         self, path: Path, dtype: Any, offset: int = 0, count: int | None = None, advice: str = ""
     ) -> None:
-        """Open the file; raises DataError, also if it is too short or not of whole numbers.
+        """Open the file; raises DataError if it is too short or not of whole numbers.
 
         Args:
             offset: bytes before the first number.
-            count: how many there are; None: as many as the file holds.
-            advice: ends the line that says what is wrong with the file.
+            count: None: all numbers of the file.
+            advice: ends error messages.
         """
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
         try:
@@ -63,7 +59,6 @@ class FileArray:
 
     @property
     def end(self) -> int:
-        """The place in the file after the last number, in bytes."""
         return self.offset + self._count * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -115,7 +110,6 @@ def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Raise DataError unless a file of the cache has the expected size in bytes."""
     with usable(path):
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
     if found != f"{expected} bytes":
@@ -123,7 +117,7 @@ def check_size(path: Path, expected: int) -> None:
 
 
 class Readable(Protocol):
-    """Tokens that can be read at any place, of a stream or of a file."""
+    """Tokens that can be read at any place."""
 
     def __len__(self) -> int:
         """Count the tokens."""
@@ -133,7 +127,7 @@ class Readable(Protocol):
 
 
 class Stream(Readable, Protocol):
-    """The tokens of one split, some of which may be only context."""
+    """The tokens of one split."""
 
     split: str
 
@@ -146,8 +140,7 @@ class Stream(Readable, Protocol):
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens of a stream from `start` on, (n,) int64, as targets: -1 for those that are
-    only context."""
+    """Return the tokens from `start` on, (n,) int64, as targets: -1 for context."""
     if not stream.masked:
         return tokens
     return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
@@ -167,33 +160,30 @@ def token_counts(
 def document_ends(
     stream: Readable, eos_id: int, start: int = 0, block: int = BLOCK
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Search a stream for ends of documents, the places behind their EOS, from `start` on.
-
-    Yields, for each of the blocks that are read at once, its own end and the ends in it, (n,).
-    """
+    """Yield for each block from `start` on its own end and the document ends in it, (n,), each the
+    place after an EOS."""
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
         yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
 
 
 def end_behind(stream: Readable, eos_id: int, place: int) -> int:
-    """Find the end of the document that a token belongs to: the place behind its EOS."""
+    """Return the place after the EOS of the document that contains a token."""
     found = (ends for _, ends in document_ends(stream, eos_id, place, STEP) if len(ends))
     return int(next(found, [len(stream)])[0])
 
 
 def check_range(start: int, stop: int, length: int) -> None:
-    """Raise IndexError unless tokens [start, stop) lie in a stream of that length."""
     if not 0 <= start <= stop <= length:
         raise IndexError(f"tokens [{start}, {stop}) of a stream of {length}")
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what [start, stop) is of each of several parts, one behind the other: the part's
-    number, and the first token and the one behind the last in it.
+    """Yield the pieces of [start, stop) in consecutive parts: the part's number, first token and
+    end within the part.
 
     Args:
-        ends: the place behind each part's last token, (parts,).
+        ends: the place after each part's last token, (parts,).
     """
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
@@ -206,12 +196,8 @@ def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, i
 def read_joined(
     ends: np.ndarray, start: int, stop: int, dtype: Any, read: Callable[[int, int, int], np.ndarray]
 ) -> np.ndarray:
-    """Read [start, stop) of several parts, one behind the other, (stop - start,).
-
-    Args:
-        ends: as for `spans`.
-        read: reads from a part of a number, from one place to another.
-    """
+    """Read [start, stop) of consecutive parts, (stop - start,), with `ends` as for `spans`; `read`
+    takes a part number, first token and end."""
     check_range(start, stop, int(ends[-1]) if len(ends) else 0)
     out, filled = np.empty(stop - start, dtype), 0
     for number, first, last in spans(ends, start, stop):
@@ -221,7 +207,7 @@ def read_joined(
 
 
 class JoinedTokens:
-    """The tokens of several streams or files, one behind the other."""
+    """Several streams or files in sequence."""
 
     def __init__(self, parts: Sequence[Readable]) -> None:
         self.parts = list(parts)
@@ -232,14 +218,13 @@ class JoinedTokens:
         return int(self.ends[-1])
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64, across the borders of parts."""
         return read_joined(
             self.ends, start, stop, np.int64, lambda i, a, b: self.parts[i].tokens(a, b)
         )
 
 
 class JoinedStream(JoinedTokens):
-    """Several streams of one split, one behind the other."""
+    """Several streams of one split in sequence."""
 
     def __init__(self, split: str, streams: Sequence[Stream]) -> None:
         super().__init__(streams)
@@ -247,20 +232,16 @@ class JoinedStream(JoinedTokens):
         self.masked = any(stream.masked for stream in streams)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
         return read_joined(
             self.ends, start, stop, np.bool_, lambda i, a, b: self.streams[i].loss_mask(a, b)
         )
 
 
 class TokenStream:
-    """The tokens of one split's shards, read where they lie; cheap to pickle into loader processes.
-
-    Sizes are compared with the manifest at once, checksums when a shard is first read.
-    """
+    """The tokens of one split's shards; cheap to pickle. Sizes are checked when opened, checksums
+    at the first read."""
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
-        """Open the shards; raises DataError if one is missing or its size is not the manifest's."""
         self._made_of = directory, manifest, split
         self.split, self._directory = split, directory
         self._shards = manifest.split(split).shards
@@ -277,8 +258,6 @@ class TokenStream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64, across shard borders."""
-
         def read(number: int, start: int, stop: int) -> np.ndarray:
             shard = self._shards[number]
             path = self._directory / shard.file
@@ -287,8 +266,6 @@ class TokenStream:
         return read_joined(self._ends, start, stop, np.int64, read)
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
-
         def read(number: int, start: int, stop: int) -> np.ndarray:
             shard = self._shards[number]
             if shard.mask is None or shard.mask_sha256 is None:

@@ -17,7 +17,6 @@ class TokenData:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Counts, hashes and shards; raises DataError if they cannot be read."""
         return Manifest.load(self.directory)
 
     @property
@@ -28,11 +27,11 @@ class TokenData:
         return Tokenizer.from_file(tokenizer_in(self.directory))
 
     def check(self) -> None:
-        """Raise DataError unless manifest, tokenizer and every shard are there, of their sizes."""
+        """Raise DataError unless manifest, tokenizer and every shard exist with their sizes."""
         for name in self.manifest.splits:
             self.split(name)
         check_tokenizer(tokenizer_in(self.directory))
 
     def split(self, name: str) -> Stream:
-        """Open the tokens of "train" or "heldout"; raises DataError if a shard is damaged."""
+        """Open "train" or "heldout"; raises DataError if a shard is damaged."""
         return TokenStream(self.directory, self.manifest, name)

@@ -25,10 +25,10 @@ from diffllm.data.streams import FileArray
 from diffllm.data.verified import usable
 
 SAMPLED = 64
-"""Places of a file that its fingerprint reads, beside its ends."""
+"""Blocks that a fingerprint reads."""
 BLOCK = 1 << 16
 LOOKED_AT = 100
-"""Documents whose last tokens say whether all end with the token for that."""
+"""Documents that are checked for a final EOS."""
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -37,23 +37,21 @@ DATATROVE_TYPES = {"2": "<u2", "4": "<u4"}
 
 @dataclass
 class TokenFile:
-    """The tokens of a file and the ends of its documents."""
-
     path: Path
     content: FileArray
     """All tokens, (n,), of any integer type."""
     end_of: Callable[[Any], Any]
-    """The place after document i, from 0; for several documents (n,), their places, (n,) int64."""
+    """The place after document i; for several documents (n,), their places, (n,) int64."""
     documents: int
     pieces: int
-    """The tokenizer's vocabulary size: every token is below it."""
+    """Vocabulary size."""
 
     def __len__(self) -> int:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64; raises DataError for a token outside
-        the vocabulary."""
+        """Read tokens [start, stop), (stop - start,) int64; raises DataError for one outside the
+        vocabulary."""
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
             wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
@@ -65,7 +63,7 @@ class TokenFile:
 
 
 class WithEnds:
-    """A file whose documents lack the token that ends one, read as if each had it."""
+    """A file whose documents lack an EOS, read as if each had it."""
 
     def __init__(self, file: TokenFile, eos_id: int) -> None:
         self.file, self.eos_id = file, eos_id
@@ -75,11 +73,9 @@ class WithEnds:
         return len(self.file) + self.documents
 
     def end_of(self, document: Any) -> Any:
-        """Return the place after document i and its end token, or the places of several."""
         return self.file.end_of(document) + document + 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64; raises as the file does."""
         out = np.full(stop - start, self.eos_id, dtype=np.int64)
         document = bisect_right(range(self.documents), start, key=self.end_of)
         while start < stop:
@@ -99,10 +95,8 @@ Tokens = TokenFile | WithEnds
 
 
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
-    """Open a .bin or .ds file, its documents with their ends.
-
-    Raises DataError, also if only some documents end with `eos_id`.
-    """
+    """Open a .bin or .ds file, its documents with their EOS; raises DataError, also if only some
+    documents end with `eos_id`."""
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
     ends = [file.end_of(int(i)) for i in looked_at]
@@ -124,7 +118,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
 
 
 def open_megatron(path: Path, vocab_size: int) -> TokenFile:
-    """Open NAME.bin, with NAME.idx next to it; raises DataError."""
+    """Open NAME.bin and NAME.idx; raises DataError."""
     index = path.with_suffix(".idx")
     try:
         with open_regular(index, 2**63, follow=True) as file:
@@ -155,11 +149,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
 
 
 def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
-    """Open NAME.ds; raises DataError.
-
-    Args:
-        vocab_size: of the tokenizer; decides the size of tokens if there is no metadata.
-    """
+    """Open NAME.ds; raises DataError. Without metadata, `vocab_size` decides the size of tokens."""
     size = "2" if vocab_size <= 2**16 else "4"
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.is_file():
@@ -181,7 +171,7 @@ OPENERS = {".bin": open_megatron, ".ds": open_datatrove}
 
 
 def documents_in(file: Tokens, start: int, stop: int) -> int:
-    """Count the documents of the index that have tokens in [start, stop)."""
+    """Count the documents that have tokens in [start, stop)."""
     found = begin = 0
     for first in range(0, file.documents, BLOCK):
         ends = file.end_of(np.arange(first, min(first + BLOCK, file.documents)))
@@ -191,7 +181,7 @@ def documents_in(file: Tokens, start: int, stop: int) -> int:
 
 
 def fingerprint(path: Path) -> str:
-    """Hash a file's size, its ends, and blocks spread evenly over it."""
+    """Hash the size of a file and blocks spread evenly over it."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     starts = np.unique(np.linspace(0, max(0, size - BLOCK), SAMPLED).astype(np.int64))
@@ -203,7 +193,7 @@ def fingerprint(path: Path) -> str:
 
 
 def index_files(path: Path) -> list[Path]:
-    """List the files next to a file of tokens that say where its documents lie."""
+    """List the existing index files of a file of tokens."""
     sisters = [path.with_suffix(".idx")]
     if path.suffix == ".ds":
         sisters = [path.with_name(f"{path.name}.{end}") for end in ("index", "metadata")]

@@ -18,26 +18,21 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 MODEL, FAST, FAST_CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-"""The file of a sentencepiece model; that of a Hugging Face tokenizer, and the one next to it that
-names the token which ends a document."""
 TOKENIZER_FILES = (MODEL, FAST, FAST_CONFIG)
 LARGEST_TOKENIZER = 2**30
-"""Limit in bytes; the largest tokenizers of 256,000 pieces have a thirtieth of it."""
+"""Limit in bytes, about 30 times the largest known tokenizer."""
 SPACE_MARK = "\u2581"
-"""U+2581, which sentencepiece writes for a space in a piece and cannot tell from one in text."""
+"""U+2581, which sentencepiece writes for a space and cannot tell from one in text."""
 PART = 100_000
-"""Characters of the parts that long texts are encoded in: the time for one grows faster than it."""
+"""Characters encoded at once: the time grows faster than the length."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""Names of the token that ends a document, if no tokenizer_config.json names it."""
+"""EOS names, if no tokenizer_config.json names one."""
 
 
 class Tokenizer:
-    """A sentencepiece model with an end-of-document piece.
-
-    One trained here (`train_tokenizer`) decodes every text back exactly. A model from elsewhere
-    normalises as it was trained to.
-    """
+    """A sentencepiece model with an EOS piece. Decoding is exact for models trained here; other
+    models normalise text as they were trained to."""
 
     def __init__(self, processor: "SentencePieceProcessor", source: str) -> None:
         self._processor = processor
@@ -51,8 +46,8 @@ class Tokenizer:
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
-        """Load a sentencepiece .model or a tokenizer.json, named as `located` takes it; raises
-        DataError if it is missing, none of these, or has no EOS piece."""
+        """Load a .model or tokenizer.json, named as for `located`; raises DataError if it is
+        unusable or has no EOS."""
         path = located(path)
         if path.suffix == ".json":
             return FastTokenizer(path)
@@ -69,10 +64,8 @@ class Tokenizer:
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Encode each text to token ids, in order, without EOS, in `threads` threads.
-
-        Long texts are encoded in parts, with the ids of the whole text.
-        """
+        """Encode texts to ids without EOS, in `threads` threads; long texts in parts, with equal
+        ids."""
         cut = [self._parts(text) for text in texts]
         parts = [part for of_text in cut for part in of_text]
         ids = self._processor.encode(parts, num_threads=threads)
@@ -88,11 +81,8 @@ class Tokenizer:
         ]
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text between two characters that no piece contains side by side.
-
-        Each part then has the ids that it has within the text. A text that the model normalises
-        is not cut.
-        """
+        """Cut a long text between characters that no piece contains side by side, which keeps the
+        ids. A text that the model normalises is not cut."""
         if len(text) <= 2 * PART or not self._cuttable:
             return [text]
         parts, start = [], 0
@@ -113,25 +103,21 @@ class Tokenizer:
 
     @cached_property
     def _pairs(self) -> frozenset[str]:
-        """The pairs of characters that some piece contains side by side."""
         pieces = map(self.piece, range(self.vocab_size))
         return frozenset(piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode `ids` to text, without EOS and other control pieces."""
+        """Decode ids without EOS and other control pieces."""
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
-        """Return a token as the vocabulary spells it: U+2581 for a space, <0x0A> for a byte."""
+        """Return the piece of a token: U+2581 for a space, <0x0A> for a byte."""
         return self._processor.id_to_piece(token)
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 of what decides the tokens: the ordered pieces, and the ids of a probe text.
-
-        The bytes of a .model file differ between equal trainings, its pieces do not; the probe
-        tells apart models with one vocabulary that normalise differently.
-        """
+        """SHA-256 of the ordered pieces, which are equal for equal trainings unlike the file, and
+        of a probe text, which shows normalisation."""
         processor = self._processor
         facts = (
             processor.id_to_piece,
@@ -147,13 +133,9 @@ class Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's `tokenizers` with a token that ends a document.
-
-    Names of special tokens in a text are encoded as text.
-    """
+    """A tokenizer.json with an EOS; names of special tokens are encoded as text."""
 
     def __init__(self, path: Path) -> None:
-        """Load the file; raises DataError if it is no tokenizer or names no end of a document."""
         try:
             import tokenizers
 
@@ -174,7 +156,6 @@ class FastTokenizer(Tokenizer):
         self.eos_id = int(vocabulary[self.eos_token])
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Encode each text to token ids, in order, without EOS, in the library's own threads."""
         encoded = self._fast.encode_batch(list(texts), add_special_tokens=False)
         return [each.ids for each in encoded]
 
@@ -186,14 +167,13 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 of the file's content, and of the token that ends a document."""
         content = [json.loads(self._fast.to_str()), self.eos_token]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
-    """Return the token that ends a document: the eos_token of the tokenizer_config.json next to the
-    file, or a usual name; raises DataError."""
+    """Return the EOS: eos_token of the tokenizer_config.json next to the file, or a usual name;
+    raises DataError."""
     config = path.with_name(FAST_CONFIG)
     try:
         # Not `read_json`: many have a model_max_length beyond 64 bits.
@@ -213,10 +193,7 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def located(name: str | Path) -> Path:
-    """Return a tokenizer's file: itself, the one in a directory, or that of a hub's repository.
-
-    Raises DataError if there is none.
-    """
+    """Return a tokenizer's file: itself, or in a directory or hub repository; raises DataError."""
     path = Path(name).expanduser()
     if path.is_dir():
         if (file := tokenizer_in(path)).is_file():
@@ -245,8 +222,7 @@ def tokenizer_in(directory: Path) -> Path:
 
 
 def tokenizer_of(run: Path) -> Path:
-    """Return the tokenizer's file in a run; raises CheckpointError if it is missing or no regular
-    file."""
+    """Return a run's tokenizer file; raises CheckpointError."""
     for name in (FAST, MODEL):
         if os.path.lexists(run / name):
             with readable(run / name):
@@ -256,13 +232,12 @@ def tokenizer_of(run: Path) -> Path:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Raise DataError unless a tokenizer's file in the cache can be read."""
     with usable(path, path.parent), open_regular(path, LARGEST_TOKENIZER, follow=True):
         pass
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the files of the tokenizer of `path`, by the names that they have in a directory."""
+    """Read the files of a tokenizer by their names in a directory."""
     with usable(path):
         content = read_bytes(path, LARGEST_TOKENIZER, follow=True)
     if path.suffix != ".json":

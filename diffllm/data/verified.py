@@ -1,8 +1,7 @@
 """Checksums of files, compared once for all processes that read them, and again after a day.
 
-The first process hashes a file and leaves a mark next to it; the others wait for the mark. The mark
-contains the file's identity, so a file that was written to is compared again. A mark counts for a
-day: then decay that keeps size and times is found, too.
+The first process hashes a file and leaves a mark with the file's identity next to it. A mark is
+valid for a day, so that decay that keeps size and times is found, too.
 """
 
 import contextlib
@@ -16,13 +15,12 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import locked, read_text, replace_file
 
 VALID_SECONDS = 24 * 3600
-"""Seconds for which a mark counts."""
 TICK = 0.05
-"""Seconds in which a file system may give two changes of a file one time."""
+"""Time resolution of file systems, in seconds."""
 
 
 def matches(path: Path, sha256: str) -> bool:
-    """Whether `path` has this checksum, in hexadecimal; raises OSError if it cannot be read."""
+    """Whether `path` has this hexadecimal SHA-256; raises OSError if unreadable."""
     mark = mark_of(path)
     if is_marked(mark, path, sha256):
         return True
@@ -41,7 +39,6 @@ def matches(path: Path, sha256: str) -> bool:
 
 
 def leave_mark(path: Path, sha256: str, identity: str) -> None:
-    """Note that a file has this checksum, if its directory can be written to."""
     with contextlib.suppress(OSError):
         replace_file(mark_of(path), f"{sha256} {identity}\n")
 
@@ -51,7 +48,6 @@ def mark_of(path: Path) -> Path:
 
 
 def is_marked(mark: Path, path: Path, sha256: str) -> bool:
-    """Whether this file has been compared lately, and has not been written to since."""
     try:
         written = mark.stat().st_mtime
         return (
@@ -63,7 +59,6 @@ def is_marked(mark: Path, path: Path, sha256: str) -> bool:
 
 
 def identity_of(path: Path) -> str:
-    """Return what changes when a file is written to or replaced: its inode, size and times."""
     return identity_in(path.stat())
 
 
@@ -72,24 +67,20 @@ def identity_in(stat: os.stat_result) -> str:
 
 
 def settled_identity(path: Path) -> str:
-    """Return an identity that any later write changes: wait until the clock's tick has passed."""
+    """Return an identity that any later write changes, after a clock tick."""
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
     return identity_of(path)
 
 
 def again(directory: Path) -> str:
-    """Return the advice for a damaged file or directory of the cache."""
     return f"delete {directory} to prepare it again"
 
 
 @contextlib.contextmanager
 def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
-    """Turn a reader's OSError or ValueError into a DataError that names the file.
-
-    Args:
-        directory: part of the cache, which the message advises to delete.
-    """
+    """Turn OSError and ValueError into a DataError that names the file, and advises to delete
+    `directory`, a part of the cache."""
     try:
         yield
     except (OSError, ValueError) as error:
