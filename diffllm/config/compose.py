@@ -1,7 +1,4 @@
-"""From overrides to a typed config: Hydra composes, and the dataclasses type it.
-
-Nothing past `cli/train.py` sees a DictConfig.
-"""
+"""From overrides to a typed config: Hydra composes, and the dataclasses type it."""
 
 import math
 from collections.abc import Iterator
@@ -48,7 +45,7 @@ from diffllm.model.attention.base import AttentionConfig
 
 @contextmanager
 def hydra() -> Iterator[ConfigLoader]:
-    """Hydra over our YAML tree, whatever it was initialised with before; yields its loader."""
+    """Use our YAML tree, whatever Hydra was initialised with before; yields its loader."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
@@ -119,7 +116,10 @@ def typed_config(composed: DictConfig) -> TrainConfig:
     cfg.run.schemas = {g: names[g, cls] for g, cls in used.items() if (g, cls) in names}
     check_fields(cfg)
     check_values(cfg)
-    check_allowed(cfg)
+    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens", *REMOVED]
+    for name in cfg.run.allow_changes:
+        if not any(is_allowed(key, [name]) for key in keys):
+            raise ConfigError(f"run.allow_changes: {unknown_key(name, keys)}")
     cfg.validate()
     return cfg
 
@@ -139,14 +139,6 @@ def checked(cfg: TrainConfig) -> TrainConfig:
     return again
 
 
-def check_allowed(cfg: TrainConfig) -> None:
-    """Raise ConfigError for a name in run.allow_changes that no key or fact of a run has or had."""
-    keys = [*(key for key, _, _ in leaves(cfg)), "corpus", "tokenizer", "tokens", *REMOVED]
-    for name in cfg.run.allow_changes:
-        if not any(is_allowed(key, [name]) for key in keys):
-            raise ConfigError(f"run.allow_changes: {unknown_key(name, keys)}")
-
-
 def check_fields(cfg: TrainConfig) -> None:
     """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
     for prefix, node in sections(cfg):
@@ -157,20 +149,16 @@ def check_fields(cfg: TrainConfig) -> None:
 
 
 LENGTHS = ("steps", "max_tokens", "epochs")
-"""The keys that say how long a run is; one of them is given."""
 ROUNDING = 1e-6
 """The most that a share of the steps may be off by rounding."""
 
 
-def of_steps(share: float, most: int, _root_: DictConfig) -> int:
-    """Resolve `${of_steps:share,most}`: that share of `steps`, rounded up, from 1 to `most`.
-
-    Rounded down, the last interval would end a step or two before the run does.
-    """
-    return max(1, min(most, math.ceil(share * _root_.steps - ROUNDING)))
-
-
-OmegaConf.register_new_resolver("of_steps", of_steps, replace=True)
+# The share is rounded up: otherwise the last interval would end a step or two before the run does.
+OmegaConf.register_new_resolver(
+    "of_steps",
+    lambda share, most, _root_: max(1, min(most, math.ceil(share * _root_.steps - ROUNDING))),
+    replace=True,
+)
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:

@@ -40,16 +40,15 @@ usage: python train.py [choice or key]...      one process, or under torchrun; a
 
 
 class Key(NamedTuple):
-    """A key that a command line may set."""
+    """A key that a command line may set, by its dotted name."""
 
     name: str
-    """Its dotted name."""
     default: str
     """Its default as one writes it; in words if the value follows another key."""
     allowed: list[str]
     """Its values, where they are few."""
     meaning: str
-    """The docstring of its field; empty if there is none."""
+    """The docstring of its field, or ""."""
 
     @property
     def line(self) -> str:
@@ -73,46 +72,37 @@ class KeySection(NamedTuple):
 def help_text(overrides: list[str]) -> str:
     """Return the text of --help: usage, choices, then a line for every key; raises ConfigError."""
     cfg = compose_config(overrides or ["experiment=none"])
-    width = width_of_output()
-    parts = [USAGE + "\n" + rows(FLAGS.items(), width)]
+    parts = [USAGE + "\n" + rows(FLAGS.items())]
     parts.append("Choices, as in attention=standard; each is a YAML file in conf/")
     for group, options in choices().items():
-        lines = rows(options.items(), width)
-        parts.append(f"{group}={cfg.run.choices[group]}\n{lines}")
+        parts.append(f"{group}={cfg.run.choices[group]}\n{rows(options.items())}")
     parts.append("Keys, as in optim.lr=1e-3, with their defaults")
-    parts += [section_text(section, width) for section in sections_of(cfg)]
+    parts += map(section_text, sections_of(cfg))
     return "\n\n".join(parts)
 
 
 def sections_text(names: Sequence[str]) -> str:
     sections = sections_of(compose_config(["experiment=none"]))
-    chosen = [section for section in sections if section.name in names]
-    return "\n\n".join(section_text(section, width_of_output()) for section in chosen)
+    return "\n\n".join(section_text(section) for section in sections if section.name in names)
 
 
-def section_text(section: KeySection, width: int) -> str:
-    lines = rows(((f"{key.name}={key.default}", key.line) for key in section.keys), width)
+def section_text(section: KeySection) -> str:
+    lines = rows((f"{key.name}={key.default}", key.line) for key in section.keys)
     return f"{section.name}: {section.title}\n{lines}" if section.name else lines
 
 
-def width_of_output() -> int:
-    """Return the columns of a terminal; other outputs get long lines."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-
-
-def rows(pairs: Any, width: int, column: int = 34) -> str:
-    """Lay out (name, words) in two columns; words beyond `width` go on below themselves."""
-    lines = []
+def rows(pairs: Any) -> str:
+    """Lay out (name, words) in two columns, wrapped on a terminal."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    indent, lines = " " * 38, []
     for name, words in pairs:
-        indent = " " * (column + 4)
-        first = f"  {name:<{column}}  "
+        first = f"  {name:<34}  "
         if len(first) > len(indent):
             lines.append(first.rstrip())
             first = indent
-        text = textwrap.wrap(
-            words, max(width, column + 40), initial_indent=first, subsequent_indent=indent
-        )
-        lines += text or [first.rstrip()]
+        lines += textwrap.wrap(
+            words, max(width, 74), initial_indent=first, subsequent_indent=indent
+        ) or [first.rstrip()]
     return "\n".join(lines)
 
 
@@ -141,8 +131,10 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
             inside.append((node, full))
             continue
-        default, allowed = default_text(node), values_of(hints[field.name])
-        keys.append(Key(full, default, allowed, words.get(field.name, "")))
+        declared = hints[field.name]
+        kinds = [kind for kind in (declared, *get_args(declared)) if isinstance(kind, EnumType)]
+        allowed = list(kinds[0].__members__) if kinds else []
+        keys.append(Key(full, default_text(node), allowed, words.get(field.name, "")))
     yield KeySection(name, config, keys)
     for node, full in inside:
         yield from sections_of(node, full)
@@ -173,13 +165,7 @@ def first_sentence(text: str) -> str:
     return SENTENCE.split(" ".join(text.split()))[0]
 
 
-def values_of(declared: Any) -> list[str]:
-    kinds = [kind for kind in (declared, *get_args(declared)) if isinstance(kind, EnumType)]
-    return list(kinds[0].__members__) if kinds else []
-
-
 def default_text(node: Any) -> str:
-    """Return a default as one would write it; in words, where it follows something else."""
     value = node._value()
     if isinstance(value, str):
         if found := OF_STEPS.fullmatch(value):

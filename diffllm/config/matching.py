@@ -15,8 +15,6 @@ MODULI = (64, 32, 16, 8)
 """Candidates for a divisor of the solved width; the first that comes close enough is taken."""
 TOLERANCE = Fraction(1, 200)
 """Largest difference of the totals, as a share of the target's."""
-
-
 UNITS = {"params": "parameters", "flops": "FLOPs a token"}
 """Units of the totals that variants can have in common, by the <name> in `match_<name>_to`."""
 
@@ -40,7 +38,6 @@ class Matched:
 
     @property
     def difference_percent(self) -> float:
-        """Excess of the total over the target's, in percent of the target's."""
         own, wanted = getattr(self, self.by), getattr(self, f"target_{self.by}")
         return 100 * (own - wanted) / wanted
 
@@ -63,18 +60,10 @@ def match(
     target_attention: AttentionConfig,
     by: str = "params",
 ) -> Matched:
-    """Solve the width with which `model` has the total of the same shape with another attention.
+    """Solve the feed-forward (or expert) width that gives `model` the total of another attention.
 
-    The width is that of the feed-forward layers, or of the experts where there are any. One that
-    gives exactly the target's total stays; otherwise it is the nearest positive multiple of the
-    largest of MODULI that comes within TOLERANCE.
-
-    Raises ConfigError if the target cannot have this shape, or no width comes close enough.
-
-    Args:
-        model: a valid shape, its width the target's.
-        variant, target: names of `model.attention` and `target_attention`, for messages.
-        by: the total, a key of UNITS.
+    A width with exactly the target's total stays; otherwise it is the nearest positive multiple of
+    the largest of MODULI that comes within TOLERANCE. Raises ConfigError if there is none.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)
@@ -85,7 +74,7 @@ def match(
     goal, own = totals(target_model), totals(model)
     wanted = goal[by]
     name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
-    start = width = width_of(model)
+    start = width = model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
     if own[by] != wanted:
         a_step = Fraction(totals(widened(model, 2 * width))[by] - own[by]) / width
         exact = width + Fraction(wanted - own[by]) / a_step
@@ -106,11 +95,6 @@ def match(
         params=round(own["params"]), ffn_dim=width, key=name,
         by=by, target_flops=goal["flops"], flops=own["flops"],
     )  # fmt: skip
-
-
-def width_of(model: ModelConfig) -> int:
-    """Return the width that is solved: of the experts, or of the feed-forward layers."""
-    return model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
 
 
 def widened(model: ModelConfig, width: int) -> ModelConfig:

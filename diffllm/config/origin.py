@@ -1,7 +1,6 @@
-"""The weights that a run starts from, as `resume=weights:PATH` names them, and their model.
+"""The model and tokenizer of the weights in `resume=weights:PATH`.
 
-PATH is a run directory, one of its checkpoints, or a directory of transformers. A run that starts
-from it has its model and its tokenizer, unless the command line says otherwise.
+PATH is a run directory, one of its checkpoints, or a directory of transformers.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
-from diffllm.config.saved import flatten, load_run_config, yaml_dict
+from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.schema import OF_WEIGHTS
 from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -33,23 +32,23 @@ OF_A_RUN = (
 
 @dataclass
 class Origin:
-    """A decoder that was trained elsewhere, or before."""
+    """A decoder that was trained before: by a run of ours, or elsewhere."""
 
     path: Path
     """The directory that was named."""
     model: ModelConfig
     chosen: str | None = None
-    """The YAML of its attention that a run was made with; None for one from elsewhere."""
+    """The YAML of a run's attention."""
     shape: str | None = None
-    """The YAML of its shape, whose learning rate goes with it; None for one from elsewhere."""
+    """The YAML of a run's shape, whose learning rate goes with it."""
     run: Path | None = None
-    """Its run directory, if it has one."""
+    """Its run directory; None for a model from elsewhere."""
     directory: ModelDirectory | None = None
-    """Its directory of transformers, if it has one."""
+    """Its directory of transformers; None for a run."""
 
     @cached_property
     def attention(self) -> str:
-        """The YAML of its attention; for one from elsewhere, that with the same values if any."""
+        """The YAML of its attention; from elsewhere, the one with the same values if any."""
         if self.chosen:
             return self.chosen
         own = self.model.attention
@@ -66,12 +65,10 @@ class Origin:
         return tokenizer_of(self.run)
 
     def checkpoint(self) -> Path | None:
-        """Return the checkpoint that is meant, every file verified; None for a directory of
-        transformers. Raises CheckpointError where none is whole."""
+        """Return the verified checkpoint, None without a run; raises CheckpointError."""
         if self.run is None:
             return None
-        step = 0 if self.path == self.run else step_of(self.path)
-        return find_checkpoint(self.run, step)
+        return find_checkpoint(self.run, 0 if self.path == self.run else step_of(self.path))
 
 
 def origin_of(path: Path) -> Origin:
@@ -79,8 +76,8 @@ def origin_of(path: Path) -> Origin:
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
-            choices = cfg.run.choices
-            return Origin(path, cfg.model, choices["attention"], choices["model"], run)
+            chosen = cfg.run.choices
+            return Origin(path, cfg.model, chosen["attention"], chosen["model"], run)
     if (path / CONFIG).is_file():
         directory = ModelDirectory(path)
         return Origin(path, directory.model, directory=directory)
@@ -91,13 +88,9 @@ def origin_of(path: Path) -> Origin:
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
-    """Return the values of an attention that differ from those of a YAML, as plain ones."""
-    here, there = flatten(yaml_dict(attention)), flatten(yaml_dict(variant_config(name)))
-    return {
-        key: value
-        for key, value in here.items()
-        if there.get(key) != value and f"attention.{key}" not in OF_A_RUN
-    }
+    """Return the values of an attention that differ from those of a YAML."""
+    changes = changes_to(variant_config(name), attention, ("backend", "values"))
+    return {key: value for key, (_, value) in changes.items()}
 
 
 def named_in(resume: str) -> Path | None:
@@ -138,13 +131,3 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
         words.append(f"data.tokenizer={as_text(str(origin.tokenizer.absolute()))}")
     check_shared(words, str(origin.path))
     return words
-
-
-def changed_model(origin: Origin, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the values of a model that are not its weights' own: (there, here) by key."""
-    there, here = flatten(yaml_dict(origin.model)), flatten(yaml_dict(model))
-    return {
-        f"model.{key}": (there.get(key), here.get(key))
-        for key in sorted(there.keys() | here.keys())
-        if key not in OF_A_RUN and there.get(key) != here.get(key)
-    }

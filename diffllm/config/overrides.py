@@ -20,12 +20,11 @@ FILLED_IN = ("run.choices", "run.schemas", "run.matched")
 OPEN = ("data.sources", "data.level", "eval.levels")
 """Keys that hold a mapping of names that the config does not know."""
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
-"""The keys that hold lists of text, for which a command line may give a single one."""
+"""The keys of lists for which a command line may give a single text."""
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError, OSError,
 )  # fmt: skip
-"""The exceptions of Hydra and OmegaConf for an override that they cannot compose."""
 
 LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
@@ -98,19 +97,17 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
     """Raise ConfigError for a number other than 0 and 1 where true or false belongs."""
     for override in overrides:
         value = override.value()
-        if isinstance(value, int) and value not in (0, 1) and override.key_or_group not in GROUPS:
-            chosen = OmegaConf.select(cfg, override.key_or_group)
-            if isinstance(chosen, bool):
-                raise ConfigError(f"{override.input_line}: must be true or false")
+        number = isinstance(value, int) and value not in (0, 1)
+        if number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
+            raise ConfigError(f"{override.input_line}: must be true or false")
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
-    """Say that a key was removed, or that it is unknown, with the most similar known key."""
     return removal(key) if key in REMOVED else f"unknown key {key}{did_you_mean(key, known)}"
 
 
 def did_you_mean(key: str, known: Sequence[str]) -> str:
-    """Return '; did you mean x?' for the most similar key; similar by its last part if need be."""
+    """Return '; did you mean x?' for the most similar key, by its last part if need be."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     if not close:
         last = {name.rpartition(".")[2]: name for name in reversed(known)}
@@ -119,8 +116,7 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """Return an override as Hydra takes it: a single value of a list key in brackets, and ++ before
-    a key that takes any names."""
+    """Put a single value of a list key in brackets, and ++ before a key that takes any names."""
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
         return f"++{word}"
@@ -134,21 +130,14 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
-    given = {
-        name: source
-        for name, source in READ_BY.items()
-        if keys.get(f"data.{name}") not in (None, [], {})
-    }
+    given = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") not in (None, [], {})}
     if len(set(given.values())) > 1:
-        raise ConfigError(
-            f"{' and '.join(f'data.{name} (data={source})' for name, source in given.items())}: "
-            "a run has one source of text"
-        )
+        named = " and ".join(f"data.{name} (data={source})" for name, source in given.items())
+        raise ConfigError(f"{named}: a run has one source of text")
     return [f"data={source}" for source in set(given.values()) if cfg.data.source != source]
 
 
 def known_keys(node: Any, prefix: str = "") -> list[str]:
-    """List the dotted names of every key below a config node."""
     names = []
     for name in node:
         names.append(f"{prefix}{name}")
@@ -196,10 +185,9 @@ def one_line(error: BaseException) -> str:
 
 
 class Removed(NamedTuple):
-    """A key that no longer exists."""
+    """A key that no longer exists; a saved config with its former default still loads."""
 
     default: Any
-    """Its former default as config.yaml holds it: such a saved config still loads."""
     instead: str
     """What to do instead, in the imperative."""
 

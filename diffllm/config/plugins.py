@@ -61,14 +61,7 @@ def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def sources(name: str, place: Path, base: Path) -> set[Path]:
-    """Find a plugin's module or package, and the modules next to it that these import.
-
-    An installed plugin consists of its top-level package.
-
-    Args:
-        place: the module's file, or the package's directory.
-        base: the directory that Python found it in.
-    """
+    """Find the files of a plugin at `place`, and the modules below `base` that it imports."""
     installed = any(base.glob("*.dist-info"))
     package = base / name.partition(".")[0] if installed else place
     todo = [place, *package.rglob("*.py"), *named_files(base, name)]
@@ -85,7 +78,6 @@ def sources(name: str, place: Path, base: Path) -> set[Path]:
 
 
 def imported_files(file: Path, base: Path) -> Iterator[Path]:
-    """Iterate over the files that the import statements of a module may mean."""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(file.read_bytes())
@@ -120,9 +112,8 @@ _DIRECTORIES: list[Path] = []
 
 def config_directory() -> Path:
     """Return the YAML tree: beside the package in an installed wheel, at the top of a checkout."""
-    package = Path(__file__).parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
+    packaged = Path(__file__).parents[1] / "conf"
+    return packaged if packaged.is_dir() else packaged.parents[1] / "conf"
 
 
 class SharedYaml(FileConfigSource):
@@ -159,10 +150,7 @@ def directories() -> list[Path]:
 
 
 def plugins_in(words: list[str]) -> list[str]:
-    """Return the plugins that overrides name; of several `plugins=`, the last counts.
-
-    Raises ConfigError for anything but a list of names: what is imported is read off the text.
-    """
+    """Return the plugins in overrides; the last `plugins=` counts. Raises ConfigError."""
     names: list[str] = []
     for match in filter(None, map(WORD.fullmatch, words)):
         text = match[1].strip()
@@ -176,8 +164,8 @@ def plugins_in(words: list[str]) -> list[str]:
 
 
 def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
-    """Search the directories of YAMLs that a user names, import the plugins that overrides name,
-    and search the `conf/` next to each; raises ConfigError."""
+    """Search `named_directories` for YAMLs, import the plugins that overrides name, and search
+    the `conf/` next to each; raises ConfigError."""
     for directory in named_directories:
         if not yamls(directory):
             raise ConfigError(
@@ -194,8 +182,7 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
 
 
 def imported(name: str) -> ModuleSpec:
-    """Import the plugin of this name and note its version; raises ConfigError for whatever goes
-    wrong."""
+    """Import a plugin and note its version; raises ConfigError for any failure."""
     target = plugin_module(name)
     importlib.invalidate_caches()  # a notebook may have written the file a moment ago
     try:
@@ -218,12 +205,15 @@ def imported(name: str) -> ModuleSpec:
                 f"plugins=[{name}]: there is no module {missing}, and no installed package offers "
                 "a plugin of this name; PYTHONPATH=<its directory> lets Python find it"
             ) from None
-        raise ConfigError(f"plugins=[{name}] cannot be imported: {failure_text(error)}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+        at = f" ({where[-1].filename}, line {where[-1].lineno})" if where else ""
+        text = " ".join("".join(traceback.format_exception_only(error)).split())  # str() may raise
+        raise ConfigError(f"plugins=[{name}] cannot be imported: {text}{at}") from error
 
 
 def plugin_module(name: str) -> str:
-    """Return the module of the entry point `name`, or the name itself; raises ConfigError if two
-    things have it."""
+    """Return the module of the entry point `name`, or the name; raises ConfigError for two."""
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
         is_module = name in sys.modules or importlib.util.find_spec(name) is not None
@@ -233,15 +223,6 @@ def plugin_module(name: str) -> str:
             f"plugins=[{name}] could be any of {', '.join(modules)}; name the module in full"
         )
     return modules[0] if modules else name
-
-
-def failure_text(error: BaseException) -> str:
-    """Describe an exception of a plugin with the last place in its code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
-    at = f" ({where[-1].filename}, line {where[-1].lineno})" if where else ""
-    text = "".join(traceback.format_exception_only(error))  # str(error) may raise
-    return f"{' '.join(text.split())}{at}"
 
 
 def plugin_versions(names: list[str]) -> dict[str, str]:
@@ -274,8 +255,5 @@ def add_directory(directory: Path) -> None:
 
 def yamls(directory: Path) -> set[Path]:
     """Collect the YAMLs of the config groups below a directory, relative to it."""
-    return {
-        path.relative_to(directory)
-        for group in GROUPS
-        for path in directory.glob(f"{group}/*.yaml")
-    }
+    paths = (path for group in GROUPS for path in directory.glob(f"{group}/*.yaml"))
+    return {path.relative_to(directory) for path in paths}

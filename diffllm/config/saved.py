@@ -34,8 +34,7 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
-    """Compare the plugins in a run's run.json, or without `needs_all` those of them that were
-    imported here, with this process; {} if their code is equal."""
+    """Compare a run's plugins with this process; without `needs_all`, only the imported ones."""
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
 
@@ -46,10 +45,9 @@ def warn_of_plugins(run: Path) -> None:
         to_stderr(f"warning: {run} was trained with {what_differs(changes)}")
 
 
-def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
-    """Return the changes that `cfg` makes to a run with another config, without `free` keys."""
-    saved = flatten(yaml_dict(begun))
-    new = flatten(yaml_dict(cfg))
+def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
+    """Return the changes from one config, or section, to another, without `free` keys."""
+    saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
     keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
     return {
@@ -60,8 +58,7 @@ def changes_to(begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FRE
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """Load the typed config of a run directory from its config.yaml; raises CheckpointError if
-    there is none, or it is not a config of ours, UserError if it needs a plugin."""
+    """Load the config of a run directory; raises CheckpointError or, for a plugin, UserError."""
     file = path / "config.yaml"
     try:
         with readable(file):  # it repeats the defaults of every source of a recipe
@@ -111,10 +108,7 @@ def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise UserError for a class or source of text that nothing here has registered.
-
-    Its module is only imported if a user names it; the config of a run may come from anywhere.
-    """
+    """Raise UserError for an unregistered class or source: only a user may name its module."""
     missing = [
         f"{group}={name}"
         for group, name in saved["run"].get("schemas", {}).items()
@@ -136,16 +130,14 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
 def defaults_of(
     variant: str | None, attention: type | None = None, data: type = DataConfig
 ) -> tuple[DictConfig, Any]:
-    """Compose defaults for reading, of a YAML or of classes; a report reads many runs of few."""
     base = compose_config([f"attention={variant}"] if variant else ["experiment=none"])
     if attention:
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
         base.data = OmegaConf.structured(data)
-    open_ones = (base.run.schemas, base.data.sources, base.data.get("level"), base.eval.levels)
-    for names_of_the_users in open_ones:
-        if names_of_the_users is not None:
-            OmegaConf.set_struct(names_of_the_users, False)
+    for mapping in (base.run.schemas, base.data.sources, base.data.get("level"), base.eval.levels):
+        if mapping is not None:
+            OmegaConf.set_struct(mapping, False)
     return base, OmegaConf.to_container(base, enum_to_str=True)
 
 
@@ -162,8 +154,6 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts to one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat

@@ -219,7 +219,6 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def is_allowed(key: str, allowed: list[str]) -> bool:
-    """Whether a key, or a group that it belongs to, is in `allowed`."""
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
@@ -234,7 +233,7 @@ def changes_text(changes: Changes) -> str:
 
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Limits of float32, in which a run computes: smaller values are 0 there, larger infinite."""
+"""Limits of float32: smaller values are 0, larger ones infinite."""
 LONGEST_TEXT = 4096
 FREE_TEXT = ("data.sample_prompt", "model.match_params_to", "model.match_flops_to")
 """Keys of text that is taken as it is, with line breaks; a variant's name is checked on its own."""
@@ -274,10 +273,7 @@ def check_values(cfg: Any) -> None:
 
 
 def check_paths(cfg: Any) -> None:
-    """Raise ConfigError for a path that can lead nowhere on this machine.
-
-    Of a config that a user gives; a saved one may have been made on another machine.
-    """
+    """Raise ConfigError for a path that cannot exist here; a saved config may be from elsewhere."""
     for key, _, value in leaves(cfg):
         if PATHS.fullmatch(key):
             for text in value if isinstance(value, list) else [value]:
@@ -288,7 +284,6 @@ def check_paths(cfg: Any) -> None:
 
 
 def check_number(key: str, value: float) -> None:
-    """Raise ConfigError for nan, infinity, and what 64-bit integers or float32 cannot hold."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{key}={value} must fit into 64 bits")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
@@ -299,7 +294,6 @@ def check_number(key: str, value: float) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    """Raise ConfigError for text that is empty, endless, or no single line of characters."""
     broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)  # bytes of another encoding
     one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
     if broken or not (one_line or key in FREE_TEXT):

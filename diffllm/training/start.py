@@ -14,9 +14,9 @@ from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
-from diffllm.config.origin import changed_model, origin_of
+from diffllm.config.origin import OF_A_RUN, origin_of
 from diffllm.config.plugins import plugin_versions
-from diffllm.config.saved import flatten, yaml_dict
+from diffllm.config.saved import changes_to, flatten, yaml_dict
 from diffllm.config.schema import Changes, changes_text
 from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
@@ -76,26 +76,16 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     check_same(here.world, "config", shared)
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg))
     directory, saved = kept or (None, None)
+    path, checkpoint, weights = (text and Path(text) for text in told["paths"])
     if told["ended"]:
-        here.display.print(f"{told['path']} {ended_text(told['ended'])}")
-    return Claimed(
-        path=Path(told["path"]),
-        ended=told["ended"],
-        checkpoint=Path(told["checkpoint"]) if told["checkpoint"] else None,
-        ranks=told["ranks"],
-        weights=Path(told["weights"]) if told["weights"] else None,
-        directory=directory,
-        saved=saved,
-    )
+        here.display.print(f"{path} {ended_text(told['ended'])}")
+    return Claimed(path, told["ended"], checkpoint, told["ranks"], weights, directory, saved)
 
 
 def claim_on_rank_0(
     cfg: TrainConfig,
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
-    """Lock the run directory and find the checkpoint or weights to start from.
-
-    Returns JSON values for all ranks; and, for rank 0, the lock and the content of state.json.
-    """
+    """Return JSON values for all ranks; then the lock and the content of state.json."""
     directory = claim_directory(cfg)
     checkpoint = saved = weights = None
     try:
@@ -109,21 +99,13 @@ def claim_on_rank_0(
     except UserError:
         directory.withdraw()
         raise
-    told = {
-        "path": str(directory.path),
-        "ended": ended,
-        "checkpoint": checkpoint and str(checkpoint),
-        "ranks": saved["ranks"] if saved else 0,
-        "weights": weights and str(weights),
-    }
+    paths = [place and str(place) for place in (directory.path, checkpoint, weights)]
+    told = {"paths": paths, "ended": ended, "ranks": saved["ranks"] if saved else 0}
     return told, (directory, saved)
 
 
 def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepared]:
-    """Choose the device and prepare the corpus.
-
-    Preparation may take hours, so it runs before collectives could time out.
-    """
+    """Choose the device and prepare the corpus, which may take hours: before collectives."""
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
@@ -148,10 +130,7 @@ def begin(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> 
 
 
 def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
-    """Write config.yaml and the tokenizer, open the log, and return the loop state.
-
-    Raises CheckpointError if the checkpoint does not fit this run.
-    """
+    """Write config.yaml and tokenizer; raises CheckpointError if the checkpoint does not fit."""
     assert claimed.directory
     if claimed.weights:
         check_same_tokens(cfg, data, claimed.weights)
@@ -175,7 +154,6 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
 
 
 def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> None:
-    """Seed torch's generators, and form the process group of all ranks."""
     torch.manual_seed(cfg.seed)
     here.watch.reached("the meeting of the ranks")
     here.world.init_process_group(device, cfg.distributed)
@@ -184,7 +162,6 @@ def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> N
 
 
 def ended_text(summary: dict[str, Any]) -> str:
-    """Describe how the existing run ended, and how to train it further."""
     if summary.get("stopped"):
         return (
             f"diverged and {stopped_text(summary)}; to resume it: a larger "
@@ -198,19 +175,12 @@ def ended_text(summary: dict[str, Any]) -> str:
 
 BASELINE = "standard"
 SEQUENCES = 8
-"""Number of sequences to measure: the first ones in data order."""
 
 
 def fill(
     t: Training, here: Process, claimed: Claimed, data: Prepared, state: LoopState
 ) -> dict[str, Any]:
-    """Fill parameters from a checkpoint or weights, or apply model.init_match; compare ranks.
-
-    Every rank must call this. Returns "weights" or "init_match" for run.json; else an empty dict.
-
-    Args:
-        state: the loop state of the checkpoint, from which the guard continues.
-    """
+    """Fill parameters; return facts for run.json. Every rank must call this."""
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
         here.watch.reached(f"the reading of {claimed.checkpoint.name}")
@@ -225,11 +195,17 @@ def fill(
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Scale `wo` as model.init_match says, and return the factor of each layer.
+    """Scale `wo` as model.init_match says; return the factors that rank 0 measured by layer."""
 
-    Only rank 0 measures, so that values do not depend on the number of ranks.
-    """
-    factors = world.broadcast_from_rank0("init_match", lambda: measured_factors(t, data))
+    def measured() -> list[float]:
+        first = samples_of(t.cfg, data)[range(SEQUENCES)]
+        if isinstance(first, DataError):
+            raise first
+        documents = t.documents(first[0]) if t.documents else None
+        tokens = first[0].to(t.device)
+        return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
+
+    factors = world.broadcast_from_rank0("init_match", measured)
     with torch.no_grad():
         for i, factor in enumerate(factors):
             local(t.params[f"layers.{i}.attention.wo.weight"]).mul_(factor)
@@ -237,22 +213,8 @@ def match_initial_values(t: Training, data: Prepared, world: World) -> list[floa
     return factors
 
 
-def measured_factors(t: Training, data: Prepared) -> list[float]:
-    """Measure the factor of each layer on the first `SEQUENCES` sequences in data order."""
-    cfg = t.cfg
-    first = samples_of(cfg, data)[range(SEQUENCES)]
-    if isinstance(first, DataError):
-        raise first
-    tokens, _ = first
-    baseline, documents = variant_config(BASELINE), t.documents(tokens) if t.documents else None
-    return write_factors(cfg.model, baseline, tokens.to(t.device), documents)
-
-
 def start_from(t: Training, path: Path) -> dict[str, Any]:
-    """Load parameters and router state. Every rank must call this.
-
-    Returns "path", "step" (or None) and "differs" for run.json.
-    """
+    """Load parameters and router state; return facts for run.json. Every rank must call this."""
     origin = origin_of(path)
     tensors = {**t.params, **t.model.router_state()}
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -266,6 +228,7 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
             part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
             block.copy_(origin.directory.tensor(name)[part])
     t.weights.changed()
-    changes = changed_model(origin, t.cfg.model)
+    changes = changes_to(origin.model, t.cfg.model, OF_A_RUN)
+    differs = changes_text({f"model.{key}": pair for key, pair in changes.items()}) or None
     step = read_state(path)["step"] if origin.run else None
-    return {"path": str(path), "step": step, "differs": changes_text(changes) if changes else None}
+    return {"path": str(path), "step": step, "differs": differs}
