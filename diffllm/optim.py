@@ -76,8 +76,7 @@ class ProtectionConfig:
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
-    Linear warmup to `lr`, then cosine, or constant with a linear end (wsd), to
-    `min_lr_ratio * lr`, which the last step reaches.
+    Linear warmup to `lr`, then cosine, or constant with a linear end (wsd), to `min_lr_ratio * lr`.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -85,18 +84,15 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     if cfg.schedule is Schedule.wsd:
         start = max(start, steps - max(1, round(cfg.decay_fraction * steps)))
     progress = max(0.0, (step - start + 1) / max(1, steps - start))
-    if cfg.schedule is Schedule.cosine:
-        remaining = 0.5 * (1 + math.cos(math.pi * progress))
-    else:
-        remaining = 1 - progress
+    cosine = cfg.schedule is Schedule.cosine
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if cosine else 1 - progress
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * remaining)
 
 
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
     """Build fused AdamW over named parameters, its state allocated at once.
 
-    Fused kernels need one group per mesh, and one for replicated parameters. Only tensors of two
-    and more dimensions decay.
+    Fused kernels need one group per mesh. Only tensors of two and more dimensions decay.
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
@@ -123,18 +119,14 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` in every parameter group from the next step on, with at most the decay that sets a
-    matrix to zero: more would make it grow with every step."""
+    """Use `lr` from the next step on, with at most the decay that sets a matrix to zero."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Make a step with learning rate `lr`; if `skip` is 1.0, parameters and state stay bit for bit.
-
-    `skip` is a float32 scalar on the device, equal on all ranks.
-    """
+    """Make a step with rate `lr`, or none if `skip`, a float32 scalar on the device, is 1.0."""
     set_learning_rate(optimizer, lr)
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
@@ -152,12 +144,8 @@ def optimizer_tensors(
 
 
 class Guard:
-    """Decide on the device, without host synchronisation, which updates to skip.
-
-    Args:
-        window: number of earlier finite values to compare with.
-        sigmas: population standard deviations above the window's mean that make a spike.
-    """
+    """Decide on the device which updates to skip: values `sigmas` above the last `window` are
+    spikes."""
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
         self.mode, self.sigmas = mode, sigmas

@@ -21,15 +21,11 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
-    """Make a dataclass field whose value keeps to bounds, each named by one of RULES.
-
-    A command's field has a `help` too.
-    """
+    """Make a dataclass field whose value keeps to bounds, each named by one of RULES."""
     return field(default=default, metadata=metadata)
 
 
 def at_most(where: str, count: int, most: int) -> None:
-    """Raise ConfigError if a list, a mapping or a plan has more than `most` entries."""
     if count > most:
         raise ConfigError(f"{where}: {count:,} are too many; at most {most:,}")
 

@@ -16,5 +16,4 @@ class Console(rich.console.Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape a printed string or a cell of a table before its width is measured."""
         return super().render_str(printable(text, KEPT), **options)

@@ -7,10 +7,8 @@ LONGEST = 1500
 
 
 class UserError(Exception):
-    """Something outside the code is wrong; the message names it and says what is allowed.
-
-    It may quote what a user, a file or a library said, and is one printable line all the same.
-    """
+    """Something outside the code is wrong; the message, one printable line, says what is
+    allowed."""
 
     def __init__(self, message: str) -> None:
         line = printable(" ".join(message.split("\n")))
@@ -27,7 +25,6 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Join parts of a message by semicolons, the sixth and all behind it as '...'."""
     return "; ".join([*parts[:5], *["..."] * (len(parts) > 5)])
 
 

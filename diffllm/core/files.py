@@ -1,7 +1,7 @@
 """Files that are whole or not there, untrusted files, locks between processes, paths of users.
 
-A run's own files are never symbolic links, and nothing is written through a link in place of a
-file: what it leads to is another's. A file that a user names may be a link.
+A run's own files are never symbolic links, and nothing is written through a link. A file that a
+user names may be a link.
 """
 
 import errno
@@ -25,10 +25,8 @@ LONGEST_NAME, LONGEST_PATH = 255, 4096 - 128
 LARGEST_JSON = 64 * 2**20
 """Limit in bytes; the manifest of 100,000 parameters and 10,000 ranks has a tenth of it."""
 LARGEST_LINES = 4 * 2**30
-"""Limit in bytes of a file that is read line by line."""
 LONGEST_LINE = 16 * 2**20
 DEEPEST = 64
-"""Levels of lists and objects inside each other."""
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
 
@@ -36,8 +34,7 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 def user_path(text: str | Path, key: str) -> Path:
     """Return a path that a user has written, with ~ expanded; it need not exist.
 
-    Raises ConfigError, which begins with `key`, for a path that cannot exist: with an unknown user,
-    too long, not UTF-8, or through a file, a loop of links or a forbidden directory.
+    Raises ConfigError, which begins with `key`, for a path that cannot exist.
     """
     shown = f"{key}={str(text)[:300]}"
     try:
@@ -58,7 +55,7 @@ def check_absent(path: Path, key: str) -> None:
 
 
 def check_length(path: Path, shown: str) -> None:
-    """Raise ConfigError, which begins with `shown`, for a path or a name in it that is too long."""
+    """Raise ConfigError, which begins with `shown`, for a path or name that is too long."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
         raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
@@ -85,7 +82,7 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
-    """Open a regular file, through a symbolic link only to `follow`; never waits, as at a pipe."""
+    """Open a regular file, through a link only to `follow`; never waits, as at a pipe."""
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags | safe, 0o666)
@@ -122,7 +119,6 @@ def read_bytes(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> by
 
 
 def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str:
-    """Read a regular file of UTF-8; raises as `open_regular`."""
     try:
         return read_bytes(file, most, follow).decode()
     except UnicodeDecodeError:
@@ -130,17 +126,15 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """Iterate over a file's lines, with their ends, as text; very long lines come in parts.
-
-    Bytes that are not UTF-8 become replacement characters. Raises as `open_regular`.
-    """
+    """Iterate over a file's lines as text; very long lines come in parts, bad bytes are
+    replaced."""
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
             yield line.decode(errors="replace")
 
 
 def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
-    """Read a regular file with a JSON object of plain values; raises as `open_regular`."""
+    """Read a regular file with a JSON object; raises as `open_regular`."""
     content = parse_json(read_text(file, most, follow))
     if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
@@ -148,8 +142,8 @@ def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dic
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of plain values: of moderate depth, numbers within 64 bits, text that UTF-8 can
-    hold. Raises ValueError with words that follow a file's name."""
+    """Parse JSON of plain values: moderate depth, 64-bit numbers, UTF-8. Raises ValueError with
+    words that follow a file's name."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -162,13 +156,10 @@ def parse_json(text: str) -> Any:
 
 def check_plain(value: Any, depth: int = DEEPEST) -> None:
     """Raise ValueError for a value that `parse_json` does not allow."""
-    if isinstance(value, dict):
-        for key in value:
-            check_plain(key)
     if isinstance(value, dict | list):
         if not depth:
             raise ValueError("is nested too deeply")
-        for inner in value.values() if isinstance(value, dict) else value:
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
             check_plain(inner, depth - 1)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("holds a number beyond 64 bits")
@@ -182,8 +173,7 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
 def acquire(path: Path, wait: bool = True) -> FileLock:
     """Create and lock a file, which names this process, until `release` or the end of this process.
 
-    Raises Timeout if another process holds the lock and `wait` is false, and OSError if the file
-    cannot be opened or its file system has no flock.
+    Raises Timeout if another process holds the lock and `wait` is false, and OSError.
     """
     if wrong := why_no_file(path):
         raise OSError(errno.EINVAL, f"its lock {wrong}", str(path))
@@ -221,13 +211,9 @@ def holder(path: Path) -> str:
 
 
 def hold(path: Path, kind: str, instead: str) -> FileLock:
-    """Make a directory and lock it until this process ends.
+    """Make a directory and lock it until this process ends; raises ConfigError if it cannot.
 
-    Raises ConfigError if another process holds the directory or if it cannot be written.
-
-    Args:
-        kind: name of the directory in messages, such as "run directory".
-        instead: the key to change.
+    Messages call the directory `kind`, as in "run directory", and tell to change the key `instead`.
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -245,13 +231,12 @@ def hold(path: Path, kind: str, instead: str) -> FileLock:
 
 
 def missing(path: Path) -> list[Path]:
-    """List what making a directory makes, innermost first: itself, its parents, and its lock."""
+    """List what making a directory makes, innermost first: its lock, itself, its parents."""
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
 def take_back(path: Path, made: list[Path]) -> None:
-    """Remove a directory with its content, its lock and its empty parents, if they are in `made`,
-    the result of `missing`."""
+    """Remove a directory, its lock and its empty parents, as far as they are in `made`."""
     for part in made:
         with suppress(OSError):
             if part == path:
@@ -263,10 +248,9 @@ def take_back(path: Path, made: list[Path]) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, also with respect to a power cut.
+    """Write a file atomically, also with respect to a power cut; replaces a link of that name.
 
-    A symbolic link of that name is replaced, not followed. Raises OSError, and then leaves no
-    partial file.
+    Raises OSError, and then leaves no partial file.
     """
     if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -285,12 +269,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Open or create a file to append; return its descriptor. Raises OSError, also for a link."""
+    """Open or create a file to append; return its descriptor."""
     return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def open_to_write(path: Path) -> int:
-    """Open an empty file to write, else as `open_to_append`."""
     descriptor = _opened(path, os.O_WRONLY | os.O_CREAT)
     os.ftruncate(descriptor, 0)
     return descriptor
@@ -307,7 +290,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def build_once(final: Path, build: Callable[[Path], None]) -> None:
     """Create the directory `final` by calling `build` on a scratch directory, then rename it.
 
-    One process builds, and the others wait for it. A killed build leaves no `final`.
+    One process builds, and the others wait for it.
     """
     if final.is_dir():
         return
@@ -334,11 +317,8 @@ def new_directory(final: Path) -> Iterator[Path]:
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     """Create an empty hidden directory next to `final`, which the block may rename.
 
-    A lock file keeps other processes out; a directory that a killed process left is removed. At
-    the end, the directory is removed if it still exists. Raises OSError.
-
-    Args:
-        wait: wait for the lock; otherwise raise InUseError if another process has it.
+    A lock keeps other processes out: with `wait` they wait, else they raise InUseError. What a
+    killed process left is removed. Raises OSError.
     """
     name = f".{final.name}"
     if len(os.fsencode(name)) > 200:  # the longest name of a file has 255 bytes
@@ -362,10 +342,7 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
 
 
 def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
-    """Rename a directory to `final` after syncing its content, unless `files_synced`.
-
-    Raises OSError, also if `final` exists.
-    """
+    """Rename a directory to `final`, which must not exist, after syncing its content."""
     for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)
     if os.path.lexists(final):

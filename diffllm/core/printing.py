@@ -1,7 +1,4 @@
-"""What commands print: text that may come from foreign files, JSON, and tables.
-
-A table is data, which renders as text, Markdown, HTML and CSV.
-"""
+"""What commands print: text that may come from foreign files, JSON, and tables."""
 
 import csv
 import io
@@ -37,7 +34,6 @@ def to_stderr(text: str) -> None:
 
 
 APART = "  "
-"""Space between the columns of a text."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,7 @@ class Column:
     cells: Sequence[Cell]
     unit: str = ""
     meaning: str = ""
-    """A sentence, which no format shows in the table itself."""
     left: bool = False
-    """Whether it holds words rather than numbers."""
 
     @property
     def head(self) -> str:
@@ -98,12 +92,8 @@ class Table:
         rows: Iterable[Sequence[str | Cell]],
         left: Collection[int] = (0,),
     ) -> "Table":
-        """Make a table of rows.
-
-        Args:
-            heads: titles, or each with its unit.
-            left: places of the columns that hold words.
-        """
+        """Make a table of rows; `heads` are titles, or each with its unit, `left` columns of
+        words."""
         cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
         columns = list(zip(*cells, strict=True)) or [()] * len(heads)
         titles = [head if isinstance(head, tuple) else (head, "") for head in heads]
@@ -166,21 +156,18 @@ class Table:
             kind = attribute("class", "text" if i and column.left else "")
             unit = f"<small>{escape(column.unit)}</small>" if column.unit else ""
             heads += f'<th scope="col"{kind}>{breakable(column.title)}{unit}</th>'
-        rows = "\n".join(f"<tr>{self.html_row(row)}</tr>" for row in self.rows)
+        rows = ""
+        for first, *others in self.rows:
+            rows += f'<tr><th scope="row">{first.html()}</th>'
+            for cell, column in zip(others, self.columns[1:], strict=True):
+                kind = attribute("class", "text" if column.left else "")
+                rows += f"<td{kind}{attribute('data-title', column.head)}>{cell.html()}</td>"
+            rows += "</tr>\n"
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">\n'
             f'<table class="{style}"{attribute("id", key)}>\n<thead><tr>{heads}</tr></thead>\n'
-            f"<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
+            f"<tbody>\n{rows}</tbody>\n</table>\n</div>"
         )
-
-    def html_row(self, row: Sequence[Cell]) -> str:
-        first, *others = row
-        cells = [f'<th scope="row">{first.html()}</th>']
-        for cell, column in zip(others, self.columns[1:], strict=True):
-            kind = attribute("class", "text" if column.left else "")
-            title = attribute("data-title", column.head)
-            cells.append(f"<td{kind}{title}>{cell.html()}</td>")
-        return "".join(cells)
 
 
 def row_of(cells: Sequence[str]) -> str:

@@ -1,7 +1,4 @@
-"""Registration by name: config dataclasses of a group, and sources of text.
-
-Ours and those of plugins are registered alike.
-"""
+"""Registration by name: config dataclasses of a group, and sources of text, also of plugins."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -40,8 +37,7 @@ def source(name: str) -> Callable[[Source], Source]:
     """Register the decorated function as the source of text ``data.source=<name>``.
 
     It takes the DataConfig and the cache's directory, and returns a Corpus of
-    `diffllm.data.text.corpus`.
-    Raises ConfigError for a name that another function has.
+    `diffllm.data.text.corpus`. Raises ConfigError for a name that another function has.
     """
 
     def register(function: Source) -> Source:
@@ -53,10 +49,7 @@ def source(name: str) -> Callable[[Source], Source]:
 
 
 def check_free(what: str, there: Any, new: Any) -> None:
-    """Raise ConfigError if another class or function has the name.
-
-    The same one may register again, as in a cell of a notebook.
-    """
+    """Raise ConfigError for a name of another class or function; the same may register again."""
     first, second = (f"{x.__module__}.{x.__qualname__}" for x in (there or new, new))
     if first != second:
         raise ConfigError(

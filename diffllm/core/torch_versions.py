@@ -1,7 +1,4 @@
-"""The differences between the versions and builds of torch that we run on, 2.11 and newer.
-
-No other module asks which torch it runs on.
-"""
+"""The differences between the versions and builds of torch that we run on, 2.11 and newer."""
 
 from typing import Any
 

@@ -15,8 +15,7 @@ TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or f
 
 
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
-    """Read a regular file of JSON as a dataclass; unknown keys are ignored. Raises OSError, or
-    ValueError whose message continues the file's name."""
+    """Read a JSON file as a dataclass; unknown keys are ignored. Raises OSError or ValueError."""
     content = read_json(file, follow=follow)
     try:
         return made(cls, content)
@@ -33,11 +32,8 @@ def made(
 ) -> T:
     """Make a dataclass of a mapping; raises ValueError that names the key and what it must be.
 
-    Args:
-        where: key of `content`, for messages.
-        unknown: takes an unknown key and the known ones, and returns a hint for the message; None
-            ignores unknown keys.
-        omit: fields that `content` must not set.
+    `unknown` takes an unknown key and the known ones and returns a hint; None ignores unknown keys.
+    `content` must not set the fields in `omit`; `where` is its own key.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")

@@ -1,7 +1,6 @@
 """Comparison of two arms with all their runs, diverged ones included.
 
-Diverged runs have no finite loss, so a t test ignores them and flatters the arm that has more of
-them. Therefore the shares that diverged have an interval and a test of their own, and a gap in
+A t test ignores diverged runs, which flatters the arm that has more of them. Therefore a gap in
 favour of the arm that diverged more often is never significant: its p is 1.
 """
 
@@ -44,7 +43,6 @@ class ArmComparison:
     welch: Gap | None
     """Over all finite runs of either arm; None if an arm has none."""
     correlation: float | None
-    """Between the arms over common seeds; None with fewer than three."""
     own: Share
     base: Share
 
@@ -76,11 +74,9 @@ class ArmComparison:
 def compare_arms(
     own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]
 ) -> ArmComparison:
-    """Compare two arms.
+    """Compare two arms by the final loss of every finished run, by seed.
 
-    Args:
-        own, base: final loss of every finished run by seed; None, NaN or infinity if it diverged.
-            Unfinished runs are in neither.
+    The loss is None, NaN or infinity if a run diverged.
     """
     first, second = (
         {seed: loss for seed, loss in arm.items() if loss is not None and math.isfinite(loss)}

@@ -1,7 +1,6 @@
 """Bootstrap intervals over held-out documents: of a gap between arms, or of one model's loss.
 
-An interval over seeds alone takes the held-out text as given, but other documents would have given
-another gap. Here documents and seeds are both drawn anew.
+Other documents would have given another gap, so documents and seeds are both drawn anew.
 """
 
 from collections.abc import Iterator
@@ -15,11 +14,8 @@ LEAST_SEEDS = 8
 """Fewest seeds with which the interval covers the truth in more than 90 of 100 cases, even if only
 seeds vary; with fewer it is withheld. docs/statistics.md has the table."""
 LEAST_DOCUMENTS = 20
-"""Fewest documents for the interval of a gap."""
 LEAST_OF_ONE = 8
-"""Fewest documents for the interval of one model's loss."""
 CELLS = 4_000_000
-"""Number of weights in memory at a time."""
 
 
 def withheld(seeds: int, documents: int) -> str:
@@ -34,18 +30,15 @@ def withheld(seeds: int, documents: int) -> str:
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Estimate:
-    """Return the mean gap in nats per token, own minus base, with its interval over documents and
-    seeds. If `withheld` gives a reason, the interval has a poor coverage.
+    """Return the mean gap in nats per token, own minus base, with its interval.
 
     A draw takes the same documents for both arms and all seeds, and the same seeds for both arms,
     because runs of one seed are a pair. Each draw takes one less than there are, with replacement:
     the variance of such a mean is unbiased (Rao and Wu, 1988), which matters with few seeds.
 
     Args:
-        own, base: (seeds, documents), nats summed over the tokens of each document; row i of both
-            belongs to one seed.
-        tokens: (documents,), number of tokens of each document, the same in all runs.
-        draws: number of draws; deterministic given `seed`.
+        own, base: (seeds, documents), nats summed over the tokens of each document.
+        tokens: (documents,), number of tokens of each document.
     """
     difference = np.asarray(own, np.float64) - np.asarray(base, np.float64)
     weights = np.asarray(tokens, np.float64)
@@ -65,10 +58,8 @@ def of_documents(
     """Return the 95% interval of one model's mean in nats per token over documents; None with fewer
     than LEAST_OF_ONE documents.
 
-    Documents are drawn as for `bootstrap`; documents without tokens are ignored. The percentiles
-    are as extreme under a normal distribution as those of Student's t with n - 1 degrees of freedom
-    (the expanded percentile interval of Hesterberg, arXiv 1411.5279). Plain percentiles of 8
-    documents cover the truth in 88 of 100 cases, these in 92.
+    The percentiles are as extreme under a normal distribution as those of Student's t with n - 1
+    degrees of freedom (the expanded percentile interval of Hesterberg, arXiv 1411.5279).
 
     Args:
         nats: (documents,), summed over the tokens of each; or the difference of two such sums.

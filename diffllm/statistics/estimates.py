@@ -20,15 +20,13 @@ class Estimate:
 
     @property
     def holds_zero(self) -> bool:
-        """Whether the interval contains 0; a gap with such an interval shows no difference."""
         return self.low is not None and self.high is not None and self.low <= 0 <= self.high
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
 
-    s is the sample standard deviation (n - 1 in the denominator). Raises ValueError if there is no
-    value.
+    s is the sample standard deviation (n - 1 in the denominator).
     """
     if not len(values):
         raise ValueError("an estimate needs at least one value")
@@ -58,7 +56,6 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Events per thousand steps."""
         return 1000 * self.count / self.steps
 
     @property
@@ -85,7 +82,6 @@ class Times:
 
     @classmethod
     def of(cls, found: Iterable[tuple[float, bool]]) -> "Times":
-        """Make them of pairs of tokens and whether the level was reached then."""
         pairs = list(found)
         return cls([tokens for tokens, _ in pairs], [reached for _, reached in pairs])
 
@@ -113,10 +109,7 @@ class Times:
 
 
 def sooner(own: Times, base: Times) -> float | None:
-    """Return the one-sided p of the log-rank test that `own` reaches the level in fewer tokens.
-
-    Returns None if the test is undefined: no run reached the level, or nothing varies.
-    """
+    """Return the one-sided p of the log-rank test that `own` is faster; None if it is undefined."""
     if not own.count + base.count or not own.tokens or not base.tokens:
         return None
     from scipy.stats import logrank

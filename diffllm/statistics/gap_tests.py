@@ -23,15 +23,12 @@ FEWEST = 3
 class Gap:
     """A mean difference, own minus base, and its t test.
 
-    If seeds do not vary at all, chance and effect cannot be told apart: the interval is one point
-    and every p is 1.
+    If seeds do not vary at all, the interval is one point and every p is 1.
     """
 
     mean: float
     seeds: int
-    """Values of the own arm; of a paired gap, the pairs."""
     base_seeds: int
-    """Values of the base."""
     error: float | None = None
     """Standard error of the mean; None if an arm has a single value."""
     df: float | None = None
@@ -83,11 +80,7 @@ def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
     """Return the mean of own - base over common seeds with the paired t test; None without any.
 
     Runs of one seed see the same samples and initial values, so the effect of that draw on both
-    losses cancels in their difference. If seeds do not correlate, pairing gains nothing and costs
-    half of the degrees of freedom: see `pairing_pays_above`.
-
-    Args:
-        own, base: finite losses by seed.
+    losses cancels in their difference.
     """
     first, second = common_seeds(own, base)
     if not len(first):
@@ -102,11 +95,8 @@ def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 
 
 def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the difference of two independent means with Welch's t test; None if an arm is empty.
-
-    Args:
-        own, base: finite losses by seed; all seeds of each arm count, common or not.
-    """
+    """Return the difference of two independent means with Welch's t test; None if an arm is
+    empty."""
     first, second = in_seed_order(own), in_seed_order(base)
     sizes = len(first), len(second)
     if not all(sizes):
@@ -124,8 +114,7 @@ def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 
 
 def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
-    """Return Pearson's correlation of two arms over common seeds; None with fewer than three common
-    seeds, or if an arm does not vary."""
+    """Return Pearson's correlation over common seeds; None if undefined."""
     first, second = common_seeds(own, base)
     if len(first) < FEWEST:
         return None
@@ -142,17 +131,13 @@ class Equivalence:
     p: float
     """The larger p of "above -margin" and "below margin"."""
     low: float
-    """Lower end of the 1 - 2 alpha interval."""
     high: float
     inside: bool
     """Whether this interval lies within ±margin: p is below alpha, or nothing varies."""
 
 
 def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
-    """Test whether a gap lies within ±margin; return None without a standard error.
-
-    Raises ValueError for a margin that is not above 0.
-    """
+    """Test whether a gap lies within ±margin; return None without a standard error."""
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
     interval, below, above = gap.interval(1 - 2 * alpha), gap.p_below(margin), gap.p_above(-margin)
@@ -165,8 +150,8 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 def holm(p: Sequence[float]) -> list[float]:
     """Return the adjusted p of a family of tests, in the same order (Holm, 1979).
 
-    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than
-    an earlier one, or larger than 1. This needs no independence of the tests.
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than an
+    earlier one, or larger than 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")

@@ -8,7 +8,6 @@ import numpy as np
 from diffllm.statistics.gap_tests import ALPHA
 
 MOST_SEEDS = 100_000
-"""Largest number of seeds that `least_seeds` tries."""
 SLICES = 64
 """Equally likely values that stand for a distribution."""
 CERTAIN = 30.0
@@ -25,11 +24,7 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
     estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both variances. This
     is a mean over r, which has a Beta((n - 1) / 2, (n - 1) / 2) distribution independent of t.
 
-    Args:
-        gap: the true difference of means.
-        sd: standard deviation between seeds within an arm.
-        seeds: n of each arm, two or more.
-        sides: 2 if a gap of either sign counts, 1 if its sign was stated before.
+    `gap` is the true difference of means, `sd` the deviation between the `seeds` (n) of an arm.
     """
     from scipy.special import betaincinv
 
@@ -48,11 +43,9 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
 def t_power(
     noncentrality: float, df: float, judged_by: np.ndarray, alpha: float, sides: int
 ) -> float:
-    """Return the probability that a noncentral t passes the critical value.
+    """Return the probability that a noncentral t with `df` passes the critical value.
 
-    Args:
-        df: degrees of freedom of the noncentral t.
-        judged_by: degrees of freedom of the critical value; the result is the mean over them.
+    The result is the mean over `judged_by`, the degrees of freedom of the critical value.
     """
     from scipy.special import nctdtr, stdtrit
 
@@ -66,10 +59,7 @@ def t_power(
 
 
 def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation above which a paired interval is narrower than an unpaired one.
-
-    Half widths are t(n - 1) s sqrt(2 (1 - r) / n) and t(2n - 2) s sqrt(2 / n).
-    """
+    """Return the correlation above which a paired interval is narrower than an unpaired one."""
     from scipy.special import stdtrit
 
     paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
@@ -77,11 +67,7 @@ def pairing_pays_above(seeds: int) -> float:
 
 
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
-    """Return the fewest seeds, two or more, whose power reaches `wanted`; None above MOST_SEEDS.
-
-    Args:
-        power: power by the number of seeds; increasing.
-    """
+    """Return the fewest seeds, two or more, whose power reaches `wanted`; None above MOST_SEEDS."""
     low, high = 1, 2
     while power(high) < wanted:
         low, high = high, 2 * high

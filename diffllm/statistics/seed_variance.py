@@ -38,7 +38,7 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
 
 def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
     """Return the variance over the first axis of samples (n, ...), n >= 2, and its degrees of
-    freedom. n may differ between samples."""
+    freedom."""
     df = sum(len(sample) - 1 for sample in samples)
     squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
     return np.sum(squares, axis=0) / df, df
@@ -56,10 +56,7 @@ class Pairs:
 
 
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
-    """Return the variance of paired differences, by an analysis of variance of arms and seeds.
-
-    It covers the seeds that all arms have. Returns None with fewer than two arms or seeds.
-    """
+    """Return the variance of paired differences over common seeds; None with fewer than two."""
     if len(arms) < 2:
         return None
     seeds = sorted(set.intersection(*(set(arm) for arm in arms)))  # type: ignore[type-var]
