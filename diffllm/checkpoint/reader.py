@@ -1,8 +1,7 @@
 """Reading checkpoints without running what is in them.
 
-DCP keeps its index as a pickle and unpickles every entry that is no tensor. Here the index is
-opened only if it is the one in the manifest, may name only the plain records that DCP itself
-writes, and entries must be tensors, which DCP reads with `weights_only`.
+DCP keeps its index as a pickle. The index is opened only if it is the one in the manifest, may name
+only the records that DCP itself writes, and entries must be tensors.
 """
 
 import hashlib

@@ -59,10 +59,8 @@ class TensorWriter(FileSystemWriter):
 
 
 class Stager(DefaultStager):
-    """DCP's stager, which copies to the same memory each time.
-
-    torch 2.11 closes the inner stager after every copy, so that the next copy fails.
-    """
+    """DCP's stager, which copies to the same memory; torch 2.11 closes the inner one after every
+    copy."""
 
     def __init__(self, options: StagingOptions):
         super().__init__(options)

@@ -94,10 +94,8 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """Hash a tensor's bits to an int64 scalar, on the tensor's device.
-
-    The sum of 32-bit words times odd weights, modulo 2^64: any change of one word changes it.
-    """
+    """Hash a tensor's bits to an int64 scalar: the sum of 32-bit words times odd weights, modulo
+    2^64."""
     flat = tensor.detach().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -4,8 +4,7 @@ Shapes: M rows (a token once for each expert it goes to), R rows received, D mod
 E experts, n ranks that share them out.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
     The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The forward pass
     still takes the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
-    (M,) and counts (E,) to (M, D). The rows travel while the caller computes other things.
+    (M,) and counts (E,) to (M, D).
     """
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
@@ -69,8 +68,14 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         order = expert.argsort(stable=True)
         back = order.argsort()
         rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
-        with local_parameters(experts):
+        # `torch.func.functional_call` does the same, but would run the module's hooks once more.
+        params: dict[str, Any] = experts._parameters
+        whole = dict(params)
+        params.update({name: param.to_local() for name, param in whole.items()})
+        try:
             y = compute(rows, weights, received.sum(0))
+        finally:
+            params.update(whole)
         return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
 
     # A graph cannot hold what waits for the host.
@@ -95,18 +100,3 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (back,) = ctx.saved_tensors
         return grads[0].index_select(0, back), None, None
-
-
-@contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
-    """In this context, let the parameters of `module` be the parts that this rank computes with.
-
-    `torch.func.functional_call` does the same, but would run the module's hooks once more.
-    """
-    params: dict[str, Any] = module._parameters
-    whole = dict(params)
-    params.update({name: param.to_local() for name, param in whole.items()})
-    try:
-        yield
-    finally:
-        params.update(whole)

@@ -1,11 +1,10 @@
 """Preparation of a decoder for training from outside: checkpointed, compiled, sharded with FSDP2.
 
-Order: activation checkpointing, torch.compile, fully_shard; each wraps the former. If ranks share
-out experts, the experts are sharded first, and checkpointing wraps the compiled code.
+Order: activation checkpointing, torch.compile, fully_shard. If ranks share out experts, the experts
+are sharded first, and checkpointing wraps the compiled code.
 
-`Weights` are the float32 parameters that the optimizer updates. On several ranks FSDP2 shards them.
-On one rank FSDP2 would only cast and copy every parameter in both passes of every micro-batch, so
-`OneRank` keeps copies instead.
+`Weights` are the float32 parameters that the optimizer updates. On one rank FSDP2 would only cast
+and copy every parameter in both passes of every micro-batch, so `OneRank` keeps copies instead.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +38,7 @@ def parallelize(
 
     On several ranks FSDP2 averages gradients over all ranks in float32, except those of experts
     that ranks share out (`finish_gradients`). Parameters named in a module's `fp32_parameters` stay
-    replicated, in float32 (`average_replicated`). The computation is in `param_dtype`.
+    replicated, in float32 (`finish_gradients`). The computation is in `param_dtype`.
     """
     layers: Any = model.layers
     if compile:
@@ -154,8 +153,8 @@ class Weights:
 class OneRank(Weights):
     """Whole parameters in float32, and one copy of them in the dtype of the computation.
 
-    A copy is made once a step. The gradient of a copy is added to its parameter's, in float32 and
-    in place, as soon as the backward pass has it, and then dropped.
+    The gradient of a copy is added to its parameter's, in float32, as soon as the backward pass has
+    it.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):

@@ -1,6 +1,6 @@
 """Gradient reductions, norms and clipping that FSDP2 does not do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,15 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     The host does not wait for the device. Every rank must call this. A `clip_norm` of 0 turns
     clipping off.
     """
-    average_replicated(params.values())
+    gathered = [p.grad for p in params.values() if p.grad is not None]
+    replicated = [grad for grad in gathered if not isinstance(grad, DTensor)]
+    if replicated and dist.get_world_size() > 1:
+        packed = torch.cat([g.flatten() for g in replicated])
+        dist.all_reduce(packed)
+        packed /= dist.get_world_size()
+        parts = packed.split([g.numel() for g in replicated])
+        for grad, part in zip(replicated, parts, strict=True):
+            grad.copy_(part.view_as(grad))
     trained = {name: p for name, p in params.items() if p.grad is not None}
     grads = [local(p.grad) for p in trained.values() if p.grad is not None]
     if dist.get_world_size() > 1:
@@ -46,25 +54,11 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     return found
 
 
-def average_replicated(params: Iterable[Tensor]) -> None:
-    """Average the gradients of replicated parameters over all ranks, in one packed collective."""
-    grads = [p.grad for p in params if p.grad is not None and not isinstance(p.grad, DTensor)]
-    if not grads or dist.get_world_size() == 1:
-        return
-    packed = torch.cat([g.flatten() for g in grads])
-    dist.all_reduce(packed)
-    packed /= dist.get_world_size()
-    for grad, part in zip(grads, packed.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
-
-
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
     """Compute norms of tensors sharded as `params` are, in one collective, without a host sync.
 
-    Args:
-        params: DTensors, each over all ranks of a copy of the model, and replicated tensors.
-        tensors: parts that this rank holds, in the same order: parameters, gradients, or others.
-        mesh: the one of dense parameters.
+    `tensors` are the parts that this rank holds, in the same order; `mesh` is that of dense
+    parameters.
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]

@@ -96,12 +96,12 @@ class Agreement:
             number, save, failed = 0, False, False
             if self.work is not None:
                 self.work.wait()
-                number, save, failed = int(self.flags[0]), bool(self.flags[1]), bool(self.flags[2])
+                number, save, failed = self.flags.tolist()
             self.flags.copy_(mine)
             self.work = dist.all_reduce(
                 self.flags, dist.ReduceOp.MAX, group=self.group, async_op=True
             )
-        return Agreed(signal.Signals(number) if number else None, save, failed)
+        return Agreed(signal.Signals(number) if number else None, bool(save), bool(failed))
 
     def close(self) -> None:
         if self.work is not None:

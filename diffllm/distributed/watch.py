@@ -204,7 +204,13 @@ class Watch:
         while not self.closed.wait(BEAT_S):
             waits = self.waits
             waited = time.monotonic() - waits[1] if waits else 0.0
-            message = f"this process hangs at {self.where()}{stopped_children()}"
+            stopped = []
+            for child in multiprocessing.active_children():
+                with contextlib.suppress(OSError, IndexError):
+                    stat = Path(f"/proc/{child.pid}/stat").read_text()
+                    stopped += [str(child.pid)] * (stat.rpartition(")")[2].split()[0] in "Tt")
+            message = f"this process hangs at {self.where()}"
+            message += f" (stopped: process {', '.join(stopped)})" if stopped else ""
             asked = self.request.has_come()
             if waited > (min(self.limit, STOPPING_S) if asked else self.limit):
                 self._end(message)
@@ -291,15 +297,6 @@ class Watch:
         except Exception as problem:
             return f"; no stack traces: {problem}"
         return f"; stack traces in {self.traces}"
-
-
-def stopped_children() -> str:
-    found = []
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            found += [str(child.pid)] * (state in "Tt")
-    return f" (stopped: process {', '.join(found)})" if found else ""
 
 
 def _shortened(error: BaseException) -> str:

@@ -17,5 +17,4 @@ class AutoSetting(NamedTuple):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -72,7 +72,6 @@ class ModelConfig:
     """Tokens whose logits exist at once while the loss is computed; null: decided by the device."""
 
     def validate(self) -> None:
-        """Raise ConfigError for a shape that cannot be built."""
         check_bounds("model.", self)
         if self.match_params_to is not None and self.match_flops_to is not None:
             raise ConfigError(

@@ -4,7 +4,6 @@ Shapes: B sequences, T prompt tokens, V vocabulary.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +51,8 @@ def generate(
         if not 1 <= len(text) <= model.cfg.seq_len:
             raise ValueError(f"a prompt of {len(text)} tokens; 1 to {model.cfg.seq_len} are read")
     limits = [min(len(text) + max_new_tokens, model.cfg.seq_len) for text in texts]
-    generators = generators_for(texts, seed)
+    repeats = [texts[:row].count(text) for row, text in enumerate(texts)]
+    generators = [torch.Generator().manual_seed(seed + number) for number in repeats]
     rows = [row for row, text in enumerate(texts) if len(text) < limits[row]]
     if not rows:
         return texts
@@ -82,8 +82,7 @@ def generate(
 def read_prompts(
     model: Transformer, prompts: list[list[int]], caches: list[KVCache], device: torch.device
 ) -> Tensor:
-    """Fill empty caches with prompts of any lengths, padded at their end; return the logits of the
-    last token of each, (B, V)."""
+    """Fill empty caches with prompts, padded at their end; return their last logits, (B, V)."""
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     last = torch.tensor(lengths, device=device) - 1
@@ -93,21 +92,12 @@ def read_prompts(
     return logits
 
 
-def generators_for(prompts: list[list[int]], seed: int) -> list[torch.Generator]:
-    """Return one generator a prompt, from `seed`; a repeated prompt takes the next seed."""
-    generators, times = [], Counter[tuple[int, ...]]()
-    for prompt in prompts:
-        generators.append(torch.Generator().manual_seed(seed + times[tuple(prompt)]))
-        times[tuple(prompt)] += 1
-    return generators
-
-
 def draw_tokens(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw one token a row from logits (B, V): (B,) int64. Drawn on the CPU, so devices agree.
+    """Draw one token per row from logits (B, V), on the CPU so that devices agree: (B,) int64.
 
-    Of a model that has diverged, NaN counts as 0 and infinity as the largest number.
+    NaN counts as 0 and infinity as the largest number, as a diverged model has them.
     """
     if temperature < 1e-6:
         return logits.nan_to_num().argmax(-1)

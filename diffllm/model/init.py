@@ -1,15 +1,13 @@
 """Initial values that depend on (seed, parameter name) only.
 
-Every row block of a tensor has a generator of its own, so a rank that holds some rows draws
-only those, and draws what a single process would have drawn. A row is what the last of two or more
-dimensions runs along. Blocks are drawn on the CPU, by as many threads as torch may use.
+Every row block of a tensor has a generator of its own, so a rank draws only the rows that it holds,
+as a single process would. A row runs along the last of two or more dimensions.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +18,10 @@ from diffllm.core.errors import ConfigError
 OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
 
-T = TypeVar("T")
 LocalBlock = tuple[Tensor, tuple[int, ...], torch.Size]
 """The values of a parameter that this process holds, the index of the first of them in each
 dimension, and the full shape of the parameter."""
 Shard = Callable[[Tensor], LocalBlock]
-"""A function that finds the block of a parameter."""
 
 
 def unsharded(param: Tensor) -> LocalBlock:
@@ -38,11 +34,8 @@ class Initializer:
 
     seed: int
     names: Mapping[Tensor, str]
-    """The names of the parameters to fill."""
     shard: Shard = unsharded
-    """A function that finds the block that this process holds, for sharded models."""
     filled: set[Tensor] = field(default_factory=set)
-    """The parameters that have been filled."""
 
     def constant_(self, param: Tensor, value: float) -> None:
         self.filled.add(param)
@@ -81,20 +74,23 @@ class Initializer:
                 values = values[held[low:high] - start, column : column + width]
             target[low:high].copy_(values)
 
-        in_threads(fill, blocks.tolist())
+        inference = torch.is_inference_mode_enabled()
+
+        def fill_in_thread(block: list[int]) -> None:
+            with torch.inference_mode(inference):  # each thread has a mode of its own
+                fill(block)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill_in_thread, blocks.tolist()))
 
     def matrices_(self, std: float, out_std: float) -> None:
-        """Fill every matrix from N(0, std^2) truncated at 3 standard deviations.
-
-        Of the output projections, `wo` and `w2`, the standard deviation is `out_std`.
-        """
+        """Fill every matrix from N(0, std^2) truncated at 3 std; `wo` and `w2` with `out_std`."""
         for param, name in self.names.items():
             if param.ndim > 1:
                 is_output = not OUTPUTS.isdisjoint(name.split("."))
                 self.normal_(param, out_std if is_output else std, truncate=3)
 
     def check_all_filled(self) -> None:
-        """Raise ConfigError for a parameter without a value; only a variant's own can be."""
         for param, name in self.names.items():
             if param not in self.filled:
                 raise ConfigError(
@@ -104,7 +100,7 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the global row indices that a block of a tensor has parts of, ascending, int64.
+    """Return the global row indices of a block of a tensor, ascending, int64.
 
     The block has shape `local` and begins at index `first`; `leading` dimensions count rows.
     """
@@ -120,8 +116,8 @@ def fill_normal(
 ) -> None:
     """Fill values (n,), contiguous float32 on the CPU, from N(0, std^2).
 
-    Values beyond `truncate` standard deviations are replaced from n further ones, each by the one
-    in its place, until none is left.
+    Values beyond `truncate` standard deviations are replaced from n further ones until none is
+    left.
     """
     values.normal_(0.0, std, generator=generator)
     if truncate is None:
@@ -133,15 +129,3 @@ def fill_normal(
         others = torch.empty_like(values).normal_(0.0, std, generator=generator).numpy()
         here[missing] = others[missing]
         missing = missing[np.abs(here[missing]) > bound]
-
-
-def in_threads(work: Callable[[T], None], items: list[T]) -> None:
-    """Do `work` for every item, in `torch.get_num_threads()` threads; raise what it raises."""
-    inference = torch.is_inference_mode_enabled()
-
-    def work_on(item: T) -> None:
-        with torch.inference_mode(inference):  # each thread has a mode of its own
-            work(item)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(work_on, items))

@@ -75,10 +75,8 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), summed in float32 at least.
-
-    `total` is overwritten. Without `total`, the product may have the dtype of the inputs.
-    """
+    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), in float32; overwrites
+    `total`."""
     low = hidden.dtype != at_least_float32(hidden.dtype)
     if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself
         if total is None:
@@ -155,12 +153,8 @@ def chunked_cross_entropy(
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:
-    """Compute -log p(target) of each token, in nats: (N,) float32 at least, 0 where it is ignored.
-
-    Args:
-        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64, negative ones ignored.
-        chunk: tokens whose logits exist at once.
-    """
+    """Compute -log p(target) of each token, in nats: (N,) float32 at least, 0 where it is
+    ignored. Arguments as for `chunked_cross_entropy`."""
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         logits = h @ weight.T

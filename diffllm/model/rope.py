@@ -160,11 +160,9 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(factor * angles.sin())
 
     def forward(self, start: int, length: int) -> Rope:
-        """Return the tables of `length` positions from `start` on, each (length, 1, d)."""
         return self.cos[start : start + length], self.sin[start : start + length]
 
     def at(self, positions: Tensor) -> Rope:
-        """Return the tables of positions (B, T), each (B, T, 1, d)."""
         return self.cos[positions], self.sin[positions]
 
 

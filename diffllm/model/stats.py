@@ -1,7 +1,6 @@
 """Statistics of blocks and of probed attention maps, and the groups of parameters in metrics.
 
-Statistics are computed where the tensors are and are returned detached. The row of each statistic
-in diffllm/metrics/table.py says how values combine over micro-batches and ranks.
+The row of each statistic in diffllm/metrics/table.py says how values combine.
 
 Shapes: B batch, T tokens, N probed positions, h heads of the variant (V1 has n_heads / 2).
 """
@@ -23,14 +22,12 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
-    """Compute one block's statistics, each a float32 scalar; none unless something is shown.
+    """Compute one block's statistics, float32 scalars, from its output (B, T, D); none without
+    `aux`.
 
-    Args:
-        x: the block's output (B, T, D).
-        aux: "context" (B, T, heads, width) before wo; "v" (B, T, K, width), the values; "lambda",
-            "gate", and "router" (N, E), the shares of each token's experts, where there is one;
-            "residual", "attn_write" and "ffn_write" (B, T, D), the block's input and what is added
-            to it.
+    aux contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), "router" (N, E),
+    the shares of each token's experts, "lambda" and "gate" where the variant has them, and
+    "residual", "attn_write" and "ffn_write" (B, T, D), the block's input and what is added to it.
     """
     if aux is None:
         return {}
@@ -130,10 +127,7 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Compute the entropy of each query's distribution over the keys, in nats: (..., S) -> (...).
-
-    What a sink keeps is left out; 0 where it keeps everything.
-    """
+    """Compute the entropy over the keys without a sink, in nats: (..., S) -> (...)."""
     total = weights.sum(-1, keepdim=True)
     return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
 
@@ -162,8 +156,7 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the part of a model that a parameter counts to: one of ATTENTION_COMPONENTS or
-    OTHER_COMPONENTS, or another parameter's own name, such as `sink`."""
+    """Return the component that a parameter counts to, or a variant parameter's own name."""
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:
         renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}

@@ -120,12 +120,11 @@ class Transformer(nn.Module):
 
         Args:
             targets: (B, T) int64.
-            caches: one a layer, for decoding; tokens then follow what the caches hold.
+            caches: one per layer, for decoding; tokens then follow what the caches hold.
             diagnose: also return each layer's statistics (with targets).
             documents: the tokens' documents; attention stays inside them, positions start at 0.
+            last: (B,) or (B, K) int64, positions to return logits of: (B, V) or (B, K, V).
             probe: (N,) int64, query positions whose maps are looked at when diagnosing.
-            last: (B,) or (B, K) int64, the positions of each row whose logits alone are wanted:
-                (B, V) or (B, K, V).
             by_token: return the loss of each target instead, (B, T) float32; 0 for negative ones.
         """
         x = self.tok_embeddings(tokens)
@@ -169,7 +168,6 @@ class Transformer(nn.Module):
         return [layer.ffn for layer in self.layers if layer.routes]
 
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Call `Router.rebalance` of each layer; counts are (layers of experts, E)."""
         for mixture, layer_counts in zip(self.mixtures, counts.unbind(), strict=True):
             mixture.router.rebalance(layer_counts, skipped)
 
@@ -178,7 +176,6 @@ class Transformer(nn.Module):
         return {name: b for name, b in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
-        """Return the largest bias of an expert minus the smallest, (MoE layers,)."""
         biases = torch.stack([mixture.router.bias for mixture in self.mixtures])
         return biases.amax(1) - biases.amin(1)
 
@@ -189,7 +186,6 @@ class Transformer(nn.Module):
     def whole_sequences(
         self, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
     ) -> tuple[Rope, Mask]:
-        """Return positions and mask of sequences (B, T) from their start."""
         self.check_length(tokens.shape[1])
         mask = self.layers[0].attention.training_mask(documents, tokens, dtype)
         if documents is None:
@@ -197,7 +193,6 @@ class Transformer(nn.Module):
         return self.rope.at(documents.positions), mask
 
     def continued(self, cache: KVCache, tokens: Tensor) -> tuple[Rope, Mask]:
-        """Return positions and mask of tokens (B, T) that follow a cache's content."""
         self.check_length(cache.length + tokens.shape[1])
         if cache.lengths is None:
             return self.rope(cache.length, tokens.shape[1]), None
@@ -211,7 +206,6 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output projection (V, D), which is the embedding when tied."""
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
     def reset_parameters(self, shard: Shard = unsharded) -> None:
@@ -247,19 +241,14 @@ class Transformer(nn.Module):
         return layers + 6 * self.output_weight.numel()
 
     def kv_cache_bytes_per_token(self) -> int:
-        """Count the bytes that one position of one sequence holds in all caches, in bf16."""
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)
 
 
 def initialise(
     part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = unsharded
 ) -> None:
-    """Fill every parameter and buffer of a decoder, or of a part of one.
-
-    Args:
-        prefix: the place of the part in the decoder: its parameters' names begin with it.
-        shard: finds the block that this process holds of a parameter.
-    """
+    """Fill every parameter and buffer of a decoder, or of a part whose names begin with
+    `prefix`."""
     names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
     init = Initializer(cfg.init_seed, names, shard)
     init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
@@ -284,11 +273,9 @@ def without_storage(cfg: ModelConfig) -> Transformer:
 
 
 def build_model(cfg: Any) -> Transformer:
-    """Build an initialised decoder in float32 on the current default device; raises ConfigError if
-    the attention backend cannot run there.
+    """Build an initialised decoder in float32 on the current default device.
 
-    Args:
-        cfg: a ModelConfig or a TrainConfig.
+    `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError if its attention cannot run there.
     """
     cfg = getattr(cfg, "model", cfg)
     if not isinstance(cfg, ModelConfig):
@@ -314,27 +301,17 @@ def write_factors(
 
     With them, the RMS over tokens and channels of what attention adds to the residual stream is, in
     every layer, that of a decoder that differs in `baseline` alone. Both decoders are made a layer
-    at a time, in float32, with the initial values that they have by seed and name; a layer reads
-    what the layers before it wrote with their factors.
-
-    Args:
-        tokens: (B, T) int64, on the device to compute on.
-        documents: the tokens' documents, where attention stays inside them.
-
-    Raises:
-        ConfigError: an attention that writes nothing, or not a number.
+    at a time, in float32. `tokens` are (B, T) int64. Raises ConfigError for an attention that
+    writes nothing, or not a number.
     """
     device = tokens.device
     own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
     other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
 
-    rope = build_part(
-        partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope), "rope.", cfg, device
-    )
-    embed = build_part(
-        partial(nn.Embedding, cfg.vocab_size, cfg.dim), "tok_embeddings.", cfg, device
-    )
-    x = reference = embed(tokens)
+    table = partial(RotaryEmbedding, cfg.head_dim, cfg.seq_len, cfg.rope)
+    rope = build_part(table, "rope.", cfg, device)
+    embedding = partial(nn.Embedding, cfg.vocab_size, cfg.dim)
+    x = reference = build_part(embedding, "tok_embeddings.", cfg, device)(tokens)
     positions = rope(0, tokens.shape[1]) if documents is None else rope.at(documents.positions)
     factors = []
     for i in range(cfg.n_layers):

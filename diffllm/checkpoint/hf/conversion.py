@@ -1,10 +1,8 @@
 """A decoder of softmax attention as one of DIFF V2, and back, that computes the same function.
 
-To DIFF V2: each query head becomes a pair of equal ones, lambda is sigmoid(0) = 1/2, so a pair's
-context is half of the head's, and `wo` is doubled. All of it is exact in floating point.
-
-To softmax attention: both heads of a pair stay, and `wo` reads the second by -lambda, which has to
-be a constant of the head.
+To DIFF V2: each query head becomes a pair of equal ones, lambda is sigmoid(0) = 1/2, and `wo` is
+doubled; exact in floating point. To softmax attention: both heads of a pair stay, and `wo` reads
+the second by -lambda, which must be a constant of the head.
 """
 
 import hashlib
@@ -30,14 +28,9 @@ def converted(
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
     """Return the shape of the converted decoder, and its parameters made of the given one's.
 
-    Raises ConfigError for attention that cannot be converted. Making `wo` raises it for a lambda
-    that differs by token.
-
-    Args:
-        target: "diff_v2" or "standard".
-        perturb: standard deviation of noise on the second query of each pair, over the root mean
-            square of the layer's query weights.
-        seed: seed of the noise, with the parameter's name.
+    `target` is "diff_v2" or "standard", `perturb` the standard deviation of noise on the second
+    query of each pair, over the RMS of the layer's query weights. Raises ConfigError for attention
+    that cannot be converted.
     """
     if target not in TARGETS:
         raise ConfigError(f"attention={target} must be one of {', '.join(TARGETS)}")

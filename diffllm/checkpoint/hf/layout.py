@@ -1,7 +1,6 @@
 """Layouts of a decoder's parameters for other libraries: Llama and its relatives, and our own.
 
-A layout names the tensors of both sides, and maps each tensor to those of the other side. Most
-are the same tensor under another name.
+A layout maps each tensor to those of the other side; most only have another name.
 
 Shapes: H query heads, K kv heads, d head_dim, D model width, E experts, F their width.
 """
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,29 +61,20 @@ NAMES = {
 }
 """Beginnings of names here, and in Llama and all that follow it."""
 PARTS = {
-    ".attention_norm.": ".input_layernorm.",
-    ".ffn_norm.": ".post_attention_layernorm.",
-    ".attention.wq.": ".self_attn.q_proj.",
-    ".attention.wk.": ".self_attn.k_proj.",
-    ".attention.wv.": ".self_attn.v_proj.",
-    ".attention.wo.": ".self_attn.o_proj.",
-    ".attention.q_norm.": ".self_attn.q_norm.",
-    ".attention.k_norm.": ".self_attn.k_norm.",
-    ".ffn.w1.": ".mlp.gate_proj.",
-    ".ffn.w2.": ".mlp.down_proj.",
-    ".ffn.w3.": ".mlp.up_proj.",
-}
+    ".attention_norm.": ".input_layernorm.", ".ffn_norm.": ".post_attention_layernorm.",
+    ".attention.": ".self_attn.", ".ffn.": ".mlp.",
+    ".wq.": ".q_proj.", ".wk.": ".k_proj.", ".wv.": ".v_proj.", ".wo.": ".o_proj.",
+    ".w_lambda.": ".lambda_proj.", ".w_gate.": ".gate_proj.",
+    ".w1": ".gate_proj", ".w2": ".down_proj", ".w3": ".up_proj",
+}  # fmt: skip
 
 
-def name_there(name: str, parts: Mapping[str, str]) -> str:
+def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the name that Llama's relatives have for a parameter of ours, with further `parts`."""
-    for own, other in NAMES.items():
-        if name.startswith(own):
-            name = other + name.removeprefix(own)
-            break
-    for own, other in {**PARTS, **parts}.items():
-        if own in name:
-            return name.replace(own, other)
+    start = next((own for own in NAMES if name.startswith(own)), "")
+    name = NAMES.get(start, "") + name.removeprefix(start)
+    for own, other in {**parts, **PARTS}.items():
+        name = name.replace(own, other)
     return name
 
 
@@ -91,16 +82,19 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def renamed(pairs: Sequence[tuple[str, str]]) -> tuple[list[Mapped], list[Mapped]]:
-    """Map tensors that have other names alone: (ours, theirs) of each."""
+def renamed(
+    names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[Mapped], list[Mapped]]:
+    """Map tensors that have other names alone: those there, and ours."""
+    there = {name: name_there(name, parts) for name in names}
     return (
-        [Mapped(theirs, (ours,), same) for ours, theirs in pairs],
-        [Mapped(ours, (theirs,), same) for ours, theirs in pairs],
+        [Mapped(theirs, (ours,), same) for ours, theirs in there.items()],
+        [Mapped(ours, (theirs,), same) for ours, theirs in there.items()],
     )
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
-    """Return what Llama's relatives call the shape of a decoder, but for its query heads."""
+    """Return the shape of a decoder in the keys of Llama's relatives, without query heads."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -145,19 +139,6 @@ def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 ARCHITECTURE = "DiffLLMForCausalLM"
-OWN_PARTS = {
-    ".attention.w_lambda.": ".self_attn.lambda_proj.",
-    ".attention.w_gate.": ".self_attn.gate_proj.",
-    ".ffn.router.": ".mlp.router.",
-    ".ffn.experts.w1": ".mlp.experts.gate_proj",
-    ".ffn.experts.w2": ".mlp.experts.down_proj",
-    ".ffn.experts.w3": ".mlp.experts.up_proj",
-    ".ffn.shared.w1.": ".mlp.shared.gate_proj.",
-    ".ffn.shared.w2.": ".mlp.shared.down_proj.",
-    ".ffn.shared.w3.": ".mlp.shared.up_proj.",
-    ".attention.": ".self_attn.",
-}
-"""Parts of names here, and in the modelling file, beside those of Llama."""
 VARIANTS: dict[str, type[AttentionConfig]] = {
     "standard": StandardConfig, "gated": GatedConfig,
     "diff_v1": DiffV1Config, "diff_v2": DiffV2Config,
@@ -174,7 +155,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
         return None
     decoder = without_storage(model)
     names = [*dict(decoder.named_parameters()), *decoder.router_state()]
-    exported, imported = renamed([(name, name_there(name, OWN_PARTS)) for name in names])
+    exported, imported = renamed(names)
     members = 2 if variant == "diff_v1" else 1  # of a key of the kernel's
     attention = model.attention
     if isinstance(attention, StandardConfig) and attention.sink is Sink.one:
@@ -207,7 +188,7 @@ def llama_layout(model: ModelConfig) -> Layout | None:
     """Lay out a dense softmax decoder as Llama, or as Qwen3 if it normalises q and k; else None."""
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
-    exported, imported = renamed([(name, name_there(name, {})) for name in parameter_names(model)])
+    exported, imported = renamed(parameter_names(model))
     config = {**shape_config(model), **older_rope(model.rope), **softmax_config(model)}
     if model.qk_norm:
         return Layout("Qwen3ForCausalLM", {"model_type": "qwen3", **config}, exported, imported)
@@ -216,8 +197,8 @@ def llama_layout(model: ModelConfig) -> Layout | None:
 
 
 def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
-    """Lay out a mixture of experts as Qwen3Moe; None where it does not fit its rules: softmax
-    scores without a bias, no shared experts, queries and keys normalised."""
+    """Lay out a mixture as Qwen3Moe: softmax scores, no bias, no shared experts, QK norm; else
+    None."""
     moe = model.moe
     fits = (
         moe.n_experts and moe.score is Score.softmax and not moe.n_shared
@@ -226,17 +207,15 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     )  # fmt: skip
     if not fits:
         return None
-    plain = [name for name in parameter_names(model) if ".ffn.experts." not in name]
-    router = {".ffn.router.": ".mlp.gate."}
-    exported, imported = renamed([(name, name_there(name, router)) for name in plain])
-    for layer in range(moe.n_dense_layers, model.n_layers):
-        there = f"model.layers.{layer}.mlp.experts"
-        for own, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-            name = f"layers.{layer}.ffn.experts.{own}"
-            each = [f"{there}.{e}.{other}.weight" for e in range(moe.n_experts)]
-            for e, theirs in enumerate(each):
-                exported.append(Mapped(theirs, (name,), lambda stack, e=e: stack[e].contiguous()))
-            imported.append(Mapped(name, tuple(each), lambda *matrices: torch.stack(matrices)))
+    names = parameter_names(model)
+    plain = [name for name in names if ".experts." not in name]
+    exported, imported = renamed(plain, {".router.": ".gate."})
+    for name in (name for name in names if ".experts." in name):
+        stem, _, other = name_there(name).rpartition(".")
+        each = [f"{stem}.{e}.{other}.weight" for e in range(moe.n_experts)]
+        for e, theirs in enumerate(each):
+            exported.append(Mapped(theirs, (name,), lambda stack, e=e: stack[e].contiguous()))
+        imported.append(Mapped(name, tuple(each), lambda *matrices: torch.stack(matrices)))
     config = {
         "model_type": "qwen3_moe",
         **shape_config(model),
@@ -268,7 +247,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     exported: list[Mapped] = []
     imported: list[Mapped] = []
     for name in parameter_names(model):
-        there = name_there(name, {".attention.lambda_": ".self_attn.lambda_"})
+        there = name_there(name)
         if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
             reorder = partial(reordered, heads=(-1, 2, model.head_dim))
             back = partial(reordered, heads=(2, -1, model.head_dim))
@@ -295,8 +274,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
-    """Whether attention is softmax attention without a sink or a factor, in heads that Llama's
-    config takes."""
+    """Whether attention is plain softmax attention in heads that Llama's config takes."""
     attention = model.attention
     return (
         type(attention) is StandardConfig
@@ -326,8 +304,8 @@ def parameter_names(model: ModelConfig) -> list[str]:
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder rows (heads * d, D): heads (-1, 2, d) puts the first members of pairs first, and
-    heads (2, -1, d) puts them back."""
+    """Reorder rows (heads * d, D): heads (-1, 2, d) puts first members first, (2, -1, d) undoes
+    it."""
     return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
 
 
@@ -337,10 +315,7 @@ def folded(wo: Tensor, norm: Tensor) -> Tensor:
 
 
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Choose the layout of a class in transformers if one fits, else that of our modelling file.
-
-    Raises ConfigError for a plugin's variant, which no modelling file has.
-    """
+    """Choose the layout of a class in transformers if one fits, else that of our modelling file."""
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:
         if found := layout(model):

@@ -1,9 +1,8 @@
 """A directory of transformers, read as the parameters of a decoder of ours.
 
-config.json gives the shape of a decoder: Llama, Qwen3, Qwen3Moe, DiffLlama, or that of our own
-modelling file. A missing or null setting has the default of transformers. A setting that our
-decoders do not have is refused. Errors are ValueErrors whose text follows the name of the file.
-Nothing in the directory is run: no modelling file, no pickle.
+config.json gives its shape: Llama, Qwen3, Qwen3Moe, DiffLlama, or our own modelling file. Unknown
+settings are refused; errors are ValueErrors whose text follows the name of the file. Nothing in the
+directory is run: no modelling file, no pickle.
 """
 
 import math
@@ -71,10 +70,9 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 class Config(dict[str, Any]):
-    """Settings of a config.json or of an object inside it.
+    """Settings of a config.json, with their types in KINDS; null settings are missing.
 
-    Every setting in KINDS has its type. Null settings are missing, and `config[key]` raises
-    ValueError for a missing setting.
+    `config[key]` raises ValueError for a missing setting.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -209,21 +207,19 @@ def rope_of(config: Config) -> RopeConfig:
     rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
     if said.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("rotates a part of each head's channels, which is not computed here")
-    if kind == "default":
-        return rope
-    rope.factor = said["factor"]
-    if kind == "linear":
-        return rope
-    longest = config.get("max_position_embeddings", 2048)
-    rope.original_seq_len = said.get("original_max_position_embeddings", longest)
+    if kind != "default":
+        rope.factor = said["factor"]
+    if kind in ("llama3", "yarn"):
+        longest = config.get("max_position_embeddings", 2048)
+        rope.original_seq_len = said.get("original_max_position_embeddings", longest)
     if kind == "llama3":
         rope.low_freq_factor = said["low_freq_factor"]
         rope.high_freq_factor = said["high_freq_factor"]
-        return rope
-    rope.beta_slow = said.get("beta_slow", 1.0)
-    rope.beta_fast = said.get("beta_fast", 32.0)
-    if (factor := said.get("attention_factor")) != attention_factor(rope):
-        rope.attention_factor = factor
+    if kind == "yarn":
+        rope.beta_slow = said.get("beta_slow", 1.0)
+        rope.beta_fast = said.get("beta_fast", 32.0)
+        if (factor := said.get("attention_factor")) != attention_factor(rope):
+            rope.attention_factor = factor
     return rope
 
 

@@ -94,10 +94,8 @@ class AttentionConfig:
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ) -> None:
-        """Make the kernel ready before anything is built; raises ConfigError if it cannot run.
-
-        Arguments as for `choices`; `dtype` where it is known already.
-        """
+        """Make the kernel ready; raises ConfigError if it cannot run. Arguments as for
+        `choices`."""
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
 
@@ -120,9 +118,9 @@ class KVCache:
         """Positions in use by each row, (B,) int64; None where all rows are equally long."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, T, heads, width); return all so far, (B, S, heads, width) each.
+        """Add k and v (B, T, heads, width), T = 1 if rows differ in length; return all so far.
 
-        Where rows differ in length, T must be 1.
+        Both are (B, S, heads, width).
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:

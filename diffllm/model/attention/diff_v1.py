@@ -119,11 +119,6 @@ class DiffV1Config(AttentionConfig):
         return replace(self, values=values_layout(self.values, model.head_dim, device).value)
 
 
-def lambda_init_at(layer_idx: int) -> float:
-    """Return 0.8 - 0.6 exp(-0.3 l) for layer l, counted from 0 (section 2.1)."""
-    return 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
-
-
 class DiffV1Attention(Attention):
     """context = nn.RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
 
@@ -202,8 +197,9 @@ class DiffV1Attention(Attention):
     def reset_parameters(self, init: Initializer) -> None:
         for name in self.fp32_parameters:
             init.normal_(getattr(self, name), 0.1)
+        by_layer = 0.8 - 0.6 * math.exp(-0.3 * self.layer_idx)  # section 2.1, layers from 0
         constant = self.cfg.lambda_init
-        self.lambda_init.fill_(lambda_init_at(self.layer_idx) if constant is None else constant)
+        self.lambda_init.fill_(by_layer if constant is None else constant)
 
 
 def clamped(weights: Tensor) -> Tensor:

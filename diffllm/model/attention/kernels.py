@@ -1,7 +1,5 @@
 """The attention kernel that trains on a device, the form of its mask, and its package.
 
-`ops.attend` calls the kernel.
-
 `dtype` is that of queries and keys, `width` the largest of queries, keys and values, `documents`
 whether queries see their own document only.
 """
@@ -76,7 +74,7 @@ def training_kernel(
 ) -> AutoSetting:
     """Choose the `Kernel` that attends in a training forward pass.
 
-    With `explicit_mask`, a boolean tensor masks documents, because no kernel knows the map.
+    With `explicit_mask`, a boolean tensor masks documents.
     """
     if backend is Backend.reference:
         return AutoSetting(Kernel.explicit, ASKED)
@@ -103,7 +101,6 @@ def training_kernel(
 
 
 def document_kernel(device: torch.device, width: int) -> AutoSetting:
-    """Choose the kernel for masked documents in half precision on a GPU."""
     if capability(device)[0] not in HOPPER_OR_BLACKWELL:
         return AutoSetting(Kernel.varlen, "documents")
     if not (fault := flash_4_fault(device, width)):
@@ -201,7 +198,6 @@ def installed(module: str) -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return CUDA's compute capability of `device`; zeros where there is no CUDA."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return (0, 0)
     return torch.cuda.get_device_capability(device)
@@ -227,8 +223,7 @@ def activate_flash_4() -> None:
 
 
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
-    """Make small calls of the flash-attn package, forward and backward, also with masked
-    `documents`; raises any exception if the package is built for another torch or GPU."""
+    """Make small calls of the flash-attn package, which raise if it was built for another GPU."""
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
     if documents:

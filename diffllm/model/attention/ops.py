@@ -60,7 +60,6 @@ class Documents(NamedTuple):
         return cls(positions, ids, boundaries)
 
     def to(self, device: torch.device) -> "Documents":
-        """Copy to another device, without a wait on the host."""
         return Documents(*(moved(part, device) for part in self))
 
     def mask(self) -> Tensor:
@@ -164,12 +163,10 @@ def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tens
 
 
 def in_float32(dtype: torch.dtype, width: int) -> bool:
-    """Whether the fused CPU kernel gets heads of this dtype and width in float32."""
     return dtype == torch.bfloat16 and (SLOW_BF16 or width <= NARROW)
 
 
 def flash_takes(dtype: torch.dtype, width: int) -> bool:
-    """Whether FlashAttention kernels know this dtype and this width of heads."""
     return dtype in HALF and width <= WIDEST
 
 
@@ -222,7 +219,6 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 def sdpa_is_flash_4() -> bool:
-    """Whether torch's flash kernels are those of flash-attn-4; see `kernels.activate_flash_4`."""
     return torch.nn.attention.current_flash_attention_impl() == FLASH_4
 
 
@@ -277,7 +273,6 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tens
 
 @functools.cache
 def compiled_flex() -> Callable[..., Tensor]:
-    """Return the compiled FlexAttention that all uncompiled layers share."""
     return torch.compile(flex_attention, dynamic=False)
 
 

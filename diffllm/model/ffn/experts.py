@@ -39,13 +39,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert: (M, D) as x.
 
-        The weight is applied before w2: that is the same, and needs no output kept for its
+        x (M, D) and weights (M,) are sorted by expert; counts (E,) int64 are the rows of each
+        expert. The weight is applied before w2: that is the same, and keeps no output for its
         gradient.
-
-        Args:
-            x: (M, D), sorted by expert.
-            weights: (M,) float, one a row.
-            counts: (E,) int64, rows of each expert; they sum to M.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
@@ -65,17 +61,10 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
 
 
-# What the device decides
-
-
 def grouped_product(
     device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
 ) -> AutoSetting:
-    """Whether one product takes all experts: `GROUPED` or `LOOPED`.
-
-    Args:
-        widths: those of the rows that go in and come out; both have to be aligned.
-    """
+    """Choose `GROUPED`, one product for all experts, or `LOOPED`; `widths` of rows in and out."""
     if device.type not in ("cpu", "cuda"):
         return AutoSetting(LOOPED, f"torch groups none on {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -94,16 +83,12 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Whether a weight's gradient may be uninitialised for an expert without rows: Blackwell's
-    kernel leaves it; Hopper's and torch's loop write zeros."""
+    """Whether an expert without rows may get an uninitialised gradient, as on Blackwell."""
     return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Return the mean rows of an expert from which gate and up are one product; None if never.
-
-    One product saves the sum of two gradients (M, D), but copies weights that are not adjacent.
-    """
+    """Return the mean rows of an expert from which gate and up are one product; None if never."""
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
         return AutoSetting(None, "joined in bf16 on CUDA only")
@@ -114,12 +99,8 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
     return AutoSetting(JOIN_FROM * width, "their weights lie apart")
 
 
-# Weights that lie side by side
-
-
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Whether w1 and w3 have the strides of the halves [:, :F] and [:, F:] of one (E, 2 F, D), as
-    far as a compiler can know without addresses."""
+    """Whether w1 and w3 have the strides of the halves [:, :F] and [:, F:] of one (E, 2 F, D)."""
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 
@@ -171,7 +152,6 @@ def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Split rows by expert; waits for the device, because it reads `ends` on the host."""
     return rows.tensor_split(ends.tolist()[:-1])
 
 
@@ -186,10 +166,6 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(ends), grad.shape[1], x.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:-1])
-
-
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Give each weight a product of its own: halves of one gradient would be copied to be added."""
     x, weight, beside, ends = ctx.saved_tensors
@@ -200,4 +176,6 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, *grads, None, None
 
 
-expert_linear.register_autograd(linear_backward, setup_context=_keep)
+expert_linear.register_autograd(
+    linear_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:-1])
+)

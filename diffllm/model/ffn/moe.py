@@ -64,11 +64,7 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Compute the output (B, T, D) of x (B, T, D), and the counts and losses of its routing.
-
-        Args:
-            aux: takes "router", the shares (N, E) of each token's experts.
-        """
+        """Compute the output (B, T, D) of x (B, T, D), and the counts and losses of its routing."""
         rows = x.flatten(0, 1)
         routing = self.router(rows)
         if aux is not None:
@@ -117,7 +113,8 @@ class MoE(nn.Module):
         return (self.cfg.n_experts - self.cfg.top_k) * each
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs a token: 2 forward and 4 backward for every weight that it uses."""
+        """Count training FLOPs per token: 2 forward and 4 backward for every weight that it
+        uses."""
         return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
 
 

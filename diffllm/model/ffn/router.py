@@ -66,7 +66,6 @@ class MoEConfig:
     """Weight of mean(logsumexp(router logits)^2) of a layer (ST-MoE, arXiv 2202.08906)."""
 
     def validate(self, n_layers: int) -> None:
-        """Raise ConfigError for a mixture that cannot be built."""
         if self.n_experts == 0:
             return
         if self.top_k > self.n_experts:
@@ -138,8 +137,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Update bias and load from the tokens of the global batch that each expert got, (E,)
-        int64, unless the scalar `skipped` is 1.0."""
+        """Update bias and load from the experts' tokens (E,) int64, unless `skipped` is 1.0."""
         missing = counts.sum() - len(counts) * counts  # integers: none at exactly the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
         load = counts * (len(counts) / counts.sum())
@@ -196,10 +194,9 @@ def global_balance(shares: Tensor, load: Tensor) -> Tensor:
 class SplitProduct(torch.autograd.Function):
     """The product of x (N, D) in bf16 and the transpose of a float32 weight (E, D): (N, E) float32.
 
-    It runs on bf16 units without losing precision: three bf16 numbers of 8 significant bits hold a
-    float32 of 24, and the product of two bf16 numbers is exact in float32. So only the float32 sums
-    round, as they do in a float32 product. The gradient of the weight is as exact; that of x is one
-    product of bf16 numbers.
+    Three bf16 numbers of 8 significant bits hold a float32 of 24, and the product of two bf16
+    numbers is exact in float32: only the float32 sums round. The gradient of the weight is as
+    exact; that of x is one product of bf16 numbers.
     """
 
     @staticmethod
@@ -218,10 +215,8 @@ class SplitProduct(torch.autograd.Function):
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Split a float32 tensor into three bf16 tensors whose sum it is, exactly.
-
-    Exact for values of 2^-100 or more, and 0: the parts of smaller ones may be flushed to zero.
-    """
+    """Split a float32 tensor into three bf16 tensors of the same sum; exact from 2^-100, and for
+    0."""
     parts = []
     for _ in range(PARTS):
         # Masks bits, because compilers drop a rounding to bf16 that goes back to float32 at once.
@@ -232,5 +227,4 @@ def split(x: Tensor) -> list[Tensor]:
 
 
 def float32_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two bf16 matrices in float32; CUDA only, and without a derivative."""
     return torch.mm(a, b, out_dtype=torch.float32)
