@@ -43,7 +43,6 @@ class Training:
     tokens: int
     """Tokens of the global batch, ignored targets included."""
     compiled: bool
-    """Whether blocks and loss are compiled."""
     documents: Callable[[Tensor], Documents] | None = None
     """Finds the documents of a CPU batch (b, T) and moves their boundaries to the device; None if
     documents are not masked."""
@@ -56,12 +55,10 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint holds as tensors, by flat name."""
+        model = {**self.params, **self.model.router_state()}
         optim = optimizer_tensors(self.optimizer, self.params)
-        return {
-            **{f"model.{name}": param.detach() for name, param in self.params.items()},
-            **{f"model.{name}": buffer for name, buffer in self.model.router_state().items()},
-            **{f"optim.{name}": value for name, value in optim.items()},
-        }
+        tensors = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
+        return tensors | {f"optim.{name}": value for name, value in optim.items()}
 
 
 class ShardedModel(NamedTuple):
@@ -70,7 +67,6 @@ class ShardedModel(NamedTuple):
     model: Transformer
     meshes: Meshes
     choices: dict[str, AutoSetting]
-    """The choices of precision and compilation."""
 
 
 def build(
@@ -84,7 +80,6 @@ def build(
 
     Args:
         document_end: the token that ends a document; None: documents are not masked.
-        ignores_targets: whether some targets may be negative, which losses ignore.
         compile: whether to compile; chosen as for a short run by default.
     """
     sharded = sharded_model(cfg, device, compile=compile)
@@ -102,16 +97,13 @@ def sharded_model(
 ) -> ShardedModel:
     """Make the model on the meta device, wrapped for training on `device`; needs a process group.
 
-    Args:
-        splits: returns the number of rows that experts get from other ranks.
-        compile: whether to compile; chosen as for a short run by default.
+    `splits` returns the number of rows that experts get from other ranks.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
     meshes = build_meshes(cfg.parallel, device.type, dist.get_world_size())
-    model = without_storage(cfg.model)
-    checkpointing = cfg.activation_checkpointing
-    parallelize(model, meshes, precision.value, compile.value, checkpointing, splits)
+    model, again = without_storage(cfg.model), cfg.activation_checkpointing
+    parallelize(model, meshes, precision.value, compile.value, again, splits)
     return ShardedModel(model, meshes, {"precision": precision, "compile": compile})
 
 
@@ -156,7 +148,6 @@ def allocated(
 
 
 def masked_documents(end: int, device: torch.device, inputs: Tensor) -> Documents:
-    """Find the documents of a CPU batch (b, T), which end with the token `end`, on `device`."""
     return Documents.of(inputs, end).to(device)
 
 
@@ -188,7 +179,6 @@ def chosen_compile(
     """Choose whether to compile; by default on GPUs, and on CPUs for long runs.
 
     Args:
-        compile: the config's value; None leaves it open.
         flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
         kept: the choice in the checkpoint that the run resumes, which a CPU keeps.
     """
@@ -197,8 +187,8 @@ def chosen_compile(
     if device.type == "cuda":
         return AutoSetting(True, "a GPU runs long enough")
     if kept is None and flops < WORTH_COMPILING:
-        needed = f"{WORTH_COMPILING:.0e} training FLOPs per rank"
-        return AutoSetting(False, f"short run: {flops:.0e}, compiling needs {needed}")
+        reason = f"{flops:.0e}, compiling needs {WORTH_COMPILING:.0e} training FLOPs per rank"
+        return AutoSetting(False, f"short run: {reason}")
     if kept is False:
         return AutoSetting(False, KEPT)
     if fault := compiler_fault():
@@ -207,10 +197,7 @@ def chosen_compile(
 
 
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
-    """Decide on all ranks alike whether the run compiles. Every rank must call this.
-
-    All variants of one shape get the same choice, even if their FLOPs differ.
-    """
+    """Decide whether to compile, alike for all variants of a shape. Every rank must call this."""
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about
     flops = 6 * tokens * weights / dist.get_world_size()
@@ -234,15 +221,12 @@ def compiler_fault() -> str:
 
 def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
     """Return settings as JSON: {"value": ..., "reason": ...} by name."""
-    return {
-        name: {"value": json_value(value), "reason": reason}
-        for name, (value, reason) in choices.items()
-    }
-
-
-def json_value(value: Any) -> Any:
-    """Return a setting's value as JSON; dtypes and enum members become text."""
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    value = value.value if isinstance(value, Enum) else value
-    return value if isinstance(value, (bool, int)) else str(value)
+    found = {}
+    for name, (value, reason) in choices.items():
+        if isinstance(value, torch.dtype):
+            value = dtype_name(value)
+        elif isinstance(value, Enum):
+            value = value.value
+        kept = isinstance(value, (bool, int))
+        found[name] = {"value": value if kept else str(value), "reason": reason}
+    return found

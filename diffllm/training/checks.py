@@ -1,24 +1,20 @@
-"""Conditions of a start: equal configs and tokens on all ranks, data, tokenizer and weights that
-fit the model, and a learning rate that changes smoothly."""
+"""Conditions of a start: data, tokenizer and weights that fit the model."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in, origin_of
-from diffllm.config.schema import Changes, is_allowed
+from diffllm.config.schema import is_allowed
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
 from diffllm.data.heldout import predicts_something
 from diffllm.data.mixture import Prepared
-from diffllm.data.shards import Manifest
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
-from diffllm.optim import Schedule, learning_rate
 from diffllm.training.measure import heldout_samples
 
 
@@ -35,7 +31,7 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 
 
 def check_tokenizer_size(cfg: TrainConfig) -> None:
-    """Raise DataError if data.tokenizer is no tokenizer or has more pieces than the model."""
+    """Raise DataError if data.tokenizer has more pieces than the model or is no tokenizer."""
     if cfg.data.tokenizer is None:
         return
     pieces = Tokenizer.from_file(cfg.data.tokenizer).vocab_size
@@ -54,9 +50,16 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
             f"the corpus has tokens of {pieces:,} pieces, more than "
             f"model.vocab_size={cfg.model.vocab_size}"
         )
-    check_lengths(cfg, data.manifest)
-    for name, source in data.sources.items():
-        check_lengths(cfg, source.manifest, f" of {name}")
+    for source, part in {"": data, **data.sources}.items():
+        for name, split in part.manifest.splits.items():
+            if split.tokens < cfg.seq_len + 1:
+                whose = f" of {source}" * bool(source)
+                more = ", a larger data.heldout_fraction" * (name == "heldout")
+                raise DataError(
+                    f"the {name} split{whose} has {split.tokens} tokens, fewer than one sequence "
+                    f"needs (seq_len + 1 = {cfg.seq_len + 1}); use more text{more} or a smaller "
+                    "seq_len"
+                )
     for name, part, sequences in heldout_samples(cfg, data):
         eos_id = part.manifest.eos_id if cfg.data.whole_documents else None
         if not predicts_something(part.split("heldout"), cfg.seq_len, sequences, eos_id):
@@ -65,17 +68,6 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
                 f"{cfg.seq_len} tokens, has only context and nothing to predict, so there is no "
                 "eval/loss; use a larger eval.sequences, or hold out more text with "
                 "data.heldout_fraction"
-            )
-
-
-def check_lengths(cfg: TrainConfig, manifest: Manifest, whose: str = "") -> None:
-    """Raise DataError if a split is too short for one sequence; `whose` names its source."""
-    for name, split in manifest.splits.items():
-        if split.tokens < cfg.seq_len + 1:
-            more = ", a larger data.heldout_fraction" * (name == "heldout")
-            raise DataError(
-                f"the {name} split{whose} has {split.tokens} tokens, fewer than one sequence needs "
-                f"(seq_len + 1 = {cfg.seq_len + 1}); use more text{more} or a smaller seq_len"
             )
 
 
@@ -91,38 +83,20 @@ def check_named(cfg: TrainConfig) -> None:
         )
 
 
-def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
-    """Describe how changed keys move the learning rate after `step` steps; None if they do not."""
-    former = {key: before for key, (before, _) in changes.items() if key.startswith("optim.")}
-    former = {key.removeprefix("optim."): before for key, before in former.items()}
-    if "schedule" in former:
-        former["schedule"] = Schedule[former["schedule"]]
-    steps, _ = changes.get("steps", (cfg.steps, None))
-    was = learning_rate(replace(cfg.optim, **former), min(step, steps - 1), steps)
-    now = learning_rate(cfg.optim, step, cfg.steps)
-    if step in (0, cfg.steps) or abs(now - was) <= 0.05 * was:
-        return None
-    return (
-        f"the learning rate goes from {was:.2g} to {now:.2g} at step {step + 1}: its schedule is "
-        f"laid over all {cfg.steps} steps anew"
-    )
-
-
 def weights_of(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint or Hugging Face directory to start from, after checking its model;
-    None unless `resume` asks for weights.
+    """Return the checkpoint or Hugging Face directory to start from; None without `weights:`.
 
     Raises ConfigError or CheckpointError for weights that do not fit the model.
     """
     path = named_in(cfg.resume)
     if path is None:
         return None
-    origin = origin_of(path)
     if cfg.model.init_match is not InitMatch.none:
         raise ConfigError(
             f"model.init_match={cfg.model.init_match.name} scales initial values, which "
             f"resume={cfg.resume} replaces"
         )
+    origin = origin_of(path)
     there, here = type(origin.model.attention), type(cfg.model.attention)
     if there is not here:
         own = cfg.run.choices["attention"]
@@ -130,22 +104,21 @@ def weights_of(cfg: TrainConfig) -> Path | None:
         raise ConfigError(f"{path} has attention={origin.attention}, and the run {own}{hint}")
     checkpoint = origin.checkpoint()
     if checkpoint:
-        shapes = read_state(checkpoint)["parameters"]
+        state = read_state(checkpoint)
     else:
         params = without_storage(origin.model).named_parameters()
-        shapes = {name: list(param.shape) for name, param in params}
-    params = without_storage(cfg.model).named_parameters()
-    check_parameters(checkpoint or path, {"parameters": shapes}, dict(params))
-    return checkpoint or path
+        state = {"parameters": {name: list(param.shape) for name, param in params}}
+    place = checkpoint or path
+    check_parameters(place, state, dict(without_storage(cfg.model).named_parameters()))
+    return place
 
 
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     """Raise ConfigError if the data is of another tokenizer than the weights, unless
     run.allow_changes contains `tokenizer`."""
-    of_weights = Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash
-    if of_weights != data.manifest.pieces_hash and not is_allowed(
-        "tokenizer", cfg.run.allow_changes
-    ):
+    if is_allowed("tokenizer", cfg.run.allow_changes):
+        return
+    if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
         raise ConfigError(
             f"the data is of another tokenizer than {path}, so its ids mean other pieces; "

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,7 @@ class RunDirectory:
         return list_checkpoints(self.path / "checkpoints")
 
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
-        """Begin the run, or resume it after `step`: note changes, write config.yaml and the
-        tokenizer, delete incomplete checkpoints. Raises CheckpointError for a file that cannot be
-        written.
-
-        Args:
-            changes: changes of the data order; config changes are already in `self.changes`.
-        """
+        """Begin the run, or resume it after `step`; `changes` are those of the data order."""
         self.changes |= changes or {}
         if self.changes:  # before config.yaml: its old values are lost then
             lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
@@ -114,9 +109,8 @@ class RunDirectory:
             files = tokenizer_files(tokenizer)
             for name, content in files.items():
                 write_atomic(self.path / name, content)
-            for name in TOKENIZER_FILES:
-                if name not in files:
-                    (self.path / name).unlink(missing_ok=True)
+            for name in {*TOKENIZER_FILES} - files.keys():
+                (self.path / name).unlink(missing_ok=True)
         for leftover in list_incomplete(self.path / "checkpoints"):
             remove(leftover)
 
@@ -130,23 +124,17 @@ class RunDirectory:
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
         """Write run.json for the latest start; a resumed run keeps `FOR_GOOD`."""
-        file, kept = self.path / "run.json", {}
-        if continues:
-            before = read_record(file) or {}
-            kept = {key: before[key] for key in FOR_GOOD if key in before}
+        file = self.path / "run.json"
+        before = (read_record(file) if continues else None) or {}
+        kept = {key: before[key] for key in FOR_GOOD if key in before}
         write_atomic(file, json.dumps({**kept, **facts}, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Mark the run as one that has ended."""
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError if a start would write to a file that is not the run's own.
-
-    A symbolic link in place of a file is refused. A link in place of a directory must lead to a
-    directory, for example on another disk.
-    """
+    """Raise CheckpointError for a link in place of a file, or a file in place of a directory."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
             raise CheckpointError(
@@ -161,11 +149,7 @@ def check_own_files(run: Path) -> None:
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the summary of the run at `path` if it has ended, and `cfg` does not take it further.
-
-    A diverged run resumes with other settings or a larger train.max_consecutive_skips. Raises
-    CheckpointError if a file is damaged.
-    """
+    """Return the summary if the run has ended and `cfg` does not resume it."""
     found = read_ending(path)
     if found and found.get("stopped"):
         return None if differences(path, cfg, NO_WAY_ON) else found
@@ -192,10 +176,9 @@ def choose_path(cfg: TrainConfig) -> Path:
             "of its runs"
         )
     if name is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        experiment, model = cfg.run.choices["experiment"], cfg.run.choices["model"]
-        kind = model if experiment == "none" else experiment
-        name = f"{kind}-{cfg.run.choices['attention']}-{stamp}"
+        chosen = cfg.run.choices
+        kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]
+        name = f"{kind}-{chosen['attention']}-{time.strftime('%Y%m%d-%H%M%S')}"
     for key, part in (("run.name", name), ("run.sweep", cfg.run.sweep or "none")):
         if not NAME.fullmatch(part) or len(part.encode()) > LONGEST_NAME:
             raise ConfigError(
@@ -217,21 +200,19 @@ def fresh(path: Path) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Hold a run's directory, for an unnamed run an unused one; raises as RunDirectory does."""
+    """Lock a run's directory; an unnamed run gets an unused one."""
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)
     while True:
         free = fresh(path)
-        try:
+        with suppress(InUseError):
             directory = RunDirectory(free, cfg)
-        except InUseError:
-            continue
-        if free in directory.made and not directory.has_run:
-            return directory
-        directory.lock.release()
+            if free in directory.made and not directory.has_run:
+                return directory
+            directory.lock.release()
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
-    """Write the marker that lets a launch script requeue the job; `step` is the last saved one."""
+    """Write the marker for a launch script; `step` is the last saved one."""
     write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

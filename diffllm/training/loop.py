@@ -26,8 +26,6 @@ from diffllm.training.step import due, train_step
 
 
 class Outputs(NamedTuple):
-    """Metric sinks, checkpoints and profiler of a run."""
-
     sinks: Sinks | None
     """None except on rank 0."""
     checkpoints: Checkpointer
@@ -35,8 +33,6 @@ class Outputs(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Result of training."""
-
     stopped: signal.Signals | None
     """The signal that stopped training before the last step."""
     diverged: str | None
@@ -50,8 +46,7 @@ def train(
 ) -> Trained:
     """Train until cfg.steps, a signal, divergence or unreadable data; then save the last step.
 
-    Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample; after
-    saving, unless the first batch of this start fails.
+    Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
@@ -107,7 +102,6 @@ def train(
 
 
 def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | None:
-    """Read the batches of the next steps; return the error if one cannot be read."""
     with watch.waiting("a batch of the data loader"):
         return loader.read_ahead(steps)
 
@@ -115,19 +109,12 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 def exchange(
     agreement: Agreement, checkpoints: Checkpointer, loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
-    """Read ahead, and agree with the other ranks on stopping, saving and failing.
-
-    Ranks learn of a failed read `agreement.delay` steps later, so read that far ahead.
-
-    Args:
-        left: the steps that are left to train.
-    """
+    """Read `agreement.delay` steps further ahead, and agree with other ranks on what follows."""
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)
 
 
 def training_loader(t: Training, data: Prepared, state: LoopState) -> TrainLoader:
-    """Return this rank's data loader, positioned at `state`."""
     cfg = t.cfg
     loader = TrainLoader(
         samples_of(cfg, data),

@@ -26,11 +26,7 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Measure the model on the held-out sample and on tasks, if due. Every rank must call this.
-
-    Returns `eval/loss` in nats per token, `eval/bits_per_byte` if the text is known, of each source
-    of a mixture too, and tasks' values; and an error on every rank if one cannot read the sample.
-    """
+    """Return the values that are due, and an error if a rank has one. Every rank must call this."""
     values: dict[str, float] = {}
     failure = None
     if due.sample:
@@ -49,23 +45,14 @@ def measure(
 
 
 def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """Return (source, data, sequences) of each held-out sample; "" stands for all data.
-
-    Each source gets `eval.sequences` / number of sources, rounded up, at most its whole split.
-    """
+    """Return (source, data, sequences) of each held-out sample; "" stands for all data."""
     wanted = cfg.eval.sequences
     share = -(-wanted // max(1, len(data.sources)))
     return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
 
 
 def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
-    """Compute the loss of a held-out sample, in nats per token. Every rank must call this.
-
-    Raises AgreedByAll on every rank if one cannot read its part.
-
-    Args:
-        sequences: maximum number, spread evenly over the split.
-    """
+    """Compute a loss in nats per token, or raise AgreedByAll. Every rank must call this."""
     cfg = t.cfg
     tokens = data.manifest.splits["heldout"].tokens
     sequences = min(sequences, (tokens - 1) // cfg.seq_len)
@@ -78,7 +65,7 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
 
 
 def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of a held-out sample; raises DataError while iterating."""
+    """Yield this rank's micro-batches; raises DataError only while iterating."""
     yield from heldout_batches(
         data.split("heldout"),
         t.cfg.seq_len,
@@ -95,8 +82,8 @@ def measure_documents(
 ) -> tuple[DocumentLosses | None, signal.Signals | None]:
     """Compute the loss of each held-out document with targets, for about `eval.tokens` tokens.
 
-    Every rank must call this, after the last step. Returns the losses, or None and the signal that
-    stopped all ranks at one batch. Raises AgreedByAll on every rank if one cannot read its part.
+    Returns the losses, or None and the signal that stopped all ranks. Raises AgreedByAll. Every
+    rank must call this.
     """
     cfg, watch = t.cfg, here.watch
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -21,7 +21,6 @@ from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
-from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, provenance
@@ -38,30 +37,23 @@ Report = Callable[[Path], str]
 def open_outputs(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
-    """Describe the run on disk and in wandb, and open all outputs. Every rank must call this.
-
-    Raises CheckpointError for a file that cannot be written.
-    """
+    """Describe the run on disk and in wandb, and open all outputs. Every rank must call this."""
     _, sinks = here.world.broadcast_and_keep(
         "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
     )
-    checkpoints = Checkpointer(claimed.path / "checkpoints", cfg.checkpoint, state.step)
-    profiler = StepProfiler(
-        cfg.profile, claimed.path / "profile", dist.get_rank(), here.display.print
-    )
+    path, say = claimed.path, here.display.print
+    checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
+    profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), say)
     return Outputs(sinks, checkpoints, profiler)
 
 
 def open_sinks(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Sinks:
-    """Write run.json, and open metrics.jsonl, wandb and TensorBoard; on rank 0 alone."""
     directory, path = claimed.directory, claimed.path
     assert directory
     if directory.changes:
         here.display.print(f"changed: {changes_text(directory.changes)}")
-        if jump := learning_rate_jump(cfg, directory.changes, state.step):
-            here.display.print(f"warning: {jump}")
     facts = {**facts, **provenance()}
     directory.describe(facts, continues=claimed.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
@@ -72,7 +64,6 @@ def open_sinks(
 
 
 def give_up(out: Outputs, error: UserError) -> None:
-    """Close the outputs of a run that failed with a UserError."""
     out.checkpoints.settle(SETTLE_S)
     if out.sinks:
         out.sinks.close()
@@ -92,8 +83,7 @@ def say_stopped(
     """Close the outputs of a stopped run; after SIGTERM or SIGUSR1, write the requeue marker."""
     if claimed.directory and number in REQUEUE:
         request_requeue(claimed.path, number, step)
-    named = cfg.run.dir or cfg.run.name
-    with_name = "" if named else f" with run.dir={claimed.path}"
+    with_name = "" if cfg.run.dir or cfg.run.name else f" with run.dir={claimed.path}"
     here.display.print(
         f"stopped by {number.name} after step {step}, saved; the same command{with_name} continues"
     )
@@ -118,8 +108,7 @@ def finish(
         losses.save(claimed.path, summary["steps"])
     claimed.directory.finish(summary)
     reported = report(claimed.path) if report else "off (run.report)"
-    cfg, text = claimed.directory.cfg, summary["sample"]
-    here.display.print(summary_text(cfg, summary, claimed.path, text, reported))
+    here.display.print(summary_text(claimed.directory.cfg, summary, claimed.path, reported))
     out.sinks.wandb.finish({name: v for name, v in summary.items() if name != "sample"})
 
 

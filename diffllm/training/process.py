@@ -40,7 +40,6 @@ class Process(NamedTuple):
 
 
 def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
-    """Begin to watch the other ranks, and to log."""
     watch, log = Watch(world, cfg.distributed.timeout, stop), RunLog()
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
     if not in_sweep():  # a sweep logs the stderr of its jobs
@@ -52,11 +51,7 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 
 
 def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
-    """End this process's part in a run, with or without an error.
-
-    Name a missing rank first: its stack traces go into the run directory. After a UserError, remove
-    the run directory if this process created it and it contains no run.
-    """
+    """End this process's part in a run, with or without an error."""
     try:
         if error is None:
             here.watch.close()
@@ -85,7 +80,6 @@ def log_file(path: Path) -> Path:
 
 
 def last_words(error: BaseException, rank: int) -> str:
-    """Return the last lines of the log for an error."""
     if isinstance(error, StoppedEarly):
         return f"stopped by {error.args[0].name} before the first step\n"
     if isinstance(error, UserError):
@@ -107,7 +101,7 @@ SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
 
 
 def provenance() -> dict[str, Any]:
-    """Return command line, version and commit of the code, and environment, as JSON values."""
+    """Return command line, version and commit of the code, and environment, as JSON."""
     return {
         "command": command(sys.orig_argv),
         "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
@@ -142,7 +136,6 @@ def command(argv: list[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of those `PACKAGES` that are installed."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

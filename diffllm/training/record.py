@@ -28,13 +28,7 @@ from diffllm.training.step import StepResult
 
 
 class Record:
-    """The record of a run: collects on every rank, writes on rank 0.
-
-    Speed is measured per interval; the first interval begins when the record is created.
-
-    Args:
-        sinks: None except on rank 0.
-    """
+    """Collects on every rank, writes on rank 0; speed is measured per logged interval."""
 
     def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
         self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
@@ -59,16 +53,13 @@ class Record:
         self.paused_s += time.perf_counter() - start
 
     def add(self, step: int, result: StepResult) -> None:
-        """Keep one step's device tensors."""
         row = torch.stack((result.nll, result.grad_norms.total, result.skipped))
         self.pending.append((step, row, result.stats))
         self.last = result
         self.display.advance(step)
 
     def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
-        """Read all kept steps, count their spikes, and write their lines.
-
-        Every rank must call this. Raises KeyError for a metric that is not in `metrics/table.py`.
+        """Read all kept steps, count spikes, and write lines. Every rank must call this.
 
         Args:
             values: measurements at this step by metric name.
@@ -108,11 +99,14 @@ class Record:
         return found
 
     def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
-        """Return the values of training, performance and spikes since the last logged step."""
         t, read, bits_per_nat = self.t, loader.consumed(), loader.bits_per_nat()
         param_norm = parameter_norm(t.params, t.meshes.dense)
         assert self.last is not None
         assert self.last.update_norm is not None
+        if t.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(t.device) / 2**30
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         count = step - self.logged_step
         elapsed = time.perf_counter() - self.since - self.paused_s
         speed = count * self.t.tokens / elapsed
@@ -127,7 +121,7 @@ class Record:
             "perf/tokens_per_s": speed,
             "perf/step_ms": 1e3 * elapsed / count,
             "perf/data_ms": 1e3 * (loader.waited_s - self.waited_s) / count,
-            "perf/peak_memory_gib": peak_memory_gib(self.t.device),
+            "perf/peak_memory_gib": peak,
             **self.spikes.metrics(),
         }
         if bits_per_nat is not None:
@@ -143,10 +137,3 @@ def grad_norm_by_group(norms: Norms) -> dict[str, float]:
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square
     return {f"grad_norm/{group}": math.sqrt(square) for group, square in squares.items()}
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Return this process's peak memory in GiB: allocated on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

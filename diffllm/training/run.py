@@ -39,21 +39,12 @@ class Outcome(NamedTuple):
     """Result of a launch: exactly one field is set."""
 
     summary: dict[str, Any] | None = None
-    """The content of summary.json if the run is finished or has diverged; only "sample" may differ
-    between ranks."""
+    """The content of summary.json; only "sample" may differ between ranks."""
     stopped: signal.Signals | None = None
-    """The signal that stopped the run."""
 
 
 def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -> Outcome:
-    """Prepare, build, train and report, in every process of a launch.
-
-    Raises UserError if something outside the code is wrong.
-
-    Args:
-        make_tasks: the tasks of `eval.suites`; None without tasks.
-        report: writes the report at the end; None for `run.report=false`.
-    """
+    """Prepare, build, train and report, in every process of a launch; raises UserError."""
     cfg.check_world(environment()[1])
     check_named(cfg)
     check_installed(cfg.metrics)
@@ -77,7 +68,6 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
 def in_process(
     cfg: TrainConfig, here: Process, make_tasks: MakeTasks | None, report: Report | None
 ) -> Outcome:
-    """Claim the run directory and train; always call `leave`."""
     directory: RunDirectory | None = None
     try:
         claimed = claim(cfg, here)
@@ -100,7 +90,6 @@ def train_claimed(
     make_tasks: MakeTasks | None,
     report: Report | None,
 ) -> Outcome:
-    """Train from the checkpoint, weights or step 0 to the end or a signal; return the outcome."""
     device, data = prepare_data(cfg, here)
     state = begin(cfg, here, claimed, data)
     meet(cfg, here, device, claimed.path)

@@ -43,9 +43,8 @@ class LoopState:
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     seconds: float = 0.0
-    """Time that training took up to `step`, all starts together."""
     compiled: bool | None = None
-    """Whether blocks and loss are compiled; None until that is decided."""
+    """None until that is decided."""
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
     """The value of MKL_CBWR with which the run computes."""
 
@@ -54,24 +53,18 @@ class LoopState:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "LoopState":
-        """Build the state from the output of `state_dict`; raises KeyError for a missing value."""
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
         return cls(**{**{f.name: values[f.name] for f in fields(cls)}, "spikes": spikes})
 
 
 def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
-    """Return the samples of the whole run in their order."""
     total = cfg.steps * cfg.global_batch_size
     return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
 
 
 def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
-    """Start an asynchronous checkpoint. Every rank must call this.
-
-    Args:
-        final: whether this is the run's last checkpoint, whose failure ends the run.
-    """
+    """Start an asynchronous checkpoint, `final` for the last one. Every rank must call this."""
     rng = rng_tensors(t.device)
     shapes = {name: list(param.shape) for name, param in t.params.items()}
     meta = {"parameters": shapes, "ranks": dist.get_world_size(), "loop": state.state_dict()}
@@ -79,12 +72,9 @@ def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool 
 
 
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
-    """Fill parameters, optimizer and random generators from a checkpoint, on whatever mesh; raises
-    CheckpointError if it cannot be read.
+    """Fill parameters, optimizer and random generators from a checkpoint of any mesh.
 
-    Args:
-        state: the content of its state.json, see `continued`.
-        ranks: number of ranks that wrote the checkpoint; other ranks keep their own generators.
+    Ranks beyond the `ranks` that wrote it keep their generators. Raises CheckpointError.
     """
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})
@@ -111,11 +101,7 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
 def continuation(
     cfg: TrainConfig, directory: RunDirectory
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the verified checkpoint that the run resumes and its state.json; None for step 0.
-
-    `continued` checks the data order once the corpus is prepared. Raises ConfigError for too few
-    steps, and CheckpointError if no checkpoint, or not the one that `resume` names, can be used.
-    """
+    """Return the checkpoint to resume and its state.json; raises ConfigError, CheckpointError."""
     checkpoint, run = resume_checkpoint(cfg, directory.checkpoints), directory.path
     if checkpoint is None:
         if lost := read_record(run / SAVED) or read_summary(run):
@@ -140,18 +126,13 @@ def continuation(
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """Return the newest verified checkpoint that `resume` selects; None to start from step 0.
-
-    Skipped checkpoints are named on stderr. `own` are the run's checkpoints, oldest first. Raises
-    CheckpointError if none is whole, or the named one is not.
-    """
+    """Return the newest whole checkpoint of `own`, oldest first, or of `resume`; None: step 0."""
     if cfg.resume == "never":
         return None
     if own or cfg.resume == "auto" or cfg.resume.startswith(OF_WEIGHTS):
         return newest_good(own)
     path = user_path(cfg.resume, "resume")
-    inside = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if inside:
+    if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
         return newest_good(inside)
     check_checkpoint(path)
     return path
@@ -160,16 +141,9 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
 def continued(
     path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
 ) -> tuple[LoopState, Changes]:
-    """Return the state of a checkpoint, and the changes of the data order since then.
+    """Return the state in a checkpoint's state.json, and the changes to its data order.
 
-    A changed order starts at its first sample. Raises CheckpointError for a change that is not
-    allowed, or if state.json lacks a key.
-
-    Args:
-        path: the checkpoint, for messages.
-        saved: the content of its state.json.
-        order: decides which samples a step reads from here on.
-        allowed: keys of `order` that may differ.
+    Raises CheckpointError for a change that is not in `allowed`, or if state.json lacks a key.
     """
     try:
         state = LoopState.of(saved["loop"])

@@ -1,6 +1,6 @@
 """The actions that are due at a step, and one optimizer step over the global batch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -43,11 +43,9 @@ class Due(NamedTuple):
     tasks: bool = False
     """Evaluate the tasks of eval.suites."""
     save: bool = False
-    """Save a checkpoint."""
     profile: bool = False
     """Trace the step, or warm the profiler up for the next one."""
     last: bool = False
-    """Whether this is the last step of the run."""
 
     @property
     def diagnose(self) -> bool:
@@ -55,7 +53,6 @@ class Due(NamedTuple):
 
 
 def every(interval: int, step: int) -> bool:
-    """Return whether an action is due at `step`, counted from 1; interval 0 means never."""
     return interval > 0 and step % interval == 0
 
 
@@ -111,12 +108,15 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
         step: optimizer steps made so far; decides the learning rate.
-        due: the statistics to take in this step.
     """
     cfg, mesh, counted = t.cfg, t.meshes.dense, None
     if t.ignores_targets:
         own = list(islice(batches, t.micro_batches))
-        batches, counted = iter(own), count_targets(own, t.device)
+        batches = iter(own)
+        targets = torch.stack([(targets >= 0).sum() for _, targets in own]).sum()
+        counted = moved(targets, t.device)
+        dist.all_reduce(counted)
+        counted = counted.clamp_min(1)  # without targets the losses are 0, and 0 / 0 would be NaN
     done = forward_backward(t, batches, due, probe(t, step, due), counted)
     dist.all_reduce(done.losses)
     means = mean_losses(done, t.tokens, counted)
@@ -161,9 +161,7 @@ def forward_backward(
 ) -> Passed:
     """Run forward and backward of this rank's micro-batches; accumulate the gradients.
 
-    Args:
-        probe: query positions of explicit maps, (N,) int64 on the device; None without a probe.
-        counted: number of targets over which the loss is averaged; None for all targets.
+    `counted` is the number of targets over which the loss is averaged; None for all targets.
     """
     losses = torch.zeros((), device=t.device)
     routed = torch.zeros((), dtype=torch.int64, device=t.device)
@@ -186,30 +184,17 @@ def forward_backward(
 
 
 def probe(t: Training, step: int, due: Due) -> Tensor | None:
-    """Draw the query positions of a probe, (N,) int64 on the device; None if none is due.
-
-    A compiled model also probes when only statistics are due, so that one graph serves both.
-    """
+    """Draw the query positions of a probe, (N,) int64 on the device; None if none is due."""
     if not (due.probes or (due.diagnose and t.compiled)):
         return None
     positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
     return None if positions is None else moved(positions, t.device)
 
 
-def count_targets(batches: Iterable[Batch], device: torch.device) -> Tensor:
-    """Count the global batch's targets >= 0: int64, at least 1. Every rank must call this."""
-    own = torch.stack([(targets >= 0).sum() for _, targets in batches]).sum()
-    counted = moved(own, device)
-    dist.all_reduce(counted)
-    return counted.clamp_min(1)  # without targets the losses are 0, and 0 / 0 would be NaN
-
-
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
     """Scale a micro-batch's objective so that averaging gradients over ranks gives the step's.
 
-    Args:
-        counted: number of targets over which the loss is averaged; None for all targets. Router
-            losses are averaged over all tokens, because all tokens are routed.
+    Router losses are averaged over all tokens, not over `counted` targets: all tokens are routed.
     """
     over_tokens = dist.get_world_size() / t.tokens
     if counted is None:
@@ -224,7 +209,6 @@ def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
 
 
 def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, Tensor]:
-    """Return the mean losses of the global batch by name, from sums over all ranks."""
     over: Tensor | int = tokens
     if counted is not None:
         whole = torch.full_like(counted, tokens)
@@ -233,7 +217,6 @@ def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, 
 
 
 def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weighted losses besides the cross-entropy; `means` are the unweighted ones."""
     weights = {
         "train/z_loss": cfg.model.z_loss,
         "train/balance_loss": cfg.model.moe.balance_loss,

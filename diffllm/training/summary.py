@@ -23,6 +23,10 @@ from diffllm.training.state import LoopState, samples_of
 
 FEW_HELDOUT = 1000
 """Fewer held-out tokens give a noisy loss."""
+SPIKES = (
+    "loss {spikes/loss_total:.0f}, gradient norm {spikes/grad_total:.0f}; events without the trend "
+    "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
+)
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
@@ -62,17 +66,13 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
 
 
 def heldout_text(data: Prepared) -> str:
-    """Return the size and origin of the held-out text, with a warning if it is small."""
     tokens = data.manifest.splits["heldout"].tokens
+    end = ", the end of the text" * data.manifest.cut
     few = ", which says little: a larger data.heldout_fraction holds out more"
-    return (
-        f"{tokens:,} held out{', the end of the text' * data.manifest.cut}"
-        f"{few * (tokens < FEW_HELDOUT)}"
-    )
+    return f"{tokens:,} held out{end}{few * (tokens < FEW_HELDOUT)}"
 
 
 def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
-    """Express the length of a run in passes over the training split."""
     sequences = sequences_of_epoch(data, cfg.data, cfg.seq_len)
     epochs = cfg.steps * cfg.global_batch_size / sequences
     number = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
@@ -81,10 +81,8 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
     """Say how much of each source of a mixture a run reads, one line per source."""
-    if not data.sources:
-        return []
     total = cfg.steps * cfg.global_batch_size
-    read = samples_of(cfg, data).consumed(total)
+    read = samples_of(cfg, data).consumed(total) if data.sources else {}
     return [
         f"  {name:<16}{read[f'data/tokens/{name}'] / (total * cfg.seq_len):.1%} of the run, "
         f"{read[f'data/epochs/{name}']:.2g} epochs of "
@@ -94,7 +92,6 @@ def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
 
 
 def wandb_text(cfg: TrainConfig, path: Path) -> str:
-    """Say where wandb records a run, and how to upload what was recorded offline."""
     mode, place = resolve_mode(cfg.wandb), path / "wandb"
     if mode == "disabled":
         return "off"
@@ -137,19 +134,14 @@ def summarise(
     trained: Trained,
     losses: DocumentLosses | None,
 ) -> dict[str, Any]:
-    """Return the numbers of a run that has ended; None for numbers that are not finite.
-
-    Args:
-        losses: losses of held-out documents; None if the run stopped because it diverged.
-    """
-    entropy, train_loss = data.manifest.heldout_unigram_entropy, state.spikes.recent_loss(20)
+    """Return the numbers of a run that has ended; None for those that are not finite."""
+    train_loss = state.spikes.recent_loss(20)
     packing = packing_counts(data, cfg.data, cfg.seq_len)
     bits = samples_of(cfg, data).bits_per_nat(state.step * cfg.global_batch_size)
     measured = {"": losses}
-    for i, name in enumerate(data.sources):
-        own = losses and losses.of_source(i)
-        if own or not losses:
-            measured[f"/{name}"] = own
+    measured |= {f"/{name}": losses and losses.of_source(i) for i, name in enumerate(data.sources)}
+    if losses:
+        measured = {end: own for end, own in measured.items() if own}
     found = {
         "variant": cfg.run.choices["attention"],
         "diverged": losses is None or not math.isfinite(losses.loss),
@@ -162,7 +154,7 @@ def summarise(
         **{f"heldout_bits_per_byte{end}": of and of.bits_per_byte for end, of in measured.items()},
         "heldout_tokens": int(losses.tokens.sum()) if losses else 0,
         "heldout_documents": len(losses.tokens) if losses else 0,
-        "heldout_unigram_entropy": entropy,
+        "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "packing": packing.numbers() if packing else None,
         "tokens_per_s": trained.speed,
         "seconds": state.seconds,
@@ -175,14 +167,12 @@ def summarise(
     }
 
 
-def summary_text(
-    cfg: TrainConfig, summary: dict[str, Any], path: Path, text: str, report: str
-) -> str:
-    """Return the text at the end of a run: `text` is the sample, `report` the report's path."""
-    spikes, events = (of_section(summary, name) for name in ("spikes", "spikes_detrended"))
+def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: str) -> str:
+    """Return the text at the end of a run; `report` is the report's path."""
     train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]
+    sources = [name for name in summary if name.startswith("heldout_loss/")]
     again = f'diffllm generate run={path} prompt="..."'
     again += f" plugins=[{','.join(cfg.plugins)}]" if cfg.plugins else ""
     rows = {
@@ -191,16 +181,16 @@ def summary_text(
         else f"{train:.3f} nats a token, mean of {steps}{bits_text(bits, '; {}')}",
         "held-out loss": heldout_words(summary),
         "  of sources": ", ".join(
-            f"{name} {loss:.3f}{bits_text(summary[f'heldout_bits_per_byte/{name}'], ' ({})')}"
-            for name, loss in of_section(summary, "heldout_loss").items()
-            if loss is not None
+            f"{name.partition('/')[2]} {summary[name]:.3f}"
+            f"{bits_text(summary[name.replace('loss', 'bits_per_byte', 1)], ' ({})')}"
+            for name in sources
+            if summary[name] is not None
         ),
         "tokens": f"{summary['tokens']:,} in {duration(summary['seconds'])}",
         "speed": f"{speed:,.0f} tokens a second, median of logged steps"
         if speed
         else "nothing was left to train",
-        "spikes": f"loss {spikes['loss_total']:.0f}, gradient norm {spikes['grad_total']:.0f}; "
-        f"events without the trend {events['loss_total']:.0f}, {events['grad_total']:.0f}",
+        "spikes": SPIKES.format_map(summary),
         "skipped": f"{skipped:.0f} updates" if skipped else "",
         "matched": cfg.run.matched.text() if cfg.run.matched else "",
         "run": f"{path}/: metrics.jsonl, checkpoints/, config.yaml",
@@ -208,11 +198,10 @@ def summary_text(
         "sample again": again,
     }
     table = "\n".join(f"{name:<14}{what}" for name, what in rows.items() if what)
-    return f"\n{text}\n\n{table}"
+    return f"\n{summary['sample']}\n\n{table}"
 
 
 def heldout_words(summary: dict[str, Any]) -> str:
-    """Compare the held-out loss with the unigram entropy."""
     if summary.get("stopped"):
         return "not measured: the run diverged"
     loss, entropy = summary["heldout_loss"], summary["heldout_unigram_entropy"]
@@ -228,9 +217,3 @@ def heldout_words(summary: dict[str, Any]) -> str:
 
 def bits_text(bits: float | None, form: str) -> str:
     return "" if bits is None else form.format(f"{bits:.2f} bits a byte")
-
-
-def of_section(summary: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the values whose names begin with `section/`, by the rest of their names."""
-    start = f"{section}/"
-    return {n.removeprefix(start): value for n, value in summary.items() if n.startswith(start)}
