@@ -39,20 +39,15 @@ COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
 
 
 def usage() -> str:
-    """Return the list of subcommands."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: diffllm COMMAND ...; diffllm COMMAND --help; diffllm --version",
-            "",
-            *lines,
-            "",
-            "plugins=[MODULE,...] imports variants, data sources and metrics of your own, in every",
-            "command that composes a config or opens a run; --config-dir DIR searches YAMLs of your"
-            " own",
-        ]
-    )
+    commands = "\n".join(f"  {name:<{width}} {what}" for name, what in COMMANDS.items())
+    return f"""\
+usage: diffllm COMMAND ...; diffllm COMMAND --help; diffllm --version
+
+{commands}
+
+plugins=[MODULE,...] imports variants, data sources and metrics of your own, in every
+command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"""
 
 
 def module_of_command(name: str) -> str:
@@ -72,15 +67,13 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
 
 
 def run_command(name: str, words: list[str]) -> int:
-    """Run a subcommand; return its exit code."""
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise UserError(f"unknown command {name!r}; {hint}choose from {', '.join(COMMANDS)}")
     words = with_plugins(name, words)
-    command = getattr(
-        importlib.import_module(module_of_command(name)), f"{name.replace('-', '_')}_command"
-    )
+    module = importlib.import_module(module_of_command(name))
+    command = getattr(module, f"{name.replace('-', '_')}_command")
     # The result of all others is their output: they fail if it cannot be written.
     makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
     with nullcontext() if makes_files else result():

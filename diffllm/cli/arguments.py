@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -42,13 +42,19 @@ def plugins_argument() -> Any:
     return argument("[module,...] that register what a run was made with, or metrics", "")
 
 
+@dataclass(kw_only=True)
+class RunArguments:
+    """Arguments of every command that opens a run."""
+
+    run: str = argument("run directory", path=True)
+    plugins: str = plugins_argument()
+
+
 def parse(cls: type[T], argv: list[str], what: str) -> T:
     """Make an instance of the dataclass `cls` from the words of a command, values verbatim.
 
     Fields are str, int, float or bool, or one of them or None, or list[str], whose key may come
-    several times; a field that ends in "_" because its key is a Python keyword loses it. `--help`
-    prints `what`, then the fields, and exits. Raises ConfigError for a word that is unknown, a key
-    that is missing, and a value of the wrong type or beyond its bounds.
+    several times. `--help` prints `what`, then the fields, and exits. Raises ConfigError.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:

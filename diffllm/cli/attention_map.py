@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from diffllm.cli.arguments import argument, parse, plugins_argument, write_out
+from diffllm.cli.arguments import RunArguments, argument, parse, write_out
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import Table, echo
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
-from diffllm.evaluation.load import load_model
+from diffllm.evaluation.load import decoder
 from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
 from diffllm.model.stats import entropy, negative_share
 
@@ -23,23 +23,20 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass
-class AttentionMapArguments:
-    run: str = argument("run directory", path=True)
+class AttentionMapArguments(RunArguments):
     prompt: str = argument("text to read, taken verbatim")
     layer: str = argument("from 0; -1 is the last; all: a figure a layer", "-1")
     head: str = argument("from 0, or all", "all")
-    step: int = argument("checkpoint; 0 is the newest", 0)
+    step: int | None = argument("checkpoint; 0 or none: the newest", None)
     out: str = argument(
         "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; empty: in "
         "the run directory, under a name of its own for each prompt",
         "",
         path=True,
     )
-    plugins: str = plugins_argument()
 
 
 def attention_map_command(argv: list[str]) -> None:
-    """Write the figures; print a line per head and the path of each figure."""
     args = parse(AttentionMapArguments, argv, 'diffllm attention-map run=<dir> prompt="def "')
     run = Path(args.run)
     cfg = load_run_config(run)
@@ -49,8 +46,9 @@ def attention_map_command(argv: list[str]) -> None:
     most = min(cfg.model.seq_len, MOST_TOKENS)
     if not 0 < len(tokens) <= most:
         raise ConfigError(f"prompt has {len(tokens)} tokens, not 1 to {most}")
-    places = [figure_path(args, run, layer) for layer in layers]
-    model, _ = load_model(run, args.step)
+    if args.out and Path(args.out).suffix.lower() not in FORMATS:
+        raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    model, step = decoder(run, args.step or 0)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
     for layer, shown in zip(layers, maps, strict=True):
         if not all(m.isfinite().all() for m in shown.maps.values()):
@@ -58,7 +56,8 @@ def attention_map_command(argv: list[str]) -> None:
                 f"layer {layer} of {run} gives weights that are not finite numbers"
             )
     labels = [visible(tokenizer.piece(token)) for token in tokens]
-    for layer, shown, out in zip(layers, maps, places, strict=True):
+    for layer, shown in zip(layers, maps, strict=True):
+        out = figure_path(args, run, layer, step)
         heads = indices("head", args.head, shown.effective.shape[1], 0)
         which = f"head {heads[0]}" if args.head != "all" else f"{len(heads)} heads"
         title = f"{cfg.run.choices['attention']}, layer {layer}, {which}"
@@ -82,26 +81,21 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
     return [int(text) % count]
 
 
-def figure_path(args: AttentionMapArguments, run: Path, layer: int) -> Path:
-    """Where the figure of a layer goes; raises ConfigError for a format that is none of ours."""
+def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -> Path:
+    """Return the file of a layer's figure; a given step appears in it as the number loaded."""
     if args.out:
         out = Path(args.out)
-        if args.layer == "all":
-            out = out.with_name(f"{out.stem}-layer{layer:02d}{out.suffix}")
-    else:
-        head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
-        step = f"-step{args.step}" if args.step else ""
-        words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt).strip("-")[:24].strip("-")
-        digest = hashlib.sha256(args.prompt.encode(errors="surrogatepass")).hexdigest()[:6]
-        prompt = "-".join(filter(None, [words, digest]))  # prompts with equal words differ in it
-        out = run / f"attention-map-layer{layer:02d}{head}{step}-{prompt}.png"
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    return out
+        each = f"{out.stem}-layer{layer:02d}{out.suffix}"
+        return out.with_name(each) if args.layer == "all" else out
+    head = "" if args.head == "all" else f"-head{args.head.zfill(2)}"
+    at = "" if args.step is None else f"-step{step}"
+    words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt).strip("-")[:24].strip("-")
+    digest = hashlib.sha256(args.prompt.encode(errors="surrogatepass")).hexdigest()[:6]
+    prompt = "-".join(filter(None, [words, digest]))  # prompts with equal words differ in it
+    return run / f"attention-map-layer{layer:02d}{head}{at}-{prompt}.png"
 
 
 def heads_text(shown: LayerMaps, heads: list[int]) -> str:
-    """A line per head: lambda, gate or sink, and where the weight goes."""
     first, *_ = shown.maps
     columns: dict[str, torch.Tensor] = {}
     for name, values in shown.by_query.items():

@@ -14,22 +14,19 @@ from typing import Any
 
 from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
 from diffllm.checkpoint.manifest import faults, read_state
-from diffllm.cli.arguments import argument, flag, parse, plugins_argument
+from diffllm.cli.arguments import RunArguments, argument, flag, parse
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.metrics.display import duration
 
 
 @dataclass
-class CheckpointsArguments:
-    run: str = argument("run directory", path=True)
+class CheckpointsArguments(RunArguments):
     verify: bool = argument("read all files; false: sizes only", True)
     json: bool = flag("a JSON list instead of a table")
-    plugins: str = plugins_argument()
 
 
 def checkpoints_command(argv: list[str]) -> int:
-    """Print the checkpoints; 1 if one is damaged, else 0."""
     args = parse(CheckpointsArguments, argv, __doc__)
     directory = Path(args.run) / "checkpoints"
     if not directory.is_dir():
@@ -50,12 +47,7 @@ def checkpoints_command(argv: list[str]) -> int:
 
 
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
-    """Collect the facts about a checkpoint; raises FileNotFoundError if it is gone.
-
-    Its state is good, damaged, or incomplete: a save under way, or one that was cut short. Its
-    problems are a phrase a file; `written` is in seconds since the epoch; `ranks` is the number of
-    those that wrote it, None where that cannot be read.
-    """
+    """Collect a checkpoint's facts; raises FileNotFoundError if it is gone."""
     incomplete = path.name.startswith(".")
     problems = [] if incomplete else faults(path, checksums)
     ranks = None
@@ -86,14 +78,8 @@ def table_of(listed: list[dict[str, Any]]) -> Table:
             "incomplete": "incomplete: being written, or cut short",
             "good": "good" if one["checksums"] else "good by size, checksums not read",
         }
-        rows.append(
-            [
-                str(one["step"]),
-                f"{one['bytes'] / 1e6:,.1f}",
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["written"])),
-                duration(max(0, time.time() - one["written"])),
-                str(one["ranks"] or "-"),
-                words[one["state"]],
-            ]
-        )
+        size, when = f"{one['bytes'] / 1e6:,.1f}", time.localtime(one["written"])
+        age = duration(max(0, time.time() - one["written"]))
+        written, ranks = time.strftime("%Y-%m-%d %H:%M:%S", when), str(one["ranks"] or "-")
+        rows.append([str(one["step"]), size, written, age, ranks, words[one["state"]]])
     return Table.of(["step", "MB", "written", "age", "ranks", "state"], rows, left=(5,))

@@ -15,7 +15,7 @@ from diffllm.checkpoint.hf.safetensors import (
     write_safetensors,
     writing,
 )
-from diffllm.cli.arguments import argument, parse, plugins_argument
+from diffllm.cli.arguments import RunArguments, argument, parse, plugins_argument
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
@@ -26,12 +26,9 @@ from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
 CONSOLIDATE = """\
 diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters as safetensors.
 
-They are written whole and under their own names, as model.safetensors, with the config.yaml and
-tokenizer.model of the run beside it. Beyond max_shard_size there are several files and
-model.safetensors.index.json, as Hugging Face libraries write them. No more than one file's
-parameters are in memory at a time.
+Writes model.safetensors, next to the config.yaml and tokenizer.model of the run; beyond
+max_shard_size several files and model.safetensors.index.json, as Hugging Face libraries do.
 
-diffllm consolidate run=outputs/mine
 diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
 
 To load it again:
@@ -45,7 +42,6 @@ Softmax attention becomes Llama, or Qwen3 with QK-norm, Qwen3Moe where a mixture
 DIFF V1 becomes DiffLlama. Everything else comes with a modelling file of ours in the directory, for
 trust_remote_code=True. Beside safetensors there are a fast tokenizer and a model card.
 
-diffllm export run=outputs/mine out=mine-hf
 diffllm export run=outputs/mine step=2000 out=mine-hf dtype=bf16"""
 IMPORT = """\
 diffllm import hf=<dir or owner/name> out=<dir> [key=value ...]: a model from elsewhere as a run.
@@ -53,10 +49,9 @@ diffllm import hf=<dir or owner/name> out=<dir> [key=value ...]: a model from el
 Llama, Qwen3, Qwen3Moe, DiffLlama and our own exports come in as they are, from safetensors; a run
 of ours may be named too. No code of the model's is run, and no pickle read.
 
-attention=diff_v2 makes a model of softmax attention one of DIFF V2 with the same function: lambda
-is 1/2, both queries of a pair are equal. perturb=0.01 moves the second ones by noise of a hundredth
-of the query weights' size. attention=standard makes softmax attention with twice the heads of DIFF
-V2 whose lambda is constant.
+attention=diff_v2 converts softmax attention to DIFF V2 with the same function; perturb=0.01 adds
+noise of 1% of the weights to second queries. attention=standard converts DIFF V2 with a constant
+lambda to softmax attention.
 
 diffllm import hf=Qwen/Qwen3-0.6B@main out=outputs/qwen3
 diffllm import hf=my-llama out=outputs/llama-v2 attention=diff_v2
@@ -70,26 +65,22 @@ SHARD_SIZE = "of a file, as in 500MB or 5GB"
 
 
 @dataclass
-class ConsolidateArguments:
-    run: str = argument("run directory", path=True)
+class ConsolidateArguments(RunArguments):
     step: int = argument(STEP, 0)
     out: str = argument("directory; empty: in the run", "", path=True)
     dtype: str = argument(DTYPE, "float32")
     max_shard_size: str = argument(SHARD_SIZE, "5GB")
     overwrite: bool = argument("replace files that are there", False)
-    plugins: str = plugins_argument()
 
 
 @dataclass
-class ExportArguments:
-    run: str = argument("run directory", path=True)
+class ExportArguments(RunArguments):
     out: str = argument("new directory", path=True)
     step: int = argument(STEP, 0)
     format: str = argument("hf: of the transformers library", "hf")
     dtype: str = argument(DTYPE, "float32")
     own: bool = argument("our own modelling file even where another fits", False)
     max_shard_size: str = argument(SHARD_SIZE, "5GB")
-    plugins: str = plugins_argument()
 
 
 @dataclass
@@ -105,7 +96,6 @@ class ImportArguments:
 
 
 def consolidate_command(argv: list[str]) -> None:
-    """Write a checkpoint's parameters; print the paths of the files."""
     args = parse(ConsolidateArguments, argv, CONSOLIDATE)
     check_form(args.dtype, args.max_shard_size)
     run = Path(args.run)
@@ -114,13 +104,9 @@ def consolidate_command(argv: list[str]) -> None:
 
 
 def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> None:
-    """Write the files of a checkpoint, and print where they are.
-
-    Unless the directory is the run itself, it gets the config and the tokenizer. Raises
-    CheckpointError if one is missing or is a link, which is never followed.
-    """
+    """Write and print the files; raises CheckpointError if one is missing or is a link."""
     step = step_of(checkpoint)
-    directory = Path(args.out) if args.out else run / "consolidated" / f"step-{step:08d}"
+    directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
     beside: dict[str, bytes] = {}
     if directory.resolve() != run.resolve():
         tokenizer_of(run)
@@ -144,7 +130,7 @@ def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpo
                 for file in complete:
                     sync(file)
                 written = [file.replace(directory / file.name) for file in complete]
-                for file in set(earlier) - set(written):
+                for file in {*earlier} - {*written}:
                     file.unlink()
             sync(directory)
     finally:
@@ -157,17 +143,14 @@ def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpo
 
 @contextmanager
 def needing_interop(command: str) -> Iterator[None]:
-    """Raise ConfigError if the block cannot import the packages of diffllm[interop]."""
     try:
         yield
     except ImportError as error:
-        raise ConfigError(
-            f"diffllm {command} needs diffllm[interop], transformers 5: {error}"
-        ) from error
+        needs = "diffllm[interop], transformers 5"
+        raise ConfigError(f"diffllm {command} needs {needs}: {error}") from error
 
 
 def export_command(argv: list[str]) -> None:
-    """Write a directory of the transformers library; print its architecture."""
     args = parse(ExportArguments, argv, EXPORT)
     if args.format != "hf":
         raise ConfigError(f"format={args.format} must be hf")
@@ -180,7 +163,6 @@ def export_command(argv: list[str]) -> None:
 
 
 def import_command(argv: list[str]) -> None:
-    """Write a run directory; print its model and the command that continues from it."""
     args = parse(ImportArguments, argv, IMPORT)
     with needing_interop("import"):
         from diffllm.interop.imports import import_model

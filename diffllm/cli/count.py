@@ -36,7 +36,6 @@ class CountArguments:
 
 
 def count_command(argv: list[str]) -> None:
-    """Print the counts of a training config, or of several, as a table or as JSON."""
     args = parse(CountArguments, argv, __doc__)
     configs: dict[str, TrainConfig] = {}
     if args.compare:
@@ -74,11 +73,7 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Count parameters, training FLOPs a token at seq_len, KV-cache bytes a token in bf16.
-
-    "by_group" and "by_component" each sum to "total_params". "by_component" is in the order from wq
-    to the output and has every fixed component but the router; "matched" may be None.
-    """
+    """Count parameters, training FLOPs a token at seq_len, KV-cache bytes a token in bf16."""
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
     by_component: Counter[str] = Counter()
@@ -92,9 +87,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
         "total_params": total,
         "active_params": model.active_parameters(),
         "non_embedding_params": total - model.tok_embeddings.weight.numel(),
-        "attention_params": sum(
-            params for name, params in by_component.items() if name not in OTHER_COMPONENTS
-        ),
+        "attention_params": sum(n for c, n in by_component.items() if c not in OTHER_COMPONENTS),
         "ffn_dim": cfg.model.ffn_dim,
         "expert_dim": cfg.model.moe.expert_dim if cfg.model.moe.n_experts else None,
         "flops_per_token": model.flops_per_token(),
@@ -124,14 +117,14 @@ def print_counts(title: str, counts: Counts) -> None:
 
 
 def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
-    """List the rows of attention's components, of the others, of totals and of costs."""
 
-    def row(label: str, values: list[int]) -> Row:
+    def row(label: str, values: list[Any], form: str = ",") -> Row:
         first, *others = values
-        cells = [
-            ("=", "") if v == first else (f"{v:,}", short_difference(v - first)) for v in others
-        ]
-        return label, f"{first:,}", *(cell for pair in cells for cell in pair)
+        cells = [label, f"{first:{form}}"]
+        for v in others:
+            change = short_difference(v - first) if form == "," else f"{v / first - 1:+.1%}"
+            cells += ["=", ""] if v == first else [f"{v:{form}}", change]
+        return tuple(cells)
 
     def component(name: str) -> Row:
         return row(name, [each["by_component"].get(name, 0) for each in columns])
@@ -141,27 +134,19 @@ def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
 
     components = dict.fromkeys(name for each in columns for name in each["by_component"])
     inside = [component(name) for name in components if name not in OTHER_COMPONENTS]
-    totals = [
-        quantity("total", "total_params"),
-        quantity("active", "active_params"),
-        quantity("without embedding", "non_embedding_params"),
-    ]
+    names = {"total": "total", "active": "active", "without embedding": "non_embedding"}
+    totals = [quantity(label, f"{name}_params") for label, name in names.items()]
     if columns[0]["matched"]:
         over = [f"{each['matched']['difference_percent']:+.3f}%" for each in columns]
         totals.append(("over target", over[0], *(cell for text in over[1:] for cell in (text, ""))))
     width = "expert_dim" if columns[0]["expert_dim"] else "ffn_dim"
-    first, *others = (each["flops_per_token"] / 1e6 for each in columns)
-    flops = [
-        ("=", "") if value == first else (f"{value:,.1f}", f"{100 * (value / first - 1):+.1f}%")
-        for value in others
-    ]
     return [
         [*inside, quantity("attention", "attention_params")],
         [component(name) for name in OTHER_COMPONENTS],
         totals,
         [
             quantity(width, width),
-            ("MFLOPs a token", f"{first:,.1f}", *(cell for pair in flops for cell in pair)),
+            row("MFLOPs a token", [each["flops_per_token"] / 1e6 for each in columns], ",.1f"),
             quantity("KV bytes a token", "kv_cache_bytes_per_token"),
         ],
     ]

@@ -1,11 +1,9 @@
 """diffllm evaluate run=<run or sweep> [key=value ...]: tasks and measures on checkpoints.
 
-The suite claims has retrieval and in-context tasks, generated from a seed for the run's tokenizer
-and length: needle, mqar, icl. The model chooses among candidates by likelihood; whether it would
-generate the right one is told, too. The suite checkpoint measures on the run's held-out data:
-position (loss by position, distance and repetition), outliers (the pass of diffllm outliers),
-quantise (loss with 8, 6 and 4 bits). Results are kept below <run>/evaluation/, an
-example a line, and not made again.
+The suite claims has retrieval and in-context tasks for the run's tokenizer and length: needle,
+mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures on held-out
+data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
+4 bits). Results are kept below <run>/evaluation/ and not made again.
 
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
@@ -49,7 +47,6 @@ class EvaluateArguments:
 
 
 def evaluate_command(argv: list[str]) -> None:
-    """Evaluate, and print a table a run, or JSON alone."""
     if "suite=lm_eval" in argv:
         raise ConfigError(
             "suite=lm_eval was removed: use diffllm export run=RUN out=DIR, then "
@@ -69,10 +66,8 @@ def evaluate_command(argv: list[str]) -> None:
         every = [step_of(path) for path in list_checkpoints(checkpoints)] if args.every else []
         for wanted in every or [args.step]:
             model, step = decoder(run, wanted)
-            tokenizer, path = (
-                Tokenizer.from_file(tokenizer_of(run)),
-                checkpoint_path(checkpoints, step),
-            )
+            path = checkpoint_path(checkpoints, step)
+            tokenizer = Tokenizer.from_file(tokenizer_of(run))
             subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
             results = dict(evaluate(subject, evaluations, asked))
             found[str(path if args.every else run)] = results
@@ -84,7 +79,6 @@ def evaluate_command(argv: list[str]) -> None:
 
 
 def levels_in(text: str) -> list[Level]:
-    """Read levels, none from an empty text; raises ConfigError."""
     try:
         return levels_of(parse_yaml(text)) if text else []
     except (ConfigError, ValueError) as error:
@@ -102,18 +96,14 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def print_scores(run: Path, step: str, results: dict[str, Result]) -> None:
-    """Print the scores of a run, a table for each unit."""
     echo(f"{run}, {step}")
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
-        own = {name: result for name, result in results.items() if result["unit"] == unit}
-        scores = [score for result in own.values() for score in result["scores"]]
-        guessed = any(score.get("chance") is not None for score in scores)
-        echo(f"\n{unit}")
+        own = [(name, result) for name, result in results.items() if result["unit"] == unit]
+        scores = [(name, score) for name, result in own for score in result["scores"]]
+        guessed = any(score.get("chance") is not None for _, score in scores)
         heads = ["task", "of", "value", "95% interval", *GUESSED * guessed, "examples"]
-        rows = [
-            [name, *cells(score, guessed)] for name, each in own.items() for score in each["scores"]
-        ]
-        echo(Table.of(heads, rows))
+        rows = [[name, *cells(score, guessed)] for name, score in scores]
+        echo(f"\n{unit}\n{Table.of(heads, rows)}")
 
 
 GUESSED = ("chance", "generated")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffllm.cli.arguments import argument, parse, plugins_argument
+from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo
 from diffllm.evaluation.load import load_model
@@ -12,19 +12,16 @@ from diffllm.model.generate import generate
 
 
 @dataclass
-class GenerateArguments:
-    run: str = argument("run directory", path=True)
+class GenerateArguments(RunArguments):
     prompt: list[str] = argument("text to continue, taken verbatim; repeatable")
     max_new_tokens: int = argument("tokens to add at most", 128, least=1)
     temperature: float = argument("0 takes the likeliest token", 0.8, least=0, most=1e6)
     top_p: float = argument("nucleus to sample from", 0.95, above=0, most=1)
     seed: int = argument("of the sampling", 0, least=-(2**63), most=2**63 - 1)
     step: int = argument("checkpoint; 0 is the newest whole one", 0, least=0)
-    plugins: str = plugins_argument()
 
 
 def generate_command(argv: list[str]) -> None:
-    """Print the prompt and its continuation."""
     args = parse(GenerateArguments, argv, __doc__)
     model, tokenizer = load_model(args.run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

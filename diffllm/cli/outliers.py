@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from diffllm.cli.arguments import argument, flag, parse, plugins_argument
+from diffllm.cli.arguments import RunArguments, argument, flag, parse
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
@@ -21,12 +21,14 @@ layer's output (hidden states) and of the logits of each attention map, before i
 largest magnitudes, their percentiles, the kurtosis. The weight on the first token that a query
 sees, map by map, signed, and its share of |weight|. The context's RMS, and over the values' RMS.
 
-diffllm outliers run=outputs/mine
 diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
 SIZES = {f"top-{k}": f"top_{k}" for k in TOP} | {
     name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")
 }
 """Heads of columns, and the number below each."""
+OF_SINKS = (
+    "map", "weight", "of |weight|", "context RMS", "over values' RMS", "smallest", "largest"
+)  # fmt: skip
 READING = """\
 Top-k and percentiles are of |value|, percentiles within 0.1%; kurtosis is of all values together,
 3 for a normal law; "over channels" is that of a token, mean over tokens; the channel is that of
@@ -35,14 +37,12 @@ over heads, sequences and the queries that see more than themselves."""
 
 
 @dataclass
-class OutliersArguments:
-    run: str = argument("run directory", path=True)
+class OutliersArguments(RunArguments):
     step: int = argument("checkpoint; 0 is the newest whole one", 0)
     tokens: int = argument(
         "tokens to read, in whole sequences; all if there are less", TOKENS, least=1
     )
     json: bool = flag("a JSON object instead of tables")
-    plugins: str = plugins_argument()
 
 
 def outliers_command(argv: list[str]) -> None:
@@ -51,8 +51,7 @@ def outliers_command(argv: list[str]) -> None:
     cfg = load_run_config(run)
     model, step = decoder(run, args.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    most = sequences_for(args.tokens, cfg.seq_len)
-    sequences = first_sequences(run, cfg, most, device)
+    sequences = first_sequences(run, cfg, sequences_for(args.tokens, cfg.seq_len), device)
     count = len(sequences)
     try:
         layers = measure_outliers(model.to(device), sequences)
@@ -91,23 +90,12 @@ def print_outliers(found: dict[str, Any]) -> None:
         for i, (name, sink) in enumerate(layer["sinks"].items()):
             of_layer = [*map(cell, context)] if i == 0 else [""] * len(context)
             sinks.append([number, name, cell(sink["weight"]), cell(sink["share"]), *of_layer])
-    tables = {
-        "Hidden states, magnitudes": ([*SIZES, "over channels", "channel"], hidden),
-        "Attention logits, magnitudes": (["map", *SIZES], logits),
-        "First token, and context": (
-            [
-                "map",
-                "weight",
-                "of |weight|",
-                "context RMS",
-                "over values' RMS",
-                "smallest",
-                "largest",
-            ],
-            sinks,
-        ),
-    }
-    for title, (heads, rows) in tables.items():
+    tables = (
+        ("Hidden states, magnitudes", [*SIZES, "over channels", "channel"], hidden),
+        ("Attention logits, magnitudes", ["map", *SIZES], logits),
+        ("First token, and context", OF_SINKS, sinks),
+    )
+    for title, heads, rows in tables:
         echo(f"\n{title}\n{Table.of(['layer', *heads], rows)}")
     echo(f"\n{READING}")
 

@@ -160,7 +160,6 @@ def memory_table(made: RunPlan) -> Table:
 
 
 def fit_text(made: RunPlan, change: RunPlan | None) -> str:
-    """Say whether it fits, and what would make it fit."""
     free, device = made.free(made.step), made.cluster.device.name
     if free >= 0:
         return f"\nfits {device}, {gib(free)} GiB are left"
@@ -175,7 +174,6 @@ def fit_text(made: RunPlan, change: RunPlan | None) -> str:
 
 
 def time_lines(made: RunPlan) -> list[str]:
-    """List seconds, tokens a second, and, where tokens are stated, days."""
     cluster, step = made.cluster, made.step
     lines = [
         f"{made.flops_per_step:.3g} FLOPs a step, {step.flops_per_token:.4g} a token",

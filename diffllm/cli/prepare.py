@@ -18,7 +18,6 @@ Below are the keys that it reads beside seq_len, for packing; `python train.py -
 
 
 def prepare_command(argv: list[str]) -> None:
-    """Prepare the corpus of a training config and say what there is, source by source."""
     if "-h" in argv or "--help" in argv:
         echo(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
         return
@@ -35,7 +34,6 @@ def prepare_command(argv: list[str]) -> None:
 
 
 def prepared_text(data: Prepared) -> str:
-    """Where tokens lie, what they are of, and how many there are."""
     manifest = data.manifest
     lines = [
         str(data.directory),

@@ -212,6 +212,9 @@ def test_one_head_and_another_place_of_the_figure(make_run, command, tmp_path):
     assert "head 2" in out
     (figure,) = run.glob("attention-map-layer01-head02-x-*.png")  # the last layer
     assert png_size(figure)
+    assert command(f"run={run}", "prompt=x", "head=2", "step=0")[0] == 0
+    (of_step,) = run.glob("attention-map-layer01-head02-step0-x-*.png")  # its only checkpoint
+    assert of_step.read_bytes() == figure.read_bytes()
     places = [tmp_path / "a.pdf", tmp_path / "b.SVG"]
     for place, start in zip(places, (b"%PDF", b"<?xml"), strict=True):
         assert command(f"run={run}", "prompt=x", "head=0", f"out={place}")[0] == 0
