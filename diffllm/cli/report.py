@@ -31,7 +31,6 @@ class ReportArguments:
 
 
 def report_command(argv: list[str]) -> None:
-    """Write the page and the table; print means and gaps, differences, notes and paths."""
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import write

@@ -75,7 +75,6 @@ class PowerArguments:
 
 
 def study_command(argv: list[str]) -> int:
-    """Run or judge a study; return the exit code."""
     if "-h" in argv or "--help" in argv:
         echo(STUDY)
         return 0
@@ -101,7 +100,6 @@ def study_command(argv: list[str]) -> int:
 
 
 def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
-    """Load the study that a command line names; raises ConfigError."""
     if len(files) != 1:
         wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
         raise ConfigError(f"{wrong}; give one, as in diffllm study run STUDY.yaml out=DIR")
@@ -111,7 +109,6 @@ def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
 
 
 def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
-    """Check every run, and print what they cost."""
     from diffllm.compare.study.stages import check_study_runs
 
     check_study_runs(study, out, 1)
@@ -136,7 +133,6 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
 
 
 def judge_study(study: Study, out: Path, as_json: bool) -> None:
-    """Judge a study, write its page, and print the verdict."""
     from diffllm.compare.study.verdict import judge
     from diffllm.compare.study.verdict_page import markdown, write_verdict
 
@@ -151,7 +147,6 @@ def judge_study(study: Study, out: Path, as_json: bool) -> None:
 
 
 def power_command(argv: list[str]) -> None:
-    """Print the seeds, tokens and hours that a gap takes, as a table or as JSON."""
     args = parse(PowerArguments, argv, POWER)
     wanted = Wanted(args.gap, args.alpha, args.power, args.sides, args.comparisons)
     pilot = read_pilot([Path(word) for word in args.pilot])
@@ -165,7 +160,6 @@ def power_command(argv: list[str]) -> None:
 
 
 def power_numbers(pilot: Pilot, wanted: Wanted, found: list[Need]) -> dict[str, Any]:
-    """All that the text says, under stable names."""
     low, high = pilot.spread.interval
     arms = [
         {"arm": arm.label, "seeds": len(arm.losses), "diverged": arm.diverged, "sd": arm.sd}
@@ -191,7 +185,6 @@ def power_numbers(pilot: Pilot, wanted: Wanted, found: list[Need]) -> dict[str, 
 
 
 def pilot_lines(pilot: Pilot) -> Iterator[tuple[str, str]]:
-    """Yield subjects, and what the pilot says of seeds on each."""
     low, high = pilot.spread.interval
     seconds = f", {short(pilot.seconds)} s" if pilot.seconds else ", of unknown time"
     runs = f"{pilot.runs} finished runs of {plural(len(pilot.arms), 'arm')}"
@@ -212,7 +205,6 @@ def pilot_lines(pilot: Pilot) -> Iterator[tuple[str, str]]:
 
 
 def print_needs(wanted: Wanted, found: list[Need]) -> None:
-    """Print what each design takes, and the power of a few numbers of seeds."""
     family = f", the smallest of {wanted.comparisons} by Holm" if wanted.comparisons > 1 else ""
     sides = "two-sided" if wanted.sides == 2 else "one-sided"
     rows = []

@@ -24,20 +24,15 @@ from diffllm.metrics.table import METRICS
 
 
 class PageColumn(NamedTuple):
-    """A column of the page."""
-
     title: str
-    """Its head, where `{}` stands for the baseline."""
+    """`{}` stands for the baseline."""
     unit: str
     meaning: str
     cell: Callable[[Row], Cell]
 
 
 def row_values(row: Row) -> dict[str, Any]:
-    """The columns of a row in report.csv, in order; None, an empty cell, for an unknown number.
-
-    All but the swept keys, which follow the variant, and the sizes are of finished runs.
-    """
+    """The columns of a row in report.csv, in order; None is an empty cell."""
     found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
     paired = found and found.paired
     events = {series: row.events(series) for series in ("loss", "grad")}
@@ -98,11 +93,6 @@ def csv_text(rows: list[Row]) -> str:
 
 
 def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
-    """Make the function that shows a value of a row; NaN and infinity are not the same as none.
-
-    Args:
-        how: writes the value.
-    """
 
     def cell(row: Row) -> Cell:
         value = row.values.get(name)
@@ -141,7 +131,6 @@ def gap_cell(row: Row) -> Cell:
 
 
 def equal_cell(row: Row, budget: str) -> Cell:
-    """A gap at equal cost, its interval, how far reading may be off, and the amount."""
     if (found := row.equal.get(budget)) is None:
         return Cell(MISSING)
     off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
@@ -158,7 +147,6 @@ def seeds_cell(row: Row) -> Cell:
 
 
 def events_cell(row: Row, series: str) -> Cell:
-    """Spike events per thousand judged steps, with their interval."""
     if not (rate := row.events(series)):
         return Cell(MISSING)
     # the upper end is never 0: no column of events is omitted because all are
@@ -216,13 +204,11 @@ PAGE = {
 }  # fmt: skip
 """Columns of the page by their names in report.csv."""
 CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
-"""Columns of the page that need no place where all rows agree."""
 EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
-"""Ends of the names of columns about spike events, and the fields of a rate."""
 
 
 def table_columns(rows: list[Row], baseline: str | None) -> list[Column]:
-    """The columns of the page that some row has a value for, without the labels of rows."""
+    """The columns of the page that some row has a value for."""
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
         cells = [cell(row) for row in rows]
@@ -241,8 +227,7 @@ def cost_columns(rows: list[Row]) -> list[Column]:
 
 
 def fold_constant(columns: list[Column]) -> tuple[list[Column], list[str]]:
-    """The columns that tell rows apart, and a sentence about those that are all zero and those
-    that are the same in all of several rows."""
+    """The columns that tell rows apart, and sentences about the others."""
     zero = [each for each in columns if all(cell.value == 0 for cell in each.cells)]
     same = [
         each

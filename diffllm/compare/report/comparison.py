@@ -24,27 +24,21 @@ from diffllm.statistics.gap_tests import holm
 
 @dataclass
 class Comparison:
-    """All that a report shows."""
-
     title: str
     rows: list[Row]
     baseline: str | None
-    """The variant that gaps are measured from."""
     differences: list[str] = field(default_factory=list)
-    """Keys that make rows incomparable: "steps", "data.dataset", "corpus"."""
+    """Keys that make rows incomparable."""
     groups: list[Group] = field(default_factory=list)
-    """The rows that can be compared with each other, in the order of `rows`."""
     notes: list[str] = field(default_factory=list)
-    """Unfinished runs, runs that could not be read, missing seeds: a sentence each."""
     evaluated: list[Evaluated] = field(default_factory=list)
-    """The results that checkpoints of these runs have of tasks and measurements."""
 
 
 def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Path | None]:
-    """The comparison of all runs in `paths`, and the directory that its report belongs in, if any.
+    """The comparison of all runs in `paths`, and the directory for its report, if any.
 
-    A run that cannot be read is a note, and so are a sweep's runs that have not started. Raises
-    ConfigError if no run can be read, or none has the baseline's variant.
+    A run that cannot be read becomes a note. Raises ConfigError if no run can be read or none has
+    the baseline's variant.
     """
     found = find_runs(paths)
     runs: list[Run] = []
@@ -66,8 +60,8 @@ def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Pa
 def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Comparison:
     """Group runs into rows and measure each against the baseline's row with equal other keys.
 
-    There is at least one run. Without `baseline` it is `standard` if there, else the first row's
-    if there are several. Raises ConfigError if no run has the baseline's variant.
+    The default baseline is `standard`, else the first of several rows. Raises ConfigError if no run
+    has the baseline's variant.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
@@ -98,7 +92,6 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
-    """The variant that gaps are measured from; raises ConfigError."""
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
     if wanted is not None:
         if wanted not in variants:
@@ -130,7 +123,6 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
-    """Set a row's outcome, gap and baseline; a seed missing on one side is noted."""
     row.against, row.outcome = base, (found := compare_arms(row.losses, base.losses))
     if found.paired is not None:
         row.gap, row.baseline, base.is_baseline = found.paired.estimate, base, True
@@ -151,10 +143,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """The gap of the rows over the documents and the seeds that both have, or why there is none.
-
-    Runs are read only where there are seeds enough.
-    """
+    """Return the gap over the documents and seeds that both rows have, or why there is none."""
     own, others = (
         {run.seeds: run for run in side.finished if run.final_loss is not None}
         for side in (row, base)

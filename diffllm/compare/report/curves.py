@@ -16,31 +16,25 @@ from diffllm.statistics.seed_variance import pooled_variance
 Array = np.ndarray
 LOSS = "eval/loss"
 POINTS = 300
-"""Most places at which the band of a curve is drawn."""
 MACHINE = ("device", "ranks", "torch", "compiled")
-"""Facts of run.json that have to agree where times are compared."""
+"""Facts of run.json that must agree to compare times."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A curve of a row: mean, lowest and highest over its seeds, each (n,).
-
-    NaN where a seed has no value: a mean over those that are left is of other seeds.
-    """
+    """A curve of a row over seeds, each (n,); NaN where a seed has no value."""
 
     x: Array
-    """Tokens, or layers."""
     mean: Array
     low: Array
     high: Array
     singles: list[Array]
-    """The single seeds, (n,) each, where not all have a value; NaN elsewhere."""
+    """The single seeds, (n,) each, where not all have a value."""
     stops: list[tuple[float, float]]
-    """The last point of a seed that ends before another, or is not finite from there on."""
+    """The last finite point of a seed that ends before another."""
 
     @property
     def drawn(self) -> Array:
-        """All finite values that a figure of it shows."""
         values = np.concatenate([self.low, self.high, *self.singles])
         return values[np.isfinite(values)]
 
@@ -63,12 +57,10 @@ def over_seeds(curves: Iterable[Series]) -> Band | None:
 
 
 def window(points: int) -> int:
-    """Width of a running mean: a fiftieth of a long run, about a tenth of a short one; odd."""
     return 2 * max(points // 100, min(points // 20, 5)) + 1
 
 
 def smoothed(series: Series, points: int) -> Series:
-    """The centred running mean over that many logged steps, fewer at the ends."""
     known, n = np.isfinite(series.values), len(series.values)
     if points == 1 or not n:
         return series
@@ -80,8 +72,7 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """A quantity over layers, at the last logged step that the finished runs have in common,
-    or all runs if none has finished."""
+    """A quantity over layers, at the last logged step that the runs have in common."""
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
     logged = [(layers, series) for layers, series in logged if series.values.size]
@@ -105,8 +96,7 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return held-out loss minus that of the baseline's run with the same seeds; None without a
-    baseline."""
+    """Return held-out loss minus that of the baseline at the same seeds."""
     if row.baseline is None:
         return None
     of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
@@ -119,18 +109,15 @@ def gap_band(row: Row) -> Band | None:
 
 
 def rows_of_gaps(rows: list[Row]) -> list[Row]:
-    """Those that have a gap, and those that these are measured from."""
     bases = [row.baseline for row in rows if row.gap]
     return [row for row in rows if row.gap or any(row is base for base in bases)]
 
 
 def seed_noise(rows: list[Row]) -> Series | None:
-    """The gap that two rows of the same expectation would stay within, 95% of the time.
+    """Half the width of the band of 95% of gaps between rows of equal expectation, per evaluation.
 
-    At every evaluation that all have in common, t s sqrt(2 / n): s is the deviation between seeds,
-    pooled over rows, n the seeds of the row that has fewest, and t Student's, of as many degrees of
-    freedom as s has. The values are half the width of the band around zero. None if no row has two
-    seeds.
+    t s sqrt(2 / n): s is the deviation between seeds pooled over rows, n the smallest number of
+    seeds, t Student's quantile. None if no row has two seeds.
     """
     curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
@@ -150,9 +137,9 @@ class Budget(NamedTuple):
     unit: str
     meaning: str
     spent: Callable[[Run, Array], Array | None]
-    """Returns how much a run had used after so many tokens, (n,) of (n,); None where unknown."""
+    """Returns the amount used after so many tokens, (n,) of (n,); None if unknown."""
     facts: tuple[str, ...] = ()
-    """Facts of run.json without whose agreement two runs' amounts say nothing."""
+    """Facts of run.json that must agree."""
 
 
 def flops_spent(run: Run, tokens: Array) -> Array | None:
@@ -161,7 +148,7 @@ def flops_spent(run: Run, tokens: Array) -> Array | None:
 
 
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
-    """Seconds of training steps, without evaluations and saves; between logged steps in line."""
+    """Seconds of training steps, without evaluations and saves."""
     if "perf/step_ms" not in run.metrics.columns:
         return None
     places, step_ms = run.metrics.columns["perf/step_ms"]
@@ -179,11 +166,9 @@ BUDGETS = {
         "seconds", "Time of training steps, without evaluations and saves", seconds_spent, MACHINE
     ),
 }
-"""Budgets by the name that the columns of report.csv have for each."""
 
 
 def spent_curve(run: Run, budget: Budget) -> Series | None:
-    """A run's held-out losses over what it had spent; None where that is unknown."""
     tokens, losses = run.series(LOSS)
     known = np.isfinite(losses)
     spent = budget.spent(run, tokens[known])
@@ -195,11 +180,7 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """The gap to the row's baseline where both had spent the same.
-
-    Curves are read in a line over the logarithm of the amount. None without a gap, where an amount
-    is unknown, or where it was measured on different machines.
-    """
+    """The gap to the row's baseline at equal cost; None if an amount is unknown or machines differ."""
     if row.gap is None or row.baseline is None:
         return None
     both = [*row.runs, *row.baseline.runs]
@@ -222,11 +203,9 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
 
 
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
-    """Return the loss between two evaluations, in a line over the logarithm of what was spent, and
-    how far it may be off.
+    """Return the loss at an amount, interpolated over its logarithm, and the possible error.
 
-    The error is how far the same line is off at the evaluations on both sides, drawn without them:
-    over twice the distance, so it is rather too large. Infinite where there are no others.
+    The error is the largest error of the same interpolation at the neighbouring evaluations.
     """
     x, y = np.log(curve.tokens), curve.values
     place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))

@@ -18,21 +18,19 @@ ALL = "mean of all levels"
 
 class ScoreCell(NamedTuple):
     mean: Estimate
-    """Over the seeds that have it."""
     gap: Estimate | None
-    """Its difference to the baseline's, paired over the seeds of both."""
 
 
 class ScoreLine(NamedTuple):
     of: str
     chance: float | None
     cells: list[ScoreCell | None]
-    """One a row; None where it has not been measured."""
+    """Per row."""
 
 
 class Checkpoint(NamedTuple):
     loss: float | None
-    """On the held-out sample, as it was logged at the same step; nats a token."""
+    """Held-out loss logged at the same step, nats per token."""
     scores: Lines
 
 
@@ -41,18 +39,13 @@ class Evaluated(NamedTuple):
     unit: str
     lines: list[ScoreLine]
     equal: list[ScoreLine]
-    """The scores at `loss`; empty if there are not two rows with any."""
+    """The scores at `loss`."""
     loss: float | None
     """The lowest loss of the held-out sample that all evaluated runs reached."""
 
 
 def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
-    """Gather the results that runs have of their newest evaluated checkpoints.
-
-    Args:
-        notes: gets a sentence for each evaluation that not all runs were asked alike, and for
-            results that are skipped or not verified.
-    """
+    """Gather the results of the newest evaluated checkpoints; problems are added to `notes`."""
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems) for row in rows for run in row.runs}
     notes += [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
@@ -103,7 +96,6 @@ def question_asked(result: Line) -> Line:
 
 
 def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpoint]:
-    """List the checkpoints of a run that were asked the same as the newest, with their losses."""
     tokens, losses = run.series("eval/loss")
     logged = dict(zip(tokens.tolist(), losses.tolist(), strict=True))
     newest = question_asked(steps[max(steps)][name])
@@ -134,12 +126,7 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
-    """Return the scores of a run at a loss, those of the two checkpoints around it interpolated;
-    none where it was not evaluated on both sides.
-
-    Args:
-        checkpoints: in the order of training.
-    """
+    """Return the scores of a run at a loss, interpolated; {} outside of the losses of its checkpoints."""
     known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
     for at, scores in known:
         if at == loss:
@@ -158,7 +145,6 @@ def between(before: Line, after: Line, share: float) -> Line:
 
 
 def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> list[ScoreLine]:
-    """Set the scores of all rows beside each other, those that some row has."""
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
         every = [scores[of] for own in results for scores in own.values() if of in scores]
@@ -182,8 +168,6 @@ def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> l
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:
-    """Return the columns of a row in report.csv: each score, and its gap with its interval, at the
-    end and at equal loss."""
     found: dict[str, float | None] = {}
     for each in evaluated:
         at_equal = [(line, ", equal loss") for line in each.equal]

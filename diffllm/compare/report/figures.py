@@ -30,29 +30,25 @@ HUES = (
     "#69707a", "#00875f", "#0068b0", "#d4480b", "#a63a92", "#b07d00", "#4a38b8", "#0e93b8",
     "#7b1b45", "#6e5138",
 )  # fmt: skip
-"""On white: Okabe and Ito's first, told apart with any colour vision."""
 DARKEST = 0.55
-"""Share of black in the colour of a variant's last row."""
 DASHES: tuple[tuple[float, ...], ...] = (
     (), (4, 1.6), (1, 1.3), (5, 1.4, 1, 1.4), (8, 2), (3, 1.2, 1, 1.2, 1, 1.2),
 )  # fmt: skip
 MARKERS = "os^Dv<>ph"
 WIDTH, HEIGHT, SMALL = 384, 248, 12.0
-"""Sizes of a figure without its legend, and of its text, in CSS pixels."""
+"""CSS pixels."""
 CHARACTER = 6.6
-"""Pixels that a character of a figure is wide, about."""
 LONGEST = 44
-"""Characters of a row's label that a figure shows."""
 ENTRIES = 10
-"""Most entries of a legend: of more rows, it names the variants."""
+"""A legend of more rows names the variants."""
 LEGEND_LINE, HANDLE = 16, 40
-"""Pixels: height of a line of a legend, and width of an entry besides its label."""
+"""Pixels."""
 MARGIN, GAP_LINE = 60, 26
-"""Pixels above and below all gaps, and of a gap."""
+"""Pixels."""
 OUTLYING = 4
-"""Times the median reach of a gap and its interval that the scale of all goes to at most."""
+"""The scale covers this multiple of the median reach of an interval."""
 FEW = 24
-"""Points up to which each is marked."""
+"""Each point has a marker up to this number of points."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
     "svg.fonttype": "none", "svg.hashsalt": "diffllm",
@@ -72,18 +68,15 @@ RC = {
 }  # fmt: skip
 
 Bands = Sequence[Band | None]
-"""The band of every row, in the order of styles."""
+"""Per row, in the order of styles."""
 
 
 @dataclass(frozen=True)
 class RowStyle:
-    """How a row is drawn in every figure."""
-
     label: str
     variant: str
     colour: str
     dash: tuple[float, ...]
-    """In line widths; empty for a solid line."""
     marker: str
 
     @property
@@ -92,7 +85,6 @@ class RowStyle:
 
     @property
     def swatch(self) -> Markup:
-        """A short piece of its line, for the page's text."""
         dash = " ".join(f"{1.8 * part:.1f}" for part in self.dash)
         return Markup(
             '<svg class="swatch" viewBox="0 0 28 10" aria-hidden="true">'
@@ -102,7 +94,6 @@ class RowStyle:
 
 
 def row_styles(rows: list[Row]) -> list[RowStyle]:
-    """Rows of one variant share its hue, in shades and with dashes of their own."""
     names = [row.keys["attention"] for row in rows]
     styles = []
     for i, (row, variant) in enumerate(zip(rows, names, strict=True)):
@@ -116,10 +107,6 @@ def row_styles(rows: list[Row]) -> list[RowStyle]:
 
 
 def hue_and_dash(variant: str) -> tuple[str, int]:
-    """Hue and dash by a variant's place among all variants, the same in every report.
-
-    Those that rows begin with have hues of their own and solid lines.
-    """
     known = sorted(variants(), key=variant_order)
     nth = known.index(variant) if variant in known else len(known) + crc32(variant.encode()) % 97
     if nth < len(FIRST):
@@ -133,7 +120,6 @@ def short_label(label: str, most: int = LONGEST) -> str:
 
 
 def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
-    """Names and styles of a legend's entries: the rows, or of more than `ENTRIES` the variants."""
     entries = {style.label: style for style in styles}
     if len(styles) > ENTRIES:
         entries = {style.variant: style for style in reversed(styles)}
@@ -142,7 +128,6 @@ def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
 
 
 def new_figure(width: float, height: float, styles: list[RowStyle] | None = None) -> "Figure":
-    """Make an empty figure, with a legend of `styles` below `height` pixels for the plot."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -231,7 +216,6 @@ def on_scale(values: np.ndarray, log: bool) -> np.ndarray:
 
 
 def logarithmic(axes: "Axes") -> None:
-    """Set a logarithmic scale with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -289,11 +273,7 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """The scale: 0, a margin on either side of it, and all intervals, unless some lie far out.
-
-    By the gaps over the most seeds, since an interval of two alone is many times as wide, and
-    without outliers among them.
-    """
+    """Limits around 0 and the intervals of the gaps over most seeds, without outliers."""
     most = max(gap.seeds for gap in gaps)
     bounds = [
         [x for x in (gap.mean, gap.low, gap.high) if x is not None]
@@ -309,14 +289,12 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
 
 
 def to_svg(figure: "Figure", title: str) -> bytes:
-    """Return matplotlib's SVG; equal figures give equal bytes."""
     out = io.BytesIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Title": title})
     return out.getvalue()
 
 
 def to_image(figure: "Figure", title: str) -> Markup:
-    """Return an <img> that holds the figure's SVG."""
     width, height = (round(72 * side) for side in figure.get_size_inches())
     data = base64.b64encode(to_svg(figure, title)).decode()
     return Markup(

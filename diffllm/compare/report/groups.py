@@ -17,10 +17,9 @@ from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist
 
 LONGEST = 48
-"""Characters of a label; where some are longer, groups get letters that stand for what differs."""
 
 TELLING = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.warmup_steps")
-"""Keys that come first where a group is described in short."""
+"""Keys that a short description of a group names first."""
 
 
 @dataclass
@@ -28,19 +27,13 @@ class Group:
     """Rows that agree on every key that no loss can be compared across."""
 
     letter: str
-    """"A", "B", ...; empty where there is one group."""
     rows: list[Row]
     values: dict[str, str] = field(default_factory=dict)
     """Keys that tell the group from others, and its values as text."""
 
 
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
-    """The groups, those with most variants to compare first, with the labels of their rows.
-
-    Args:
-        rows: in the order that they have in a group.
-        keys: of `runs`, which are all runs that were read.
-    """
+    """The groups, those with most variants to compare first, with the labels of their rows."""
     together: dict[str, list[Row]] = {}
     for row in rows:
         same = shown_value([row.differing[key] for key in keys.incomparable])
@@ -66,19 +59,17 @@ def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
 
 
 def rows_to_compare(group: Group) -> int:
-    """Count the rows with a loss; 0 with a single variant, or on runs that were changed."""
     variants = [row.keys["attention"] for row in group.rows if row.loss is not None]
     changed = group.rows[0].differing.get(CHANGED)
     return 0 if changed or len({*variants}) < 2 else len(variants)
 
 
 def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = False) -> str:
-    """The variant, and all else that tells the row apart: "diff_v2 lr=0.001".
+    """The variant, and all else that tells the row apart from `rows`: "diff_v2 lr=0.001".
 
     Args:
-        rows: those that it has to be told from.
         shown_together: keys that `model=<choice>` stands for.
-        inside: leaves out keys that all of `rows` agree on.
+        inside: omit keys that all of `rows` agree on.
     """
     own, parts = overrides(row.runs[0]), []
     for key, value in row.keys.items():
@@ -115,13 +106,7 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
-    """The keys that every group has one value of, and not all the same, as text; the choice of
-    `model=` and others that say most first.
-
-    Args:
-        row: any of the group that they are for.
-        shown_together: keys that `model=<choice>` stands for.
-    """
+    """The keys with one value per group, not the same in all, as text; the most telling first."""
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
         values = [{shown_value(r.differing.get(key)) for r in group.rows} for group in groups]
@@ -135,13 +120,11 @@ def telling(key: str) -> tuple[int, str]:
 
 
 def in_short(group: Group, width: int) -> str:
-    """ "model=tiny steps=120 ...", what tells it from other groups."""
     parts = (f"{key.rpartition('.')[2]}={value}" for key, value in group.values.items())
     return shorten(" ".join(parts), width, placeholder=" ...")
 
 
 def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
-    """The keys that keep groups apart, `model` for those that its choice decides."""
     keys = set(incomparable)
     if groups and "model" in groups[0].values:
         keys = {key for key in keys if not key.startswith("model.")} | {"model"}

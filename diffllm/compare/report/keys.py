@@ -13,7 +13,6 @@ from diffllm.config.plugins import several_versions, versions_text
 from diffllm.config.saved import FREE, flatten
 
 HASH = 8
-"""Characters of a hash that are shown."""
 SEEDS = ("seed", "model.init_seed")
 ATTENTION = "model.attention."
 FOLLOWS = {"model.seq_len": "seq_len", "data.vocab_size": "model.vocab_size"}
@@ -25,29 +24,26 @@ CORPUS = (
 )  # fmt: skip
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
 HELDOUT = "heldout_tokens"
-"""Tokens that the last held-out loss is of; a run that an older version measured has none."""
+"""Tokens of the last held-out loss; unknown in runs of older versions."""
 FACTS = {
     "corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",),
     HELDOUT: ("eval.tokens",),
 }  # fmt: skip
-"""Facts of run.json, and the keys that each settles: two paths may hold the same text."""
+"""Facts of run.json, and the keys that each settles."""
 FROM_CORPUS = (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)
 CAUSES = {
     **FACTS, "tokenizer": FROM_CORPUS,
     HELDOUT: ("eval.tokens", "data.heldout_fraction", "tokenizer", *FROM_CORPUS),
 }  # fmt: skip
-"""Where a difference in such a fact can come from; then a label need not tell it too."""
+"""Keys that explain a difference in a fact: a label then shows the key alone."""
 
 MATCHES = ("model.match_params_to", "model.match_flops_to")
-"""Keys that name the variant whose total a run has."""
 PLUGINS = "plugins"
-"""Plugins of which the runs have several versions."""
 CHANGED = "changed"
-"""Not a key of a config: what was changed on the way of a run."""
+"""Not a key of a config: changes after the start of a run."""
 IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
     "eval", "resume", *CORPUS, *TOKENIZER, "precision",
 }  # fmt: skip
-"""Where, how fast and how closely watched a run runs; sections stand for all their keys."""
 
 INCOMPARABLE = (
     "data", "eval", "resume", "steps", "seq_len", "global_batch_size", "precision", "model",
@@ -59,7 +55,6 @@ SWEEPABLE = (
     "model.moe.expert_dim", "model.moe.bias_update_rate", "model.moe.balance_loss",
     "model.moe.balance_over", "model.moe.router_z_loss",
 )  # fmt: skip
-"""Keys of `model` that are no part of its shape."""
 
 SPEED = (
     "device", "ranks", "torch", "micro_batch_size", "compile", "compiled",
@@ -67,7 +62,6 @@ SPEED = (
     "model.attention.backend", "model.attention.values", "model.loss_chunk", "data.num_workers",
     "parallel.replicate", "parallel.shard", "parallel.expert", "parallel.reduce",
 )  # fmt: skip
-"""Facts and config keys that decide speed alone."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +69,16 @@ class Keys:
     """The differences between runs."""
 
     swept: list[str]
-    """The keys that tell rows apart: `attention`, then the others by name."""
     incomparable: list[str]
-    """Keys that differ and that no loss can be compared across."""
     values: list[dict[str, Any]]
-    """Every run's values of all of these; None also for a key that its variant does not have."""
+    """Per run; None for a key that its variant does not have."""
 
 
 def distinguish(runs: list[Run]) -> Keys:
     """The keys whose values differ between runs, and what each run has.
 
-    Seeds are left out, what only says where or how fast a run runs, and what follows from another
-    key: the fields of `model.attention` as the variant's YAML has them, and a width that was
-    solved for. A fact that only some runs know differs between these and the others; where
-    none knows it, the config keys behind it decide alone.
+    Omits seeds, keys of speed or place, and keys that follow from another key. A fact that only
+    some runs know separates them from the others; if no run knows it, its config keys decide.
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
@@ -127,7 +117,6 @@ def distinguish(runs: list[Run]) -> Keys:
 
 
 def deciding_values(run: Run) -> dict[str, Any]:
-    """All that decides a run's result, seeds aside: flat config keys, the variant, facts."""
     cfg = run.cfg
     values = {key: v for key, v in run.config.items() if not within(key, IGNORED)}
     values["attention"] = run.variant
@@ -139,8 +128,7 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """A target has its own total, so its unmatched runs count as matched to it, unless other runs
-    of that variant name a target too."""
+    """Count unmatched runs of a target as matched to it, unless its variant names a target."""
     unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
         targets = {each[match] for each in values}
@@ -151,7 +139,7 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """The fields of `model.attention` that are not as the variant's YAML has them."""
+    """The fields of `model.attention` that differ from the variant's YAML."""
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
@@ -161,7 +149,6 @@ def overrides(run: Run) -> dict[str, Any]:
 
 @cache
 def variant_keys(variant: str, schema: str) -> dict[str, Any]:
-    """The flat keys of a variant as its YAML alone makes them, or without it its class."""
     attention = OmegaConf.structured(variant_config(variant, schema))
     return flatten(OmegaConf.to_container(attention, enum_to_str=True), ATTENTION)  # type: ignore[arg-type]
 
@@ -171,7 +158,6 @@ def within(key: str, sections: Iterable[str]) -> bool:
 
 
 def differs(key: str, values: list[dict[str, Any]]) -> bool:
-    """Whether two runs have different values; a key that one lacks is None there."""
     return len({shown_value(each.get(key)) for each in values}) > 1
 
 
@@ -185,7 +171,6 @@ def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bo
 
 
 def shown_value(value: Any) -> str:
-    """A value as one would write it on the command line."""
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(shown_value, value))}]"
     if value is None or isinstance(value, bool):
@@ -194,7 +179,6 @@ def shown_value(value: Any) -> str:
 
 
 def value_text(key: str, value: Any) -> str:
-    """A key's or fact's value as text: the first characters of a hash, "unknown" without a fact."""
     if key == CHANGED:
         return "; ".join(value) if value else "nothing"
     if key not in FACTS:

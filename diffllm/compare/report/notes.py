@@ -22,11 +22,10 @@ from diffllm.compare.report.runs import Run, shortlist, skipped_text
 from diffllm.statistics.gap_tests import ALPHA
 
 NAMED = 4
-"""Gaps that a sentence names."""
 TOLERANCE = 0.005
-"""Share by which totals of parameters may differ before a note says so."""
+"""Relative difference in parameters above which a note says so."""
 EQUAL = 0.0005
-"""Share by which totals of parameters may differ and be called equal."""
+"""Relative difference below which parameters are called equal."""
 SETTINGS = (
     "data.source", "data.dataset", "data.name", "data.split", "data.paths", "data.packing",
     "data.mask_documents", "corpus", "model.vocab_size", "data.tokenizer", "steps",
@@ -36,11 +35,10 @@ SETTINGS = (
     "model.head_dim", "model.ffn_dim", *MATCHES, "data.heldout_fraction", HELDOUT,
     "eval.sequences", "device", "ranks", "precision", "compute_dtype", "torch",
 )  # fmt: skip
-"""Config keys and facts of the page's settings."""
 
 
 def family(rows: list[Row]) -> list[Row]:
-    """The rows whose gap has a test: Holm's correction is over all of these."""
+    """The rows whose gap has a test: the family of Holm's correction."""
     return [row for row in rows if row.p_holm is not None]
 
 
@@ -56,7 +54,6 @@ def p_text(p: float | None) -> str:
 
 
 def holm_sentence(rows: list[Row]) -> str:
-    """How many gaps survive Holm's correction, and which; nothing where no gap has a test."""
     if not (tested := family(rows)):
         return ""
     kept = [row.label for row in tested if survives(row)]
@@ -66,7 +63,6 @@ def holm_sentence(rows: list[Row]) -> str:
 
 
 def gap_tag(row: Row) -> str:
-    """Why a gap shows no difference, or has no test; nothing for others."""
     found, gap = row.outcome, row.gap
     if found is None:
         return ""
@@ -92,7 +88,6 @@ def divergence(row: Row, of: str = "", share: bool = True) -> str:
 
 
 def size_against(row: Row, base: Row) -> str:
-    """ "3.7% more parameters"; nothing where one of the sizes is unknown."""
     size, other = (finite(each.fact("parameters")) for each in (row, base))
     if not size or not other:
         return ""
@@ -103,7 +98,6 @@ def size_against(row: Row, base: Row) -> str:
 
 
 def finding(row: Row) -> str:
-    """The first sentence about a row: its gap, else its loss."""
     if row.gap is not None and row.baseline is not None:
         base, seeds = row.baseline, row.gap.seeds
         parts = [f"{row.label} {with_interval(row.gap, signed=True)} against {base.label}"]
@@ -117,7 +111,6 @@ def finding(row: Row) -> str:
 
 
 def run_notes(run: Run) -> list[str]:
-    """Sentences about a run that was changed on its way, is incomplete or diverged."""
     notes = []
     where = f"step {run.last_step} of {run.cfg.steps}"
     if run.changes:
@@ -138,7 +131,6 @@ def run_notes(run: Run) -> list[str]:
 
 
 def fact_notes(runs: list[Run]) -> list[str]:
-    """Name runs whose run.json does not record what they were, and what that forbids."""
     facts = [f for f in FACTS if f != HELDOUT or any(run.facts.get(f) for run in runs)]
     missing: dict[str, list[str]] = {}
     for run in runs:
@@ -152,11 +144,6 @@ def fact_notes(runs: list[Run]) -> list[str]:
 
 
 def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
-    """Name rows of another size than their baseline's, and the key that makes sizes equal.
-
-    Args:
-        gaps: rows, each with its baseline's row.
-    """
     notes = []
     for row, base in gaps:
         size, other = (each.fact("parameters") for each in (row, base))
@@ -171,7 +158,6 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
 
 
 def speed_notes(runs: list[Run]) -> list[str]:
-    """Why tokens a second cannot be compared, if they cannot."""
     values = [run.config | run.facts for run in runs]
     found = []
     for key in SPEED:
@@ -184,7 +170,6 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def settings(rows: list[Row]) -> dict[str, str]:
-    """Each setting with every value that occurs, and the commits; omits what no run has set."""
     runs = [run for row in rows for run in row.runs]
     found = {
         key: [value_text(key, run.facts.get(key, run.config.get(key))) for run in runs
@@ -204,7 +189,6 @@ def commit_text(run: Run) -> str:
 
 
 def runs_summary(rows: list[Row]) -> str:
-    """How many runs of what length, without a verdict."""
     runs = [run for row in rows for run in row.runs]
     finished = sum(run.summary is not None for run in runs)
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))

@@ -10,9 +10,8 @@ from diffllm.statistics.estimates import Estimate
 
 MISSING = "–"
 SMALL = 0.01
-"""Means below it have four decimals in a text."""
 TINY = 1e-3
-"""Means below it with all of their interval have two significant digits in a text."""
+"""Means below it, with their interval, have two significant digits."""
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -26,13 +25,12 @@ def fixed(value: Any, digits: int = 4, signed: bool = False) -> str:
 
 
 def in_digits(value: Any) -> str:
-    """With three decimals, or two digits where it is small."""
     x = finite(value)
     return short(x, 2) if x and abs(x) < 0.01 else fixed(x, 3)
 
 
 def short(value: Any, digits: int = 3) -> str:
-    """That many significant digits; powers of ten where there would be many zeros."""
+    """That many significant digits."""
     x = finite(value)
     if x is None:
         return MISSING
@@ -43,7 +41,6 @@ def short(value: Any, digits: int = 3) -> str:
 
 
 def compact(value: Any, digits: int = 4) -> str:
-    """573k, 11.03M, 1.5B."""
     x = finite(value)
     if x is None:
         return MISSING
@@ -57,13 +54,11 @@ def percent(value: Any) -> str:
 
 
 def clock(value: Any) -> str:
-    """Seconds as 0:42, 4:03 or 1:02:03."""
     x = finite(value)
     return MISSING if x is None else duration(x)
 
 
 def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
-    """Its 95% interval in words; nothing from a single seed."""
     if finite(estimate.low) is None or finite(estimate.high) is None:
         return ""
     low, high = (fixed(x, digits, signed) for x in (estimate.low, estimate.high))
@@ -71,11 +66,7 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
 
 
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
-    """ "-0.200 (-0.313 to -0.088)"; the mean alone where there is no interval.
-
-    Args:
-        digits: decimals; 0 for as many as the numbers need.
-    """
+    """ "-0.200 (-0.313 to -0.088)"; `digits=0` takes as many decimals as needed."""
     if not digits:
         known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
         digits = 3 if abs(estimate.mean) >= SMALL else 4
@@ -90,7 +81,6 @@ def plural(number: int, one: str) -> str:
 
 
 def ascii_minus(text: str) -> str:
-    """Signs and dashes that any terminal has, and that can be searched for."""
     return text.replace("\u2212", "-").replace(MISSING, "-")
 
 

@@ -19,12 +19,10 @@ from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Column, Table
 
 MOST = 12
-"""Sentences that stand on the first screen at most."""
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
-    """Write report.html and report.csv, each in one step, and return their paths; raises
-    ConfigError if `directory` is None or cannot be written."""
+    """Write report.html and report.csv, and return their paths; raises ConfigError."""
     if directory is None:
         raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
     html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
@@ -87,8 +85,7 @@ def page(comparison: Comparison) -> str:
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, Any]]:
-    """Return for each row its style, its sentence, the line that explains its variant (once), and
-    before the first row of a group the keys that tell the group from others."""
+    """Return each row's style, sentence, its variant's line (once) and its group's head."""
     groups = comparison.groups if len(comparison.groups) > 1 else []
     heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
     explained: set[str] = set()
@@ -107,7 +104,6 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, A
 
 
 def texts(rows: list[Row], styles: list[RowStyle]) -> list[tuple[str, str]]:
-    """The label and a sample of text of every row whose first finished run left one."""
     found = []
     for row, style in zip(rows, styles, strict=True):
         for run in row.finished[:1]:

@@ -14,64 +14,50 @@ from diffllm.statistics.arm_comparison import ArmComparison, Share
 from diffllm.statistics.estimates import Estimate, Rate, estimate
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
-"""Rows begin with these; other variants follow by name."""
 
 
 @dataclass(frozen=True)
 class EqualGap:
-    """A gap where both rows had spent the same."""
-
     gap: Estimate
-    """Paired over the seeds that both have."""
     at: float
-    """The amount: the most that all runs of both reached."""
+    """The amount that all runs of both reached."""
     error: float
-    """Nats a token by which reading the curves between evaluations may be off."""
+    """Possible error of interpolation, nats per token."""
 
 
 @dataclass
 class Row:
-    """The runs of one combination of swept keys."""
+    """The runs of one combination of swept keys, and their numbers."""
 
     label: str
-    """"diff_v2", or "diff_v2 lr=0.001" where more than the variant was swept; begins with a letter
-    where that would be too long: "B: diff_v2"."""
+    """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
     keys: dict[str, Any]
-    """The swept keys and this row's values of them; `attention` first."""
+    """`attention` first."""
     runs: list[Run]
     """By seed."""
     differing: dict[str, Any] = field(default_factory=dict)
-    """This row's values of all keys that differ between rows, also those that others decide."""
     loss: Estimate | None = None
-    """Final held-out loss, nats a token; None while no run has one."""
+    """Final held-out loss, nats per token."""
     gap: Estimate | None = None
-    """The loss minus the baseline's over the same seeds, paired; None for the baseline itself, and
-    where the two cannot be compared."""
+    """Paired over the seeds of both rows."""
     values: dict[str, Any] = field(default_factory=dict)
     """All columns of the CSV, in order."""
     baseline: "Row | None" = None
-    """The row that the gap is measured from; None where `gap` is."""
+    """The row that `gap` is measured from."""
     is_baseline: bool = False
-    """Whether gaps of other rows are measured from it."""
     against: "Row | None" = None
-    """The row that `outcome` is against."""
     outcome: ArmComparison | None = None
-    """Its runs against those of the baseline, diverged ones too; None where they cannot be
-    compared."""
     documents: Estimate | None = None
-    """The gap with its interval over documents and seeds together."""
+    """The gap with its interval over documents and seeds."""
     no_documents: str = ""
-    """Why there is none."""
+    """Why `documents` is None."""
     p_holm: float | None = None
-    """The gap's p, adjusted for all gaps of the comparison; None where there is no test."""
+    """Adjusted for all gaps of the comparison."""
     diverged: int = 0
-    """Runs that ended without a finite loss: they are in no mean."""
+    """Runs that ended without a finite loss."""
     group: str = ""
-    """The letter of the rows that it can be compared with; empty where all rows can be."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
-    """Gaps where as much was spent, by what: "tokens", "flops", "seconds"."""
     incomparable: list[str] = field(default_factory=list)
-    """Keys that differ between rows of the comparison and forbid comparing losses."""
 
     @property
     def finished(self) -> list[Run]:
@@ -87,11 +73,9 @@ class Row:
 
     @property
     def seeds(self) -> int:
-        """How many runs its loss is the mean of."""
         return self.loss.seeds if self.loss else 0
 
     def fact(self, name: str) -> Any:
-        """A fact of run.json, of the first run that has it."""
         return next((v for run in self.runs if (v := run.facts.get(name)) is not None), None)
 
     def mean(self, name: str) -> float | None:
@@ -99,8 +83,7 @@ class Row:
         return float(np.mean(known)) if known else None
 
     def events(self, series: str) -> Rate | None:
-        """Spike events of "loss" or "grad" a thousand judged steps, of all ended runs; None where
-        none has counted them."""
+        """Spike events of "loss" or "grad" per thousand judged steps."""
         count, judged = (
             sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
                 for run in self.ended)
@@ -110,17 +93,12 @@ class Row:
 
     @property
     def losses(self) -> dict[tuple[int, int], float | None]:
-        """Final loss of every ended run by its seeds, None for one that diverged."""
+        """By seed; None for a diverged run."""
         return {run.seeds: run.final_loss for run in self.ended}
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
-    """Rows in their order; they have neither labels nor gaps yet.
-
-    Args:
-        keys: of these runs.
-        notes: gets a sentence for every run that is left out because another repeats it.
-    """
+    """Rows in their order, without labels and gaps; omitted duplicates are added to `notes`."""
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
         groups.setdefault(shown_value([values[key] for key in sorted(values)]), []).append(i)
@@ -152,7 +130,6 @@ def value_order(value: Any) -> tuple[int, Any]:
 
 
 def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
-    """The newest finished run of every seed, by seed; those left out are noted."""
     by_seed: dict[tuple[int, int], Run] = {}
     for run in sorted(
         runs, key=lambda run: (run.summary is not None, last_written(run), str(run.path))
@@ -168,20 +145,18 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
 
 
 def last_written(run: Run) -> float:
-    """When a run was finished, or last wrote; seconds since the epoch."""
     files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
     return next((file.stat().st_mtime for file in files if file.exists()), 0.0)
 
 
 def row_value(row: Row, metric: Metric) -> float | None:
-    """A metric's number of a row, from those of its finished runs; None where none has one."""
     assert metric.column
     known = [x for run in row.finished if (x := run_value(run, metric)) is not None]
     return float(getattr(np, metric.column.seeds)(known)) if known else None
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
-    """A metric's number of a run, over its layers and the steps that the metric's column names."""
+    """A metric's number of a run, over layers and the steps of the metric's column."""
     column, layers = metric.column, metric.name.endswith("*")
     assert column
     said = finite((run.summary or {}).get(metric.name))

@@ -28,9 +28,7 @@ from diffllm.metrics.records import (
 )
 
 DEPTH = 4
-"""How far below a named directory runs are searched."""
 NAMES, WAITING = 4, 8
-"""How many names a title has, and how many runs a note about a sweep names."""
 
 
 class Series(NamedTuple):
@@ -80,14 +78,13 @@ class Run:
     path: Path
     cfg: TrainConfig
     facts: dict[str, Any]
-    """run.json: parameters, active_parameters, flops_per_token, corpus, tokenizer, ..."""
     summary: dict[str, Any] | None
     """summary.json; None until the run has reached its last step."""
     metrics: Metrics
     changes: list[str] = field(default_factory=list)
-    """The changes that were made to it on the way: "steps 40 to 80 after step 40"."""
+    """"steps 40 to 80 after step 40"."""
     gave_up: bool = False
-    """Whether it stopped for good because too many updates in a row were skipped."""
+    """True if too many updates in a row were skipped."""
 
     @property
     def variant(self) -> str:
@@ -99,22 +96,21 @@ class Run:
 
     @property
     def plugin_code(self) -> dict[str, str]:
-        """Its plugins and their versions; "unknown" if an older version of diffllm ran it."""
+        """ "unknown" if an older version of diffllm ran it."""
         return self.facts.get("plugin_code") or dict.fromkeys(self.cfg.plugins, "unknown")
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """(seed, model.init_seed): what the order of samples and the initial values come from."""
+        """(seed, model.init_seed)."""
         return self.cfg.seed, self.cfg.model.init_seed
 
     @property
     def final_loss(self) -> float | None:
-        """Held-out loss after the last step, nats a token; None unless finished and finite."""
+        """Nats per token; None unless finished and finite."""
         return finite((self.summary or {}).get("heldout_loss"))
 
     @property
     def ended(self) -> bool:
-        """Whether it came to an end of its own: its last step, or too many skipped updates."""
         return self.summary is not None or self.gave_up
 
     @property
@@ -140,7 +136,6 @@ class Run:
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     def series(self, name: str) -> Series:
-        """A metric by its full name; empty if it was never logged."""
         if name not in self.metrics.columns:
             return Series(np.zeros(0, np.int64), np.zeros(0))
         places, values = self.metrics.columns[name]
@@ -167,17 +162,13 @@ class Run:
         return Series(self.metrics.tokens[common], np.stack(layers, axis=1))
 
     def layers(self, quantity: str) -> list[int]:
-        """The layers that have a quantity, from 0; experts may begin behind dense layers."""
         prefix = f"{quantity}/layer_"
         names = (name for name in self.metrics.columns if name.startswith(prefix))
         return sorted(int(name.removeprefix(prefix)) for name in names)
 
 
 def load_run(path: Path) -> Run:
-    """Read a run directory, finished or not; a warning counts the skipped lines of metrics.jsonl.
-
-    Raises CheckpointError for what is not a run directory of this version.
-    """
+    """Read a run directory, finished or not; raises CheckpointError."""
     cfg = load_run_config(path)
     facts, summary = read_record(path / "run.json"), read_summary(path)
     changes = [
@@ -207,24 +198,15 @@ def read_metrics(path: Path) -> Metrics:
 
 
 class Found(NamedTuple):
-    """Run directories, and where their report belongs."""
-
     runs: list[Path]
-    """Each once, in order of their paths."""
     sweeps: list[Path]
-    """Searched directories that hold a sweep.json; each once."""
     title: str
-    """The names that the user gave, in short."""
     home: Path | None
     """The closest directory that holds all named directories; None if it may be anyone's."""
 
 
 def find_runs(named: list[Path]) -> Found:
-    """Find the runs in directories and globs.
-
-    Raises ConfigError if nothing is named, a path does not exist or is a file, or a path or glob
-    leads to no run.
-    """
+    """Find the runs in directories and globs; raises ConfigError if one of them has none."""
     if not named:
         raise ConfigError("no run is named: give run directories, sweep directories or globs")
     directories: list[Path] = []
@@ -265,7 +247,6 @@ def home_of(directories: list[Path]) -> Path | None:
 
 
 def expand_glob(path: Path) -> list[Path]:
-    """Return the directory, or the directories that a glob matches, sorted; raises ConfigError."""
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
             raise ConfigError(f"{path} cannot be read: permission denied")
@@ -280,14 +261,13 @@ def expand_glob(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a training run has begun there, readable or not."""
     if os.path.isfile(path / "metrics.jsonl"):
         return True
     return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
-    """Return the directory and all below it that can be reached, without those inside a run."""
+    """Return the directory and all readable ones below it, without those inside a run."""
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]
     children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]
@@ -295,7 +275,6 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
 
 
 def sweep_notes(sweep: Path) -> list[str]:
-    """Name the runs of sweep.json that have not started."""
     try:
         planned = (read_record(sweep / "sweep.json") or {}).get("runs")
     except CheckpointError as error:

@@ -46,8 +46,6 @@ from diffllm.metrics.table import (
 ORDER = (
     TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
 )  # fmt: skip
-"""Sections as the report has them: first what attention variants differ in; those of plugins
-follow."""
 FIRST, LATER = 0.2, 0.95
 """Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
 quantile of the values behind them that the scale goes to at least. Curves of few points have no
@@ -70,10 +68,10 @@ class PageSection(NamedTuple):
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
-    """Draw the figures of the first screen, and the sections that have other figures.
+    """Draw the figures of the first screen and of all sections.
 
     Args:
-        hidden: places of rows that figures do not show.
+        hidden: places of rows that figures omit.
     """
     draw = Figures(comparison, styles, hidden)
     first = draw.first_screen()
@@ -116,13 +114,11 @@ class Figures:
         """Texts that the table of metrics leaves open."""
 
     def first_screen(self) -> list[Card]:
-        """Gaps and held-out loss; the curves of losses where there is no gap."""
         if any(row.gap for row in self.rows):
             return [*self.intervals(), *self.cards([metric_of("eval/loss")]), *self.gap()]
         return self.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
 
     def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Card]:
-        """The figures of metrics in the order of the table, without the titles in `shown`."""
         return [
             card
             for metric in metrics
@@ -132,7 +128,6 @@ class Figures:
         ]
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
-        """The figures of one entry of the table: one, one a group of parameters, or none."""
         caption = plot.caption.format(**self.fields, group="") or f"{metric.meaning}."
         if isinstance(plot, Layers):
             return self.layers(plot, caption, metric)
@@ -150,7 +145,6 @@ class Figures:
         return cards
 
     def series_of(self, metric: Metric) -> list[tuple[str, Callable[[Run], Series]]]:
-        """How to get a metric's series of a run: itself, its highest layer, or one a group."""
 
         def highest(run: Run) -> Series:
             tokens, values = run.by_layer(metric.quantity)
@@ -231,8 +225,7 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Where the scale of a loss ends, so that its first steps and its spikes do not flatten the
-    rest: above all that is left a fifth into a run, nearly all that comes later, and its end."""
+    """Return where the scale of a loss ends: first steps and spikes must not flatten the rest."""
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)
     tops = []

@@ -28,8 +28,6 @@ TESTS = (
 
 
 def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
-    """Tabulate the tests of every row that was compared with a baseline, also where its runs all
-    diverged; None without any."""
     lines = []
     for row, style in zip(rows, styles, strict=True):
         found = row.outcome
@@ -54,7 +52,6 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
 
 
 def diverged_cell(found: ArmComparison) -> Cell:
-    """ "1 of 3 (1% to 91%) against 0 of 3", and Fisher's p; "no run" where none of either did."""
     own, base = found.own, found.base
     if not own.diverged and not base.diverged:
         return Cell("no run")
@@ -65,7 +62,6 @@ def diverged_cell(found: ArmComparison) -> Cell:
 
 
 def cost_table(rows: list[Row], baseline: str | None) -> Table | None:
-    """The gaps at equal cost, of the rows that have one; None without any."""
     if not (kept := [row for row in rows if row.equal]):
         return None
     labels = Column(f"Gap to {baseline}", [Cell(row.label) for row in kept])
@@ -82,7 +78,6 @@ def groups_table(groups: list[Group]) -> Table:
 
 
 def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
-    """The scores of an evaluation: means over seeds, and gaps in small print."""
 
     def cell(score: ScoreCell | None) -> Cell:
         if score is None:
@@ -100,7 +95,6 @@ def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
 
 
 def runs_table(rows: list[Row]) -> Table:
-    """Every run, with the command that made it; paths relative to the folder of all."""
     runs = [(row.label, run) for row in rows for run in row.runs]
     root = os.path.commonpath([run.path.absolute().parent for _, run in runs])
     lines: list[list[str | Cell]] = []

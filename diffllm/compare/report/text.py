@@ -11,13 +11,10 @@ from diffllm.compare.report.rows import Row
 from diffllm.core.printing import Table
 
 WIDTH = 100
-"""Columns of a terminal that a table takes at most."""
 NOTES = 10
-"""Notes that are printed at most; the page has all."""
 
 
 def whole_text(comparison: Comparison) -> str:
-    """The table, and the first notes below, a line each."""
     notes = [f"note: {note}" for note in comparison.notes[:NOTES]]
     if more := len(comparison.notes[NOTES:]):
         notes.append(f"note: the page has {more} more notes")
@@ -25,8 +22,7 @@ def whole_text(comparison: Comparison) -> str:
 
 
 def table_text(comparison: Comparison) -> str:
-    """Means, gaps and intervals, a line a row, in plain ASCII of at most `WIDTH` columns, unless a
-    label alone is longer; where not all rows can be compared, what tells them apart."""
+    """Means, gaps and intervals in ASCII, at most `WIDTH` columns wide."""
     rows, groups = comparison.rows, comparison.groups
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]

@@ -9,19 +9,11 @@ from diffllm.compare.report.curves import gap_band, rows_of_gaps, seed_noise
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
 KIND = "comparison"
-"""The run's group and job type."""
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Record the gap of every row, its ends over seeds, and the noise floor; false if nothing was.
-
-    `gap/<row>`, `gap/<row>/low` and `gap/<row>/high` over `tokens`, and `gap/noise_floor`, half the
-    width of the band around zero that 95% of gaps between equal rows lie in. In the mode and the
-    project of the first row's runs; nothing where these recorded nothing, or without a gap.
-
-    Args:
-        directory: wandb writes below it, and its name is the run's.
-    """
+    """Record `gap/<row>`, its `low` and `high`, and `gap/noise_floor` over `tokens`; return whether
+    anything was recorded. Mode and project are those of the first row's runs."""
     rows = [row for row in comparison.rows if row.gap]
     bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}
     cfg = comparison.rows[0].runs[0].cfg.wandb

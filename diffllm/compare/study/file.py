@@ -14,41 +14,31 @@ from diffllm.core.typed import made
 from diffllm.metrics.table import METRICS, metric_of
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
-"""Names of arms, of which directories are made."""
 BOUNDS = {
     "difference": ({"below"}, {"above"}, {"below", "margin"}, {"above", "margin"}),
     "equivalence": ({"margin"},),
     "log_rank": ({"reaches"},),
 }
-"""Kinds of rules, and the fields with numbers that each takes."""
+"""Kinds of rules, and the bounds that each takes."""
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
 OF_THE_SUMMARY = ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens_per_s", "seconds")
-"""Numbers of summary.json that are not logged metrics."""
 LR_SENSITIVITY = "lr_sensitivity"
 MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The question that decides: how far one arm's metric has to be from another's."""
-
     kind: str
-    """difference: the gap is below, or above, a bound. equivalence: it is within a margin.
-    log_rank: the arm's metric reaches a level in fewer tokens."""
+    """See docs/studies.md."""
     arm: str
     against: str
     below: float | None = None
-    """Bound that the gap, arm minus against, has to be below."""
     above: float | None = None
-    """Bound that it has to be above, in place of `below`."""
     margin: float | None = bounded(None, above=0)
-    """Half the width of the band around zero in which arms count as equivalent."""
     reaches: float | None = None
-    """The level of log_rank, of a logged metric that rises; a run that does not reach it counts as
-    one that takes longer than it lasted."""
+    """For log_rank: a level of a logged metric that rises."""
     alpha: float = bounded(0.05, above=0, below=0.5)
-    """Probability of a verdict "shown", or "equivalent", without any such difference."""
 
     def words(self, metric: str) -> str:
         if self.kind == "log_rank":
@@ -65,24 +55,24 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rates:
-    """How every arm gets its learning rate: the best of a grid, by seeds that decide nothing."""
+    """How every arm gets its learning rate: the best of a grid, by other seeds."""
 
     grid: list[float]
-    """Learning rates, increasing; where the best is the first or the last, the grid goes on."""
+    """Increasing."""
     seeds: list[int]
     steps: int | None = bounded(None, least=1)
-    """Steps of these runs; null: as many as the study's own have."""
+    """null: as many as the deciding runs."""
     extend: int = bounded(3, least=0, most=20)
-    """How many rates may be added at each end."""
+    """Rates that may be added at each end."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """The gap that the study can find, as it was reckoned before it ran."""
+    """The gap that the study can find, as computed before it ran."""
 
     gap: float = field(metadata={"above": 0})
     sd: float = field(metadata={"above": 0})
-    """Standard deviation of the metric between seeds, and where it was taken from."""
+    """Between seeds."""
     source: str = ""
 
 
@@ -90,31 +80,25 @@ class Power:
 class Study:
     claim: str
     base: list[str]
-    """Overrides of every arm."""
     arms: dict[str, list[str]]
     """Names to overrides."""
     baseline: str
-    """The arm that is first in tables and figures."""
     seeds: list[int]
     rule: Rule
     source: str = ""
-    """Who claims it."""
     metric: str = "heldout_loss"
-    """A number of summary.json, or a metric of the logs, as report.csv has it; or lr_sensitivity,
-    of all rates of `lr_sweep` together."""
+    """A number of summary.json, a logged metric, or lr_sensitivity."""
     scale: str = "linear"
-    """linear; or log, for a metric above 0: then gaps, bounds and margins are of its logarithm, and
-    a gap is the logarithm of a ratio."""
+    """linear, or log: gaps and bounds are of the logarithm."""
     also: list[Rule] = field(default_factory=list)
-    """Further rules: with `rule` they are the family that p is adjusted for."""
+    """Further rules of the family that p is adjusted for."""
     test: str = "paired"
-    """paired: by seed; welch: as two independent samples."""
+    """paired or welch."""
     lr: Rates | None = None
     lr_sweep: list[float] | None = None
-    """Learning rates, increasing, at all of which every arm runs with every seed."""
+    """Increasing learning rates at which all arms run."""
     power: Power | None = None
     notes: str = ""
-    """Anything that its reader should know."""
     path: Path = Path()
     hash: str = ""
     """SHA-256 of the file, hexadecimal."""
@@ -133,7 +117,7 @@ class Study:
 
 
 def load_study(path: Path) -> Study:
-    """Read a study file; raises ConfigError: one line that names what is wrong."""
+    """Read a study file; raises ConfigError."""
     content, text = read_yaml(path)
     try:
         study = made(Study, content, unknown=did_you_mean, omit=("path", "hash"))
@@ -145,7 +129,6 @@ def load_study(path: Path) -> Study:
 
 
 def check_study(study: Study) -> None:
-    """Raise ConfigError for values that no study can have."""
     check_bounds("", study)
     check_numbers_of_runs(study)
     if len(study.arms) < 2:
@@ -188,7 +171,6 @@ def check_study(study: Study) -> None:
 
 
 def check_numbers_of_runs(study: Study) -> None:
-    """Raise ConfigError for a study that has too many entries or plans too many runs."""
     grid, choosing = (study.lr.grid, study.lr.seeds) if study.lr else ([], [])
     sweep = study.lr_sweep or [0.0]
     lists = {"arms": study.arms, "also": study.also, "lr.grid": grid, "lr_sweep": sweep}
@@ -200,7 +182,6 @@ def check_numbers_of_runs(study: Study) -> None:
 
 
 def check_rule(where: str, rule: Rule) -> None:
-    """Raise ConfigError for a rule that decides nothing."""
     one_of(f"{where}.kind", rule.kind, tuple(BOUNDS))
     if rule.arm == rule.against:
         raise ConfigError(f"{where}: {rule.arm} cannot be compared with itself")
@@ -225,7 +206,6 @@ def check_seeds(where: str, seeds: list[int], least: int) -> None:
 
 
 def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:
-    """Raise ConfigError for an override that no file may give, or of what the study sets itself."""
     check_shared(words, where)
     for word in words:
         key, equals, _ = word.partition("=")
@@ -242,7 +222,6 @@ def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def check_metric(name: str) -> None:
-    """Raise ConfigError for a metric that no run records."""
     if name in OF_THE_SUMMARY:
         return
     if name == LR_SENSITIVITY:

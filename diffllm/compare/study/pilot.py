@@ -18,7 +18,6 @@ from diffllm.statistics.power_analysis import least_seeds, paired_power, welch_p
 from diffllm.statistics.seed_variance import Pairs, SeedSpread, pairs, pooled
 
 SHOWN = (3, 5, 8, 12)
-"""Numbers of seeds whose power is listed."""
 ARMS = 2
 
 
@@ -26,7 +25,6 @@ ARMS = 2
 class PilotArm:
     label: str
     losses: dict[tuple[int, int], float]
-    """Final held-out loss of the runs that ended finite, by seed."""
     diverged: int
 
     @property
@@ -37,18 +35,15 @@ class PilotArm:
 
 @dataclass(frozen=True)
 class Pilot:
-    """The spread of seeds in runs that were made, and what a run costs."""
-
     title: str
     arms: list[PilotArm]
     spread: SeedSpread
-    """Between the seeds of an arm, nats a token."""
+    """Nats per token."""
     pairs: Pairs | None
-    """None where fewer than two arms share two seeds."""
     tokens: int
-    """Tokens of a run."""
+    """Per run."""
     seconds: float | None
-    """Seconds of a run, all its starts together, mean over finished runs; None where unknown."""
+    """Per run; None if unknown."""
     notes: list[str]
 
     @property
@@ -61,10 +56,7 @@ class Pilot:
 
 
 def read_pilot(paths: list[Path]) -> Pilot:
-    """The pilot in runs, sweeps or globs of them; raises ConfigError where it says nothing.
-
-    Of runs that cannot be compared with each other it takes those of which most is known.
-    """
+    """Read the comparable group of which most is known; raises ConfigError without two seeds."""
     comparison, _ = read(paths)
 
     def degrees_of_freedom(group: Group) -> int:
@@ -106,15 +98,13 @@ def finite_losses(row: Row) -> dict[tuple[int, int], float]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The gap to be found, and how surely; raises ConfigError."""
-
     gap: float = field(metadata={"above": 0, "below": math.inf})
-    """Nats a token, without a sign."""
+    """Nats per token."""
     alpha: float = bounded(ALPHA, above=0, below=1)
     power: float = bounded(0.8, above=0, below=1)
     sides: int = bounded(2, least=1, most=2)
     comparisons: int = bounded(1, least=1)
-    """Gaps of one family: the first step of Holm's correction divides alpha by it."""
+    """Gaps of one family, for Holm's correction."""
 
     def __post_init__(self) -> None:
         check_bounds("", self)
@@ -124,30 +114,24 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Need:
-    """Seeds, tokens and hours of one design."""
-
     design: str
-    """unpaired (Welch's test) or paired."""
+    """unpaired or paired."""
     sd: float
-    """Standard deviation between seeds, or of the differences of pairs."""
     sd_low: float
     sd_high: float
     seeds: int | None
-    """Seeds of each arm; None beyond what is looked for."""
+    """Per arm; None above the largest number tried."""
     seeds_low: int | None
-    """Seeds of each arm by the lower end of the standard deviation's interval."""
     seeds_high: int | None
     power: float | None
-    """Chance of finding the gap with `seeds`."""
     power_by_seeds: dict[int, float]
     total_tokens: int | None
-    """Tokens of both arms."""
+    """Of both arms."""
     hours: float | None
-    """Hours of both arms on the pilot's machine, one run after another."""
+    """Of both arms, one run after another."""
 
 
 def needs(pilot: Pilot, wanted: Wanted) -> list[Need]:
-    """Compute the need of each design for runs of the pilot's length."""
     found = [need(pilot, wanted, "unpaired", pilot.spread, welch_power)]
     if pilot.pairs and pilot.pairs.differences.sd:
         found.append(need(pilot, wanted, "paired", pilot.pairs.differences, paired_power))

@@ -17,30 +17,22 @@ from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import diverged, finite, read_summary
 
 DECIDING, RATES = "deciding", "rates"
-"""The stages of a study."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that a study is to have."""
-
     stage: str
     arm: str
     seed: int
     lr: float | None
-    """The learning rate that the study sets; None where the config's own holds."""
+    """None keeps the config's own."""
     name: str
-    """Its directory below the study's."""
+    """Its directory, relative to the study's."""
     words: list[str]
-    """Its overrides, without the directory and the mark of the study."""
 
 
 def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
-    """The runs of an arm and a seed that decide: one, or one for each rate of `lr_sweep`.
-
-    Args:
-        lr: the arm's learning rate, where the study has chosen one.
-    """
+    """The deciding runs of an arm and a seed: one, or one per rate of `lr_sweep`."""
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
         name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
@@ -61,7 +53,6 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 
 
 def config_of_planned(planned: Planned) -> TrainConfig:
-    """The config of a planned run; raises ConfigError that names its arm."""
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
     words = [*(word for word in planned.words if word not in own), "run.report=false"]
     try:
@@ -76,26 +67,18 @@ def config_of_planned(planned: Planned) -> TrainConfig:
 
 @cache
 def config_of_arm(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
-    """Compose the config that the runs of an arm share, without their seeds and rates.
-
-    Hydra takes 0.1 s to compose a config, which is too long to do it for every seed.
-    """
+    """Cached, because Hydra takes 0.1 s to compose a config."""
     return compose_config(with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr]))
 
 
 def read_mark(path: Path) -> str | None:
-    """The mark, `run.study`, that the run at `path` began with: the study file's hash, the stage
-    and the arm; None where no run has begun.
-
-    Raises CheckpointError for what is not a run of this version.
-    """
+    """Return `run.study` of the run at `path`; None if no run has begun. Raises CheckpointError."""
     if not (path / "config.yaml").is_file():
         return None
     return load_run_config(path).run.study or ""
 
 
 def start_words(study: Study, planned: Planned, out: Path) -> list[str]:
-    """The overrides that start a run, or continue it under the mark that it began with."""
     path = out / planned.name
     if (mark := read_mark(path)) is None:
         mark = f"{study.hash}/{planned.stage}/{planned.arm}"
@@ -107,8 +90,7 @@ def is_ended(path: Path) -> bool:
 
 
 def ended_loss(path: Path) -> float | None:
-    """The held-out loss that the run at `path` ended with, infinite where it diverged; None where
-    it has not ended."""
+    """Infinite for a diverged run; None for one that has not ended."""
     if (summary := read_summary(path)) is None:
         return math.inf if diverged(path) else None
     loss = finite(summary.get("heldout_loss"))
@@ -116,12 +98,7 @@ def ended_loss(path: Path) -> float | None:
 
 
 def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig) -> str:
-    """How the run at `path` is not the one that the study names; nothing if it is.
-
-    Args:
-        begun: the config that the run began with.
-        cfg: the one that the study has for it.
-    """
+    """How a run that began with a config differs from the study's; empty if it does not."""
     changes = {key: v for key, v in changes_to(begun, cfg).items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
@@ -130,31 +107,22 @@ def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class ChosenRate:
-    """The state of the choice of one arm."""
-
     arm: str
     losses: dict[float, float | None]
-    """Learning rate to mean held-out loss, increasing; infinite where a seed diverged, None where
-    one has not ended."""
+    """Mean loss per rate, increasing; infinite if a seed diverged, None if one has not ended."""
     wanted: list[Planned]
-    """The runs that are still to end."""
+    """The runs that have not ended."""
     lr: float | None = None
-    """The best one, once all runs have ended and one of them is finite."""
     problem: str = ""
-    """Why the best one is not to be trusted: it lies at an end of a grid that goes no further."""
+    """Why `lr` cannot be trusted."""
 
 
 def choose_all(study: Study, out: Path) -> list[ChosenRate]:
-    """Choose the learning rate of every arm; return an empty list if the study chooses none."""
     return [choose(study, arm, out) for arm in study.arms] if study.lr else []
 
 
 def choose(study: Study, arm: str, out: Path) -> ChosenRate:
-    """Choose an arm's learning rate from the runs in `out`, as far as they have ended.
-
-    Where the best lies at an end of the grid, the grid goes on there by the same ratio, as often as
-    the study allows.
-    """
+    """Choose an arm's learning rate from the ended runs; extend the grid where its end is best."""
     rates = study.lr
     assert rates
     grid, added = list(rates.grid), [0, 0]

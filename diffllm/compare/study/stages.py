@@ -32,21 +32,17 @@ from diffllm.metrics.records import finite, read_summary
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
-    """Run what has not ended yet, stage by stage, and say which runs did not end.
-
-    All configs are checked before the first run starts. A run that has ended starts no process,
-    another one resumes.
+    """Run everything that has not ended, stage by stage; a started run resumes.
 
     Args:
         launcher: the overrides hydra/launcher=... and hydra.launcher.*.
         added: plugins and --config-dir, for the command lines of the runs.
 
     Returns:
-        0 if every run has ended and every arm has a learning rate, 128 + n if signal n stopped the
-        study, else 1.
+        0 if every run has ended and every arm has a learning rate, 128 + n after signal n, else 1.
 
     Raises:
-        ConfigError: a study that could not run; nothing has been started or changed.
+        ConfigError: a study that cannot run; nothing has been started or changed.
     """
     world = join_ranks()
 
@@ -94,7 +90,6 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
 
 def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list[dict[str, Any]]:
-    """Return the fields of the next stage's jobs, and record them in sweep.json."""
     out, jobs = directory.path, []
     runs = next_runs(study, out)
     with track("checking runs", len(runs)) as advance:
@@ -111,8 +106,7 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
 
 
 def next_runs(study: Study, out: Path) -> list[Planned]:
-    """Return the runs of the next stage that have not ended: those that choose learning rates, of
-    all arms together, or else the deciding ones."""
+    """Return the runs of the next stage that have not ended."""
     choices = choose_all(study, out)
     if wanted := [run for choice in choices for run in choice.wanted]:
         return wanted
@@ -128,7 +122,6 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError for an arm that cannot run, and a directory that holds other runs."""
     for planned in first_runs(study):
         cfg = config_of_planned(planned)
         try:
@@ -149,7 +142,7 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
 
 
 def first_runs(study: Study) -> list[Planned]:
-    """A run of every arm that decides, with a rate of the grid where rates are chosen."""
+    """A deciding run of every arm."""
     lr = study.lr.grid[0] if study.lr else None
     return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]
 
@@ -162,31 +155,22 @@ class Cost:
     arm: str
     runs: int
     ended: int
-    """Those that have ended already."""
     tokens: int
-    """Tokens that each run trains on."""
+    """Per run."""
     flops: float
-    """Training FLOPs of each run."""
+    """Per run."""
     seconds: float | None
-    """Time of each run; None if no speed is known."""
+    """Per run; None if no speed is known."""
 
     @property
     def hours(self) -> float | None:
-        """Time of the remaining runs, one after another."""
+        """Of the remaining runs, one after another."""
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
-    """Return the cost of every arm: of choosing its learning rate if the study does so, without
-    extensions of the grid, then of deciding.
-
-    The time of a run follows from its FLOPs and a median speed that includes evaluations and saves:
-    of the study's ended runs, or else of the pilot's.
-
-    Args:
-        out: directory of the study's runs.
-        pilot: runs, directories of runs or globs of them, on this machine.
-    """
+    """Return the cost of every arm and stage; time follows from FLOPs and the median speed of ended
+    runs of the study, or else of the pilot."""
     stages = [runs for first in first_runs(study) for runs in stages_of(study, first)]
     speeds = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
     if not speeds and pilot:
@@ -217,8 +201,7 @@ def stages_of(study: Study, first: Planned) -> list[list[Planned]]:
 
 
 def speed_of(path: Path) -> float | None:
-    """Return the training FLOPs per second of the run at `path`; None unless it has ended and
-    records tokens and seconds."""
+    """Training FLOPs per second, evaluations and saves included."""
     summary = read_summary(path) or {}
     seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
     if not seconds or not tokens:

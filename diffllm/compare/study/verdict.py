@@ -33,16 +33,12 @@ from diffllm.statistics.gap_tests import Gap, equivalence, holm
 
 @dataclass
 class StudyArm:
-    """An arm of a study, as far as it has been run."""
-
     name: str
     lr: float | None
     runs: list[Run] = field(default_factory=list)
-    """Runs that have ended, seed by seed."""
     values: dict[int, float | None] = field(default_factory=dict)
-    """The metric by seed; None where that seed diverged."""
+    """By seed; None if it diverged."""
     missing: list[str] = field(default_factory=list)
-    """Names of runs that have not ended."""
 
     @property
     def diverged(self) -> int:
@@ -68,8 +64,7 @@ def read_seed(study: Study, arm: StudyArm, seed: int, planned: list[Planned], ou
 
 
 def value_of(runs: list[Run], study: Study) -> float | None:
-    """The number of a seed that rules are about, None where it diverged; raises ConfigError for one
-    without a logarithm."""
+    """Return the number of a seed; None if it diverged. Raises ConfigError."""
     run = runs[0]
     if study.lr_sweep:
         value = lr_sensitivity([each.final_loss for each in runs], run.cfg.model.vocab_size)
@@ -83,10 +78,7 @@ def value_of(runs: list[Run], study: Study) -> float | None:
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final number of a run: of its summary, as in report.csv, or the last logged one.
-
-    Returns None if it is not finite; raises ConfigError if it was not logged.
-    """
+    """Return the final number of a run; None if not finite. Raises ConfigError if not logged."""
     if run.summary and name in run.summary:
         return finite(run.summary[name])
     metric = None if name in OF_THE_SUMMARY else metric_of(name)
@@ -101,16 +93,10 @@ def number_of(run: Run, name: str) -> float | None:
 
 
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
-    """Return what a learning rate other than the best one costs, in nats per token; None if all
-    diverged.
+    """Return the mean over learning rates of min(loss, initial loss) - best loss, nats per token.
 
-    It is the mean over learning rates of min(loss, initial loss) - best loss, as in Wortsman et
-    al., "Small-scale proxies for large-scale Transformer training instabilities"
-    (arXiv:2309.14322). A diverged run counts as one that learned nothing.
-
-    Args:
-        losses: final held-out loss at each learning rate; None if the run diverged.
-        vocab_size: its logarithm is the loss of a model that has learned nothing.
+    From Wortsman et al. (arXiv:2309.14322). A diverged run counts as one that learned nothing; None
+    if all diverged. The initial loss is the logarithm of the vocabulary's size.
     """
     initial = math.log(vocab_size)
     finite = [loss for loss in losses if loss is not None]
@@ -121,7 +107,6 @@ def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | N
 
 
 def times_of(study: Study, arm: StudyArm, rule: Rule) -> Times:
-    """Read when the runs of an arm reached the level of a log-rank rule."""
     assert rule.reaches is not None
     found = []
     for run in arm.runs:
@@ -133,7 +118,6 @@ def times_of(study: Study, arm: StudyArm, rule: Rule) -> Times:
 
 
 def fact_values(arms: list[StudyArm], name: str) -> list[str]:
-    """Return the distinct values of a fact over all runs; empty if no run records the fact."""
     facts = [run.facts for arm in arms for run in arm.runs]
     if name == "python":
         facts = [each.get("environment") or {} for each in facts]
@@ -163,43 +147,34 @@ def arm_numbers(arm: StudyArm) -> dict[str, Any]:
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
 UNDERPOWERED, NOT_COMPARABLE, EXPLORATORY = "underpowered", "not comparable", "exploratory"
 ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
-"""Facts of run.json that runs of one study have in common."""
+"""Facts of run.json that must agree."""
 FACTS = ("corpus", "python", "torch", "device", "ranks", "compute_dtype", "heldout_tokens")
-"""Facts of run.json that the verdict records."""
 
 
 @dataclass(frozen=True)
 class Tested:
-    """A rule and what came of it."""
-
     rule: Rule
     outcome: ArmComparison
     gap: Gap | None
-    """By the test that the study names."""
     p: float | None
-    """One-sided p of the rule; None without a test."""
+    """One-sided."""
     times: tuple[Times, Times] | None = None
-    """Of both arms, for a log-rank test."""
     p_adjusted: float | None = None
-    """After Holm's correction over the rules of the study."""
+    """After Holm's correction."""
     verdict: str = ""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim, with everything that it rests on."""
-
     study: Study
     verdict: str
     would_be: str
-    """The verdict as it would have been, had nothing made it exploratory; otherwise the same."""
+    """The verdict without the reasons that make it exploratory."""
     reasons: list[str]
     tested: list[Tested]
-    """The rule that decides, then the others."""
     arms: list[StudyArm]
     choices: list[ChosenRate]
-    """How learning rates were chosen; empty where the study does not choose them."""
 
     def numbers(self) -> dict[str, Any]:
         return {
@@ -226,7 +201,7 @@ class Verdict:
 
 
 def judge(study: Study, out: Path) -> Verdict:
-    """Judge a study by the runs in `out`; raises ConfigError where none has ended."""
+    """Judge a study by its ended runs; raises ConfigError without any."""
     choices = choose_all(study, out)
     rates = {choice.arm: choice.lr for choice in choices}
     arms, planned = [StudyArm(name, rates.get(name)) for name in study.arms], []
@@ -251,7 +226,6 @@ def judge(study: Study, out: Path) -> Verdict:
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
-    """Test every rule of a study, adjust their p for their number, and decide."""
     found = [tested_rule(study, arms[rule.arm], arms[rule.against], rule) for rule in study.rules]
     adjusted = iter(holm([each.p for each in found if each.p is not None]))
     tested = []
@@ -275,7 +249,6 @@ def tested_rule(study: Study, own: StudyArm, base: StudyArm, rule: Rule) -> Test
 
 
 def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) -> tuple[str, str]:
-    """Return the verdict by a log-rank test and a sentence that says why."""
     said = "; ".join(
         f"{side.count} of {len(side.tokens)} runs of {name} reach it"
         + (f", half of them by {compact(side.median)} tokens" if side.median else "")
@@ -306,7 +279,7 @@ def p_of(rule: Rule, outcome: ArmComparison, gap: Gap | None) -> float | None:
 def decide(
     rule: Rule, outcome: ArmComparison, gap: Gap | None, p_adjusted: float | None
 ) -> tuple[str, str]:
-    """Return the verdict by one rule and a sentence that says why."""
+    """Return the verdict by one rule, and why."""
     diverged = outcome.own.diverged + outcome.base.diverged
     shares = (
         f"{outcome.own.diverged} of {outcome.own.runs} runs of {rule.arm} and "
@@ -336,7 +309,6 @@ def decide(
 
 
 def wrong_side(rule: Rule, low: float, high: float) -> bool:
-    """Whether an interval lies wholly where the rule says that the gap is not."""
     if rule.kind == "equivalence":
         assert rule.margin is not None
         return low > rule.margin or high < -rule.margin
@@ -346,7 +318,6 @@ def wrong_side(rule: Rule, low: float, high: float) -> bool:
 def not_comparable(
     arms: list[StudyArm], choices: list[ChosenRate], planned: list[Planned], out: Path
 ) -> list[str]:
-    """Why the runs cannot be compared; nothing if they can."""
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
     wanted = {out / each.name: each for each in planned}
@@ -367,7 +338,6 @@ def not_comparable(
 def exploratory(
     study: Study, arms: list[StudyArm], choices: list[ChosenRate], out: Path
 ) -> list[str]:
-    """Why the study is not what was written down before it ran; nothing if it is."""
     marks = [run.cfg.run.study for arm in arms for run in arm.runs]
     if choices:
         marks += map(read_mark, filter(Path.is_dir, (out / RATES).glob("*")))

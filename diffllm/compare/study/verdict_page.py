@@ -37,11 +37,9 @@ COMPARED = {
     "parameters": "parameters",
     "flops_per_token": "training FLOPs per token",
 }
-"""Quantities that a page compares across arms, by their key in an arm's numbers."""
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
-    """Write verdict.html and verdict.md into a study's directory; return their paths."""
     texts = {"verdict.html": verdict_html(found), "verdict.md": printable(markdown(found), KEPT)}
     for name, text in texts.items():
         replace_file(out / name, text.encode())
@@ -55,7 +53,6 @@ def verdict_headline(found: Verdict) -> str:
 
 
 def rule_line(tested: Tested, study: Study) -> str:
-    """A rule, what came of it, and its numbers."""
     words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
     interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
     if study.scale == "log" and tested.gap and interval:
@@ -71,7 +68,6 @@ def rule_line(tested: Tested, study: Study) -> str:
 
 
 def arms_table(found: Verdict) -> Table:
-    """Tabulate the arms; HTML shows the colour of each."""
     swatches = {style.label: style.swatch for style in arm_styles(found)}
     heads = ("arm", found.study.quantity, "95% interval", "seeds", "diverged", "learning rate")
     rows: list[list[str | Cell]] = []
@@ -95,7 +91,6 @@ def arms_table(found: Verdict) -> Table:
 
 
 def power_words(study: Study) -> str:
-    """State the power of the study, from numbers of its file, in a sentence."""
     if study.power is None:
         return "The study file states no power."
     gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
@@ -113,7 +108,6 @@ def power_words(study: Study) -> str:
 
 
 def arm_styles(found: Verdict) -> list[RowStyle]:
-    """The styles of the arms that have runs, the baseline first."""
     arms = sorted(found.arms, key=lambda arm: arm.name != found.study.baseline)
     return row_styles(
         [Row(arm.name, {"attention": arm.runs[0].variant}, arm.runs) for arm in arms if arm.runs]
@@ -121,7 +115,6 @@ def arm_styles(found: Verdict) -> list[RowStyle]:
 
 
 def gaps_image(found: Verdict) -> Markup:
-    """An image of the gaps of the rules; empty without any."""
     import matplotlib
 
     gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
@@ -135,12 +128,7 @@ def gaps_image(found: Verdict) -> Markup:
 def draw_rules(
     gaps: dict[tuple[str, str], Estimate], styles: list[RowStyle], across: str, width: float = WIDTH
 ) -> "Figure":
-    """Draw the gaps of rules with their 95% intervals; at least one gap.
-
-    Args:
-        gaps: by the arm of the rule and the arm that it is compared with.
-        across: the name of the scale.
-    """
+    """Draw the gaps of rules by arm and reference arm, with 95% intervals."""
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
     return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))
@@ -170,11 +158,6 @@ def verdict_html(found: Verdict) -> str:
 
 
 def conditions(numbers: dict[str, Any]) -> str:
-    """Describe runs, seeds, tokens and model size, and what was equal across arms.
-
-    Args:
-        numbers: as from `Verdict.numbers`.
-    """
     arms = [arm for arm in numbers["arms"].values() if arm["losses"]]
     runs = sum(len(arm["losses"]) for arm in arms)
     seeds, tokens = [len(arm["values"]) for arm in arms], [arm["tokens"] for arm in arms]
@@ -211,7 +194,6 @@ def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> 
 
 
 def origin(numbers: dict[str, Any]) -> str:
-    """Name the corpus, Python and torch of the runs."""
     facts = numbers["facts"]
     corpus = ", ".join(f"`{each}`" for each in facts["corpus"])
     python, torch, device = (

@@ -31,23 +31,17 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 @dataclass
 class ClusterLauncher:
-    """The cluster that a sweep's jobs go to, as `hydra/launcher` and its keys describe it."""
+    """The cluster of a sweep, from `hydra/launcher` and its keys."""
 
     kind: str
-    """Either "slurm" or "local"."""
+    """"slurm" or "local"."""
     words: list[str]
-    """The overrides hydra/launcher=... and hydra.launcher.*."""
 
     settings: dict[str, Any]
-    """The launcher's keys, composed."""
 
     @classmethod
     def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
-        """Read the cluster that the words ask for, None for Hydra's own; raises ConfigError.
-
-        Args:
-            sweep: the override that names the sweep, and so its jobs.
-        """
+        """Return the cluster that the words ask for, None for Hydra's own; raises ConfigError."""
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
@@ -83,11 +77,8 @@ class ClusterLauncher:
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
         """Submit the jobs that are not in the queue already, and wait for all of them.
 
-        Submitit asks the scheduler, at least once a minute, about jobs that left no result. A
-        signal stops jobs on this machine, and leaves those of a cluster in its queue.
-
-        Returns:
-            The signal that stopped the sweep or 0, and how each job ended by name.
+        A signal stops jobs on this machine, and leaves those of a cluster in its queue. Returns the
+        signal or 0, and the ending of each job by name.
         """
         with Stops() as stops:
             handles = self.submit(jobs, directory)
@@ -106,7 +97,6 @@ class ClusterLauncher:
         return stops.received, endings
 
     def submit(self, jobs: list[Job], directory: SweepDirectory) -> dict[str, Any]:
-        """Submit new jobs as one job array; return submitit's handles by the runs' names."""
         import submitit
 
         folder = str(Path(self.settings["submitit_folder"]).absolute())
@@ -134,8 +124,6 @@ class ClusterLauncher:
         return handles
 
     def executor(self, folder: str) -> Any:
-        """Build submitit's executor, and make the folder of its files; raises ConfigError if there
-        is no such cluster or key, or the folder cannot be made."""
         import submitit
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
         from submitit.core.utils import JobPaths
@@ -157,7 +145,6 @@ class ClusterLauncher:
         return executor
 
     def ending(self, job: Job, handle: Any) -> Ending:
-        """Return how a job ended that is no longer in the queue."""
         import submitit
 
         try:
@@ -169,13 +156,12 @@ class ClusterLauncher:
 
 
 def first_failed(endings: list[Ending]) -> Ending:
-    """Return the rank that failed before the others and says why; rank 0 if there is none."""
+    """Return the first rank that failed and says why; else rank 0."""
     failed = [ending for ending in endings if ending.state == "failed"]
     return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
 
 
 def why(error: Exception) -> str:
-    """Return why a job gave no result: the scheduler's word, or the last line."""
     state = re.search(r"\(state: (.*?)\)", str(error))
     if state:
         return f"ended by the scheduler ({state[1]})"
@@ -185,8 +171,7 @@ def why(error: Exception) -> str:
 
 
 def in_queue(job_id: str) -> bool:
-    """Whether SLURM still has the job, waiting or running; raises ConfigError if it does not
-    answer, for to submit then could start a run twice."""
+    """Raises ConfigError without an answer, because a second submit could start a run twice."""
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True)

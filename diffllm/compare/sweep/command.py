@@ -16,26 +16,20 @@ from diffllm.metrics.records import read_ending, stopped_text
 from diffllm.training.directory import fresh
 
 Run = dict[str, Any]
-"""The values of a Job."""
 Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
 def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
-    """Run every combination that has not ended yet, and say how each ended.
+    """Run every combination that has not ended, and print how each ended.
 
-    All configs are checked before the first run starts. A run that fails does not stop the others.
-    With run.sweep=<name> an earlier sweep goes on: runs that ended start no process, the others
-    resume from their newest checkpoint.
-
-    Args:
-        words: the overrides of the command line.
-        config_dirs: the directories of its --config-dir, absolute.
+    All configs are checked first. A failed run does not stop the others. With run.sweep=<name> an
+    earlier sweep continues.
 
     Returns:
-        0 if every run has ended, 128 + n if signal n stopped the sweep, else 1.
+        0 if every run has ended, 128 + n after signal n, else 1.
 
     Raises:
-        ConfigError: a sweep that could not run; nothing has been started or changed.
+        ConfigError: a sweep that cannot run; nothing has been started or changed.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -61,10 +55,6 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
 
 
 def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[list[Run], Place]:
-    """Plan every run of a sweep; return the fields of its jobs, its directory and its cluster.
-
-    A sweep without a name gets an unused one.
-    """
     own, launcher = split_overrides([*experiment_words(words), *words])
     names = [o for o in own if o.get_key_element() == "run.sweep"]
     path = Path("outputs", f"sweep-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -87,7 +77,6 @@ def join_ranks() -> World:
 
 
 def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
-    """Run jobs in order; return the signal that stopped them or 0, and their endings by name."""
     endings: dict[str, Ending] = {}
     with Stops() as stops:
         for job in jobs:
@@ -112,7 +101,6 @@ def announce(jobs: list[Job], directory: SweepDirectory) -> None:
 
 
 def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: SweepDirectory) -> int:
-    """Print a line per run and, if some have not ended, how to resume; return how many."""
     width = max(len(job.path) for job in jobs)
     echo()
     failed = unfinished = 0
@@ -143,7 +131,6 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
 
 
 def loss_words(summary: dict[str, Any]) -> str:
-    """Say what the held-out loss of a run that has ended is, or that it diverged."""
     if summary.get("stopped"):
         return f"diverged, {stopped_text(summary)}"
     loss, bits = (summary.get(f"heldout_{name}") for name in ("loss", "bits_per_byte"))
@@ -154,7 +141,7 @@ def loss_words(summary: dict[str, Any]) -> str:
 
 
 def write_comparison(directory: Path) -> None:
-    """Compare the sweep's runs here and in a page; that this fails is no failure of the sweep."""
+    """Print and write the comparison; its failure is no failure of the sweep."""
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read

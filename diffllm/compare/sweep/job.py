@@ -28,37 +28,27 @@ ERROR = re.compile(
 
 
 class Ending(NamedTuple):
-    """The end of a run's process."""
-
     state: str
-    """One of finished, stopped (saved; it can go on), failed, or stays (in a cluster's queue)."""
+    """finished, stopped (saved), failed, or stays (in the queue)."""
     reason: str = ""
     at: float = 0.0
-    """Time of the end, in seconds since the epoch, where ranks are compared by it."""
+    """Seconds since the epoch."""
     silent: bool = False
-    """True if it failed without a word, as a rank does that leaves the reason to another."""
+    """True if it failed without a message."""
 
 
 @dataclass
 class Job:
-    """A run: what `diffllm train` gets, and what is known of its state."""
-
     number: int
-    """Position in the sweep, from 1 to `total`."""
     total: int
     name: str
     path: str
-    """The run directory."""
     steps: int
     words: list[str]
-    """The arguments of `diffllm train`."""
     finished: bool
-    """True if the run had ended before this sweep."""
 
     @property
     def log(self) -> Path:
-        """The log of the run's first process, start by start: it writes its standard output there
-        itself, and we its standard error."""
         return Path(f"{self.path}.log")
 
     @property
@@ -66,7 +56,6 @@ class Job:
         return Path(self.path, "summary.json").is_file()
 
     def progress(self) -> str:
-        """Describe the newest checkpoint in words."""
         saved = Path(self.path, "checkpoints").glob("step-*/manifest.json")
         names = (file.parent.name.removeprefix("step-") for file in saved)
         steps = [int(name) for name in names if name.isdecimal()]
@@ -105,7 +94,7 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Pass a signal on: the first lets the run save, another SIGINT interrupts it at once."""
+        """The first signal lets the run save; another SIGINT interrupts it at once."""
         self.child.send_signal(number if self.signalled else signal.SIGTERM)
         self.signalled = True
 
@@ -114,7 +103,6 @@ class JobProcess:
             log.write(f"{text}\n")
 
     def wait(self) -> Ending:
-        """Wait for the end of the process, return it, and log it."""
         code = self.child.wait()
         at = time.time()
         try:
@@ -136,12 +124,9 @@ class JobProcess:
 
 
 class ClusterTask:
-    """The callable that submitit calls in every task of a job, with the job as its argument."""
-
     process: JobProcess | None = None
 
     def __call__(self, job: Job) -> Ending:
-        """Run the job as the rank that this task is."""
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
 
@@ -178,7 +163,6 @@ class Stops:
             self.process.stop(number)
 
     def run(self, job: Job, rank: int) -> Ending:
-        """Run a job to its end; a signal that came while it started counts."""
         process = JobProcess(job, rank)
         self.process = process
         if self.received and not process.signalled:
@@ -194,7 +178,6 @@ class Stops:
 
 
 def path_for_jobs() -> str:
-    """Return a PYTHONPATH with which other processes find the modules that this one finds."""
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     own = [*([] if package in installed else [package]), *sys.path[:1]]
@@ -203,17 +186,13 @@ def path_for_jobs() -> str:
 
 
 def tie_to_parent() -> None:
-    """Tie the new process, in which this runs, to its parent.
-
-    The parent's death stops it, saved; a scheduler's SIGUSR2 does not.
-    """
+    """The parent's death stops the child, saved; a scheduler's SIGUSR2 does not."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def last_error(said: str) -> str:
-    """Return the last line that looks like an error, or else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.fullmatch(line)]
     text = (errors or lines or [""])[-1].removeprefix("error: ")

@@ -29,11 +29,10 @@ from diffllm.metrics.records import read_record
 from diffllm.training.directory import LONGEST_NAME, choose_path, ending
 
 LONGEST = 40
-"""Characters of a value that a name shows; a longer one is told apart by its hash."""
 
 
 def experiment_words(words: list[str]) -> list[str]:
-    """Return the chosen experiment's swept values, its hydra.sweeper.params, as overrides."""
+    """Return the hydra.sweeper.params of the chosen experiment as overrides."""
     chosen = [word for word in words if word.startswith("experiment=")]
     with hydra():
         try:
@@ -49,10 +48,8 @@ def experiment_words(words: list[str]) -> list[str]:
 
 
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
-    """Return the runs' overrides, the last for each key, and the words about Hydra's launcher.
-
-    Raises ConfigError for what Hydra's grammar does not know, and keys that a sweep sets itself.
-    """
+    """Return the runs' overrides, the last for each key, and those of Hydra's launcher; raises
+    ConfigError."""
     with hydra() as loader:  # which glob(...) reads
         try:
             overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
@@ -78,12 +75,10 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
 
 
 def combinations(overrides: list[Override]) -> list[list[str]]:
-    """List the overrides of every job; the values of the last swept key change fastest."""
     return [list(job) for job in itertools.product(*map(split_values, overrides))]
 
 
 def split_values(override: Override) -> list[str]:
-    """Split an override into one for every value."""
     word, key = str(override.input_line), override.get_key_element()
     if not override.is_sweep_override():
         return [word]
@@ -118,7 +113,6 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
-    """Return the end of each key that no other key has; nothing for a config group."""
     paths = {key: key.lstrip("+").split(".") for key in keys}
     labels = dict.fromkeys(keys, "")
     for key in (key for key in keys if key not in GROUPS):
@@ -130,7 +124,6 @@ def short_labels(keys: list[str]) -> dict[str, str]:
 
 
 def label_value(label: str, value: Any) -> str:
-    """Label a value: seed0, lr0.0006, backend_flash; letters, digits and _ . + - only."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     text = name_text(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
@@ -141,7 +134,6 @@ def label_value(label: str, value: Any) -> str:
 
 
 def name_text(value: Any) -> str:
-    """Return a value as text; a list of one text is that text."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
@@ -162,14 +154,12 @@ class SweepDirectory:
         self.record |= {name: value for name, value in found.items() if value is not None}
 
     def hold(self) -> None:
-        """Keep other processes out until this one ends; raises ConfigError if one was there."""
         self.made = missing(self.path)
         self.lock = hold(self.path, "sweep directory", "another run.sweep")
         if SweepDirectory(self.path).record != self.record:
             raise InUseError(f"sweep {self.path} has just been started by another process")
 
     def withdraw(self) -> None:
-        """Remove what this process made of the directory, if no run came of it."""
         if not any(path.is_dir() and path.name[0] != "." for path in self.path.glob("*")):
             take_back(self.path, self.made)
 
@@ -180,11 +170,8 @@ class SweepDirectory:
 def plan_sweep(
     overrides: list[Override], world_size: int
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
-    """Check every job, take the sweep's directory, find out which runs have ended.
-
-    Returns the directory, and the fields of each Job, in order. Raises ConfigError
-    for a job that cannot run, and a directory that holds other runs under this name.
-    """
+    """Check every job, and take the sweep's directory; return it and the fields of each Job. Raises
+    ConfigError."""
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}
     by_key = [o.get_key_element() for o in overrides]
@@ -222,7 +209,6 @@ def plan_sweep(
 
 
 def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
-    """Return the keys that name the runs: those of the directory's sweep, if it has one already."""
     keys = directory.record["keys"]
     if keys is None:
         return swept
@@ -237,7 +223,6 @@ def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -
 def check_runs(
     directory: SweepDirectory, configs: dict[str, TrainConfig], overrides: list[Override]
 ) -> None:
-    """Raise ConfigError if a run in the directory was made with other fixed overrides."""
     keys = directory.record["keys"]
     fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in (keys or [])]
     there = {}
