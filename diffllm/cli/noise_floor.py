@@ -1,25 +1,18 @@
 """diffllm noise-floor [key=value ...]: a signal among noisy logits, one map against two.
 
-A solvable caricature of differential attention (arXiv 2410.05258). One query sees n keys. Key s is
-the signal; the other keys i carry noise x_i, e_i ~ N(0, 1), all independent. The logits are
+A caricature of differential attention (arXiv 2410.05258): one query sees n keys. Key s is the
+signal; the other keys i carry noise x_i, e_i ~ N(0, 1), all independent. The logits are
 
     map 1:   a       at s,   sigma x_i                                elsewhere
     map 2:   0       at s,   sigma (rho x_i + sqrt(1 - rho^2) e_i)    elsewhere
 
-with signal a, amplitude sigma and correlation rho, which is an assumption about trained maps. With
-p = softmax(map 1) and q = softmax(map 2) the weights are w = p - lambda q; lambda = 0 is standard
-attention. Values that are uncorrelated between keys and of RMS 1 then give
+With p = softmax(map 1) and q = softmax(map 2) the weights are w = p - lambda q; lambda = 0 is
+standard attention. For values that are uncorrelated between keys and of RMS 1,
 
     SNR(lambda) = w_s / sqrt(sum over i != s of w_i^2)
                 = (p_s - lambda q_s) / sqrt(r^2 + |q|^2 (lambda - m)^2)
-    lambda*     = m - q_s r^2 / (|q|^2 (p_s - m q_s)),    the best lambda
 
-where m = p.q / |q|^2 and r = |p - m q|, with products and norms over i != s. With Z_k the sum of
-exp(logit) over map k, the limit of many keys is
-
-    standard SNR    = exp(a - sigma^2) / sqrt(n)
-    lambda*         = (Z_2 / Z_1) exp(-sigma^2 (1 - rho))
-    gain at lambda* = 1 / sqrt(1 - exp(-2 sigma^2 (1 - rho)))
+where m = p.q / |q|^2 and r = |p - m q|, with products and norms over i != s.
 """
 
 import json
@@ -27,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import bisect
 from scipy.special import softmax
 
@@ -39,13 +31,12 @@ from diffllm.compare.report.numbers import short
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 WHAT = """\
 diffllm noise-floor [key=value ...]: signal-to-noise ratio of one query's attention, standard
 against differential, over the number of keys, lambda and the noise's amplitude"""
-Array = NDArray[np.float64]
+Array = np.ndarray
+Points = Sequence[tuple[int, float]]
+"""Pairs of a number of keys and an amplitude."""
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAMBDAS = np.linspace(0, 1, 101)
 LARGEST_AMPLITUDE = 20.0
@@ -55,8 +46,6 @@ AXES = {"keys": range(8), "lambda": range(0, 101, 10), "amplitude": range(3, 40,
 
 @dataclass
 class NoiseFloorArguments:
-    """The synthetic query, how often it is drawn, and the figure."""
-
     keys: int = argument("keys where lambda or amplitude varies", 8192, least=2, most=CONTEXTS[-1])
     lambda_: float = argument("share of map 2 that is subtracted", 0.8, least=0, most=1)
     amplitude: float = argument(
@@ -82,13 +71,9 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
     return p_s, q_s, m, max(rest @ rest, np.finfo(np.float64).eps ** 2 * (p @ p)), q2
 
 
-def draw_maps(
-    points: Sequence[tuple[int, float]], correlation: float, cfg: NoiseFloorArguments
-) -> Array:
-    """Return `reduce_maps` at (keys, amplitude) pairs, of shape (5, points, draws).
-
-    All points share their draws, so that curves are smooth.
-    """
+def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
+    """Return `reduce_maps` at all points, (5, points, draws). Points share their draws, so that
+    curves are smooth."""
     maps = np.empty((5, len(points), cfg.draws))
     most = max(keys for keys, _ in points) - 1
     for draw in range(cfg.draws):
@@ -108,8 +93,7 @@ def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
 
 
 def average(maps: Array, lam: Array | float) -> dict[str, Array]:
-    """Return means over draws and their standard errors, each (points,), at one lambda or one for
-    each point."""
+    """Return means and standard errors over draws, each (points,)."""
     lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.shape[1:2]))
     curve = {"lambda": lam}
     for name, values in zip(("weight", "snr"), effective(maps, lam[:, None]), strict=True):
@@ -123,28 +107,9 @@ def best_lambda(maps: Array) -> Array:
     return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 
-def sweep(
-    at: Any, points: Sequence[tuple[int, float]], lam: Array | float, cfg: NoiseFloorArguments
-) -> dict[str, Any]:
-    """Return the curves over (keys, amplitude) pairs at one lambda, or over lambdas at one pair."""
-    maps = draw_maps(points, cfg.correlation, cfg)
-    curves = {
-        "standard": average(maps, 0 * lam),
-        "differential": average(maps, lam),
-        "best": average(maps, best_lambda(maps) + 0 * lam),
-        "uncorrelated": average(draw_maps(points, 0.0, cfg), lam),
-    }
-    return {"at": np.asarray(at, dtype=np.float64), "curves": curves}
-
-
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
-    """Return the amplitude at which the mean SNR falls below the threshold, within 1e-4.
-
-    0 if the SNR is too low even without noise, None if it is high enough at LARGEST_AMPLITUDE.
-
-    Args:
-        best: of the best lambda of each amplitude, not of standard attention.
-    """
+    """Return the amplitude at which the mean SNR falls below the threshold, within 1e-4: with the
+    best lambda of each amplitude, or of standard attention. None beyond LARGEST_AMPLITUDE."""
 
     def surplus(amplitude: float) -> float:
         maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)
@@ -159,25 +124,36 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
 
 def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
     """Return the settings, all sweeps, the best lambdas and the usable amplitudes."""
+
+    def sweep(at: Any, points: Points, lam: Array | float = cfg.lambda_) -> dict[str, Any]:
+        maps = draw_maps(points, cfg.correlation, cfg)
+        curves = {
+            "standard": average(maps, 0 * lam),
+            "differential": average(maps, lam),
+            "best": average(maps, best_lambda(maps) + 0 * lam),
+            "uncorrelated": average(draw_maps(points, 0.0, cfg), lam),
+        }
+        return {"at": np.asarray(at, dtype=np.float64), "curves": curves}
+
     usable = {name: usable_amplitude(cfg, name == "best") for name in ("standard", "best")}
     widest = max(1.5 * max(x or 0 for x in usable.values()), 1.5 * cfg.amplitude, 2.0)
     amplitudes = np.linspace(0, np.ceil(2 * widest) / 2, 41)[1:]
-    by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS, cfg)
-    contexts = [(keys, cfg.amplitude) for keys in CONTEXTS]
+    by_lambda = sweep(LAMBDAS, [(cfg.keys, cfg.amplitude)], LAMBDAS)
+    best = {
+        name: float(LAMBDAS[by_lambda["curves"][name]["snr"].argmax()])
+        for name in ("differential", "uncorrelated")
+    }
     return {
         "settings": {k.rstrip("_"): v for k, v in asdict(cfg).items() if k != "json"},
-        "by_keys": sweep(CONTEXTS, contexts, cfg.lambda_, cfg),
+        "by_keys": sweep(CONTEXTS, [(keys, cfg.amplitude) for keys in CONTEXTS]),
         "by_lambda": by_lambda,
-        "by_amplitude": sweep(amplitudes, [(cfg.keys, s) for s in amplitudes], cfg.lambda_, cfg),
-        "best_lambda": {
-            name: float(LAMBDAS[by_lambda["curves"][name]["snr"].argmax()])
-            for name in ("differential", "uncorrelated")
-        },
+        "by_amplitude": sweep(amplitudes, [(cfg.keys, sigma) for sigma in amplitudes]),
+        "best_lambda": best,
         "usable_amplitude": usable,
     }
 
 
-def draw_figure(result: dict[str, Any]) -> "Figure":
+def draw_figure(result: dict[str, Any]) -> Any:
     """Draw the SNR over keys, lambda and amplitude, with two standard errors as a band."""
     from matplotlib.figure import Figure
 
@@ -218,7 +194,6 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def noise_floor_command(argv: list[str]) -> None:
-    """Write the figure, print the tables or the JSON."""
     cfg = parse(NoiseFloorArguments, argv, WHAT)
     if Path(cfg.out).suffix.lower() != ".png":
         raise ConfigError(f"out={cfg.out} must end in .png")

@@ -1,14 +1,15 @@
 """`diffllm study`: a claim, its runs and the rule that decides. `diffllm power`: its seeds."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, plural, short
 from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.study.pilot import SHOWN, Need, Pilot, Wanted, needs, read_pilot
+from diffllm.compare.study.pilot import SHOWN, power_numbers
 from diffllm.compare.study.stages import costs
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
@@ -16,6 +17,7 @@ from diffllm.core.files import user_path
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above
+from diffllm.statistics.seed_variance import Pairs
 
 STUDY = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
@@ -65,11 +67,11 @@ class PowerArguments:
         path=True,
         words="plain",
     )
-    gap: float = argument("true difference to be found, nats a token")
-    alpha: float = argument("chance of showing a gap that is none", ALPHA)
-    power: float = argument("chance of finding the gap", 0.8)
-    sides: int = argument("1 where the gap's sign was said before", 2)
-    comparisons: int = argument("gaps of one family, for Holm's correction", 1)
+    gap: float = argument("true difference to be found, nats a token", above=0, below=math.inf)
+    alpha: float = argument("chance of showing a gap that is none", ALPHA, above=0, below=1)
+    power: float = argument("chance of finding the gap", 0.8, above=0, below=1)
+    sides: int = argument("1 where the gap's sign was said before", 2, least=1, most=2)
+    comparisons: int = argument("gaps of one family, for Holm's correction", 1, least=1)
     json: bool = flag("JSON instead of tables")
     plugins: str = plugins_argument()
 
@@ -147,78 +149,63 @@ def judge_study(study: Study, out: Path, as_json: bool) -> None:
 
 
 def power_command(argv: list[str]) -> None:
-    args = parse(PowerArguments, argv, POWER)
-    wanted = Wanted(args.gap, args.alpha, args.power, args.sides, args.comparisons)
-    pilot = read_pilot([Path(word) for word in args.pilot])
-    found = needs(pilot, wanted)
-    if args.json:
-        echo_json(power_numbers(pilot, wanted, found))
+    """Print the seeds, tokens and hours that a gap takes, as a table or as JSON."""
+    args = vars(parse(PowerArguments, argv, POWER))
+    wanted = {name: args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")}
+    if wanted["power"] <= wanted["alpha"]:
+        raise ConfigError(
+            f"power={wanted['power']:g} must lie between alpha={wanted['alpha']:g} and 1"
+        )
+    found, pairs = power_numbers([Path(word) for word in args["pilot"]], **wanted)
+    if args["json"]:
+        echo_json(found)
         return
-    for name, text in pilot_lines(pilot):
+    for name, text in pilot_lines(found, pairs):
         echo(f"{name:<10}{text}".replace("\u2212", "-"))
-    print_needs(wanted, found)
+    print_needs(found)
 
 
-def power_numbers(pilot: Pilot, wanted: Wanted, found: list[Need]) -> dict[str, Any]:
-    low, high = pilot.spread.interval
-    arms = [
-        {"arm": arm.label, "seeds": len(arm.losses), "diverged": arm.diverged, "sd": arm.sd}
-        for arm in pilot.arms
-    ]
-    return {
-        **asdict(wanted),
-        "pilot": pilot.title,
-        "arms": arms,
-        "runs": pilot.runs,
-        "diverged": pilot.diverged,
-        "tokens": pilot.tokens,
-        "seconds": pilot.seconds,
-        "sd": pilot.spread.sd,
-        "sd_low": low,
-        "sd_high": high,
-        "df": pilot.spread.df,
-        "correlation": pilot.pairs and pilot.pairs.correlation,
-        "sd_of_differences": pilot.pairs and pilot.pairs.differences.sd,
-        "needs": [asdict(each) for each in found],
-        "notes": pilot.notes,
-    }
-
-
-def pilot_lines(pilot: Pilot) -> Iterator[tuple[str, str]]:
-    low, high = pilot.spread.interval
-    seconds = f", {short(pilot.seconds)} s" if pilot.seconds else ", of unknown time"
-    runs = f"{pilot.runs} finished runs of {plural(len(pilot.arms), 'arm')}"
-    yield "pilot", f"{pilot.title}: {runs}; {compact(pilot.tokens)} tokens a run{seconds}"
-    interval = f"(95%: {fixed(low)} to {fixed(high)}), {pilot.spread.df} degrees of freedom"
-    yield "seeds", f"sd {fixed(pilot.spread.sd)} nats a token {interval}"
-    yield "", "by arm: " + ", ".join(f"{arm.label} {fixed(arm.sd)}" for arm in pilot.arms)
-    if pilot.pairs:
-        r, n = pilot.pairs.correlation, pilot.pairs.seeds
+def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
+    """Yield subjects, and what the pilot says of seeds on each."""
+    arms, runs = found["arms"], found["runs"]
+    seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
+    said = f"{found['pilot']}: {runs} finished runs of {plural(len(arms), 'arm')}"
+    yield "pilot", f"{said}; {compact(found['tokens'])} tokens a run{seconds}"
+    interval = f"(95%: {fixed(found['sd_low'])} to {fixed(found['sd_high'])})"
+    yield (
+        "seeds",
+        f"sd {fixed(found['sd'])} nats a token {interval}, {found['df']} degrees of freedom",
+    )
+    yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
+    if pairs:
+        r, n = pairs.correlation, pairs.seeds
         said = f"correlation {r:+.2f}" if r is not None else "nothing varies"
         pays = f"pairing pays above {pairing_pays_above(n):.2f} with {n}"
-        sd = fixed(pilot.pairs.differences.sd)
+        sd = fixed(pairs.differences.sd)
         yield "pairs", f"sd of differences {sd}, {said} over {n} seeds; {pays}"
-    if pilot.diverged:
-        share = f"{pilot.diverged} of {pilot.runs} runs diverged"
+    if found["diverged"]:
+        share = f"{found['diverged']} of {runs} runs diverged"
         yield "diverged", f"{share}: seeds below are of runs that end finite, start more"
-    yield from (("note", note) for note in pilot.notes)
+    yield from (("note", note) for note in found["notes"])
 
 
-def print_needs(wanted: Wanted, found: list[Need]) -> None:
-    family = f", the smallest of {wanted.comparisons} by Holm" if wanted.comparisons > 1 else ""
-    sides = "two-sided" if wanted.sides == 2 else "one-sided"
+def print_needs(found: dict[str, Any]) -> None:
+    comparisons = found["comparisons"]
+    family = f", the smallest of {comparisons} by Holm" if comparisons > 1 else ""
+    sides = "two-sided" if found["sides"] == 2 else "one-sided"
     rows = []
-    for each in found:
+    for each in found["needs"]:
         low, seeds, high = (
-            "many" if n is None else f"{n:,}" for n in (each.seeds_low, each.seeds, each.seeds_high)
+            "many" if (n := each[key]) is None else f"{n:,}"
+            for key in ("seeds_low", "seeds", "seeds_high")
         )
-        cost = compact(each.total_tokens), short(each.hours)
-        power = (f"{each.power_by_seeds[n]:.2f}" for n in SHOWN)
-        rows.append([each.design, fixed(each.sd), seeds, f"{low} to {high}", *cost, *power])
+        cost = compact(each["total_tokens"]), short(each["hours"])
+        power = (f"{each['power_by_seeds'][n]:.2f}" for n in SHOWN)
+        rows.append([each["design"], fixed(each["sd"]), seeds, f"{low} to {high}", *cost, *power])
     heads = ["design", "sd", "seeds an arm", "by sd", "tokens in all", "hours in all"]
     echo(
-        f"\na gap of {wanted.gap:g} nats a token between two arms, found with power "
-        f"{wanted.power:g} at alpha {wanted.alpha:g}, {sides}{family}\n"
+        f"\na gap of {found['gap']:g} nats a token between two arms, found with power "
+        f"{found['power']:g} at alpha {found['alpha']:g}, {sides}{family}\n"
         f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], rows)}\n\n"
         "hours: of the pilot's machine, one run after another"
     )

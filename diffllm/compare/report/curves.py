@@ -180,7 +180,7 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """The gap to the row's baseline at equal cost; None if an amount is unknown or machines differ."""
+    """The gap to the baseline at equal cost; None if an amount is unknown or machines differ."""
     if row.gap is None or row.baseline is None:
         return None
     both = [*row.runs, *row.baseline.runs]

@@ -126,7 +126,7 @@ def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
-    """Return the scores of a run at a loss, interpolated; {} outside of the losses of its checkpoints."""
+    """Return the scores of a run at a loss, interpolated; {} outside of its losses."""
     known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
     for at, scores in known:
         if at == loss:
