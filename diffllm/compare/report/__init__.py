@@ -32,6 +32,6 @@ def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
         baseline: the variant that gaps are measured from; None takes `standard` if it is there.
     """
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.text import whole_text
+    from diffllm.compare.report.page import whole_text
 
     return whole_text(read(paths, baseline)[0])

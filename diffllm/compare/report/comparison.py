@@ -5,14 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from diffllm.compare.report.columns import row_values
 from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
-from diffllm.compare.report.groups import Group, make_groups
 from diffllm.compare.report.keys import ATTENTION, distinguish, overrides
 from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
-from diffllm.compare.report.rows import Row, make_rows
+from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
+from diffllm.compare.report.tables import row_values
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import document_losses
 from diffllm.metrics.records import LARGEST

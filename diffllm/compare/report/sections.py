@@ -21,9 +21,9 @@ from diffllm.compare.report.figures import (
     draw_gaps,
     to_image,
 )
-from diffllm.compare.report.groups import keys_apart
 from diffllm.compare.report.notes import family, survives
 from diffllm.compare.report.numbers import plural, short
+from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
 from diffllm.metrics.metric import Curve, Layers, Metric, Plot
 from diffllm.metrics.table import (

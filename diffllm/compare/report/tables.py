@@ -1,24 +1,254 @@
-"""The tables of a report beside its results: tests of gaps, costs, groups, scores, runs."""
+"""The columns and tables of a report: the values of report.csv, and the tables of the page."""
 
+import math
 import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
-from diffllm.compare.report.columns import cost_columns
+from diffllm.compare.report.curves import BUDGETS
 from diffllm.compare.report.evaluations import ScoreCell, ScoreLine
 from diffllm.compare.report.figures import RowStyle
-from diffllm.compare.report.groups import Group
-from diffllm.compare.report.notes import gap_tag, p_text
+from diffllm.compare.report.notes import divergence, gap_tag, p_text
 from diffllm.compare.report.numbers import (
     MISSING,
     clock,
     compact,
+    finite,
     fixed,
     in_digits,
     in_words,
+    percent,
+    share_words,
+    short,
     with_interval,
 )
-from diffllm.compare.report.rows import Row
+from diffllm.compare.report.rows import EqualGap, Group, Row, row_value
 from diffllm.core.printing import Cell, Column, Table
+from diffllm.metrics.table import METRICS
 from diffllm.statistics.arm_comparison import ArmComparison
+
+
+class PageColumn(NamedTuple):
+    title: str
+    """`{}` stands for the baseline."""
+    unit: str
+    meaning: str
+    cell: Callable[[Row], Cell]
+
+
+def row_values(row: Row) -> dict[str, Any]:
+    """The columns of a row in report.csv, in order; None is an empty cell."""
+    found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
+    paired = found and found.paired
+    events = {series: row.events(series) for series in ("loss", "grad")}
+    diverged = row.diverged_share.interval if ended else (None, None)
+    return {
+        "variant": row.keys["attention"],
+        **{key: value for key, value in row.keys.items() if key != "attention"},
+        **{fact: row.fact(fact) for fact in ("parameters", "active_parameters", "flops_per_token")},
+        "tokens": row.runs[0].planned_tokens,
+        "seeds": row.seeds,
+        "seeds_diverged": row.diverged,
+        "seeds_ended": len(ended),
+        "loss": loss and loss.mean,
+        **ends("loss", loss),
+        "gap": gap and gap.mean,
+        **ends("gap", gap),
+        "gap_seeds": gap and gap.seeds,
+        "gap_p": paired and paired.p,
+        "gap_p_holm": row.p_holm,
+        **ends("gap_welch", found and found.welch),
+        **ends("gap_documents", row.documents),
+        "seed_correlation": found and found.correlation,
+        "diverged_low": diverged[0],
+        "diverged_high": diverged[1],
+        "diverged_p": found and found.p_diverged,
+        **{
+            f"gap_at_{name}{end}": value
+            for name in BUDGETS
+            for end, value in equal_values(row.equal.get(name)).items()
+        },
+        "baseline": row.baseline and row.baseline.label,
+        "incomparable": row.incomparable or None,
+        "group": row.group or None,
+        **{
+            f"{series}_events{end}": rate and getattr(rate, field)
+            for series, rate in events.items()
+            for end, field in EVENTS.items()
+        },
+        "seconds": row.mean("seconds"),
+        "bits_per_byte": row.mean("heldout_bits_per_byte"),
+        **{metric.quantity: row_value(row, metric) for metric in METRICS if metric.column},
+    }
+
+
+def ends(name: str, found: Any) -> dict[str, Any]:
+    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
+
+
+def equal_values(found: EqualGap | None) -> dict[str, Any]:
+    gap = found and found.gap
+    of = {"_error": found and found.error, "_of": found and found.at}
+    return {"": gap and gap.mean, **ends("", gap), **of}
+
+
+def csv_text(rows: list[Row]) -> str:
+    cells = [[Cell(value=value) for value in row.values.values()] for row in rows]
+    return Table.of(list(rows[0].values), cells).csv()
+
+
+def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
+
+    def cell(row: Row) -> Cell:
+        value = row.values.get(name)
+        odd = value is not None and finite(value) is None
+        return Cell(how(value), finite(value), tag="not finite" if odd else "")
+
+    return cell
+
+
+def active_cell(row: Row) -> Cell:
+    active = row.values["active_parameters"]
+    return Cell(MISSING if active == row.values["parameters"] else compact(active), finite(active))
+
+
+def loss_cell(row: Row) -> Cell:
+    tag = divergence(row, share=False)
+    if row.loss is None or finite(row.loss.mean) is None:
+        return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
+    bits = finite(row.values.get("bits_per_byte"))
+    small = (in_words(row.loss), "" if bits is None else f"{fixed(bits, 3)} bits a byte")
+    return Cell(fixed(row.loss.mean), row.loss.mean, tuple(filter(None, small)), tag)
+
+
+def lost_seeds(row: Row) -> list[str]:
+    base = row.baseline
+    of_base = divergence(base, f" of {base.label}", share=False) if base else ""
+    return [text for text in (divergence(row, share=False), of_base) if text]
+
+
+def gap_cell(row: Row) -> Cell:
+    if row.gap is None:
+        return Cell("", tag="baseline") if row.is_baseline else Cell(MISSING)
+    bounds, mean = in_words(row.gap, signed=True), row.gap.mean
+    tag = (lost_seeds(row) or [gap_tag(row)])[0]
+    return Cell(fixed(mean, signed=True), mean, (bounds,) if bounds else (), tag)
+
+
+def equal_cell(row: Row, budget: str) -> Cell:
+    if (found := row.equal.get(budget)) is None:
+        return Cell(MISSING)
+    off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
+    parts = [in_words(found.gap, signed=True), off if found.error else ""]
+    small = filter(None, ["; ".join(filter(None, parts)), *lost_seeds(row)])
+    tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
+    return Cell(fixed(found.gap.mean, signed=True), found.gap.mean, tuple(small), tag)
+
+
+def seeds_cell(row: Row) -> Cell:
+    seeds, runs = row.values["seeds"], len(row.runs)
+    tag = f"{row.diverged} diverged: {share_words(row.diverged_share)}" if row.diverged else ""
+    return Cell(f"{seeds}" if seeds == runs else f"{seeds} of {runs}", seeds, tag=tag)
+
+
+def events_cell(row: Row, series: str) -> Cell:
+    if not (rate := row.events(series)):
+        return Cell(MISSING)
+    # the upper end is never 0: no column of events is omitted because all are
+    interval = f"{short(rate.low, 2)} to {short(rate.high, 2)}"
+    return Cell(short(rate.value, 2), rate.high, (interval,))
+
+
+PAGE = {
+    "loss": PageColumn(
+        "Held-out loss", "nats a token, 95% interval",
+        "held-out loss after the last step, nats a token, mean over seeds", loss_cell,
+    ),
+    "gap": PageColumn(
+        "Gap to {}", "nats a token, 95% interval, paired",
+        "loss minus the baseline's, mean over the seeds that both have", gap_cell,
+    ),
+    "parameters": PageColumn(
+        "Parameters", "", "of the whole decoder", number_cell(compact, "parameters")
+    ),
+    "active_parameters": PageColumn(
+        "Active parameters", "", "that one token passes through", active_cell
+    ),
+    "flops_per_token": PageColumn(
+        "FLOPs", "per token",
+        "training FLOPs a token, forward and backward, attention counted causally",
+        number_cell(compact, "flops_per_token"),
+    ),
+    "tokens": PageColumn(
+        "Tokens", "", "that a whole run trains on: steps x global_batch_size x seq_len",
+        number_cell(compact, "tokens"),
+    ),
+    "seeds": PageColumn(
+        "Seeds", "", "finished runs that the loss is the mean of", seeds_cell
+    ),
+    **{
+        f"{series}_events_per_1000": PageColumn(
+            title, "events per 1,000 steps", f"spike events of the {what} without its trend, all "
+            "ended seeds together, a thousand judged steps", partial(events_cell, series=series),
+        )
+        for series, title, what in (
+            ("loss", "Loss spikes", "loss"), ("grad", "Gradient spikes", "log gradient norm"),
+        )
+    },
+    "seconds": PageColumn(
+        "Time", "a run", "of wall clock that a finished run took, all its starts together; mean "
+        "over seeds", number_cell(clock, "seconds"),
+    ),
+    **{
+        metric.quantity: PageColumn(
+            column.title, column.unit, metric.column_meaning,
+            number_cell(percent if column.percent else short, metric.quantity),
+        )
+        for metric in METRICS if (column := metric.column) and column.title
+    },
+}  # fmt: skip
+"""Columns of the page by their names in report.csv."""
+CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
+EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
+
+
+def table_columns(rows: list[Row], baseline: str | None) -> list[Column]:
+    """The columns of the page that some row has a value for."""
+    made = []
+    for name, (title, unit, meaning, cell) in PAGE.items():
+        cells = [cell(row) for row in rows]
+        if any(each.text != MISSING or each.tag for each in cells):
+            made.append(Column(title.format(baseline), cells, unit, f"{name}: {meaning}"))
+    return made
+
+
+def cost_columns(rows: list[Row]) -> list[Column]:
+    return [
+        Column(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows], "nats a token",
+               f"{budget.meaning}; held-out loss minus the baseline's where both had spent equal "
+               f"{budget.unit}, read off evaluations during training")
+        for name, budget in BUDGETS.items() if any(name in row.equal for row in rows)
+    ]  # fmt: skip
+
+
+def fold_constant(columns: list[Column]) -> tuple[list[Column], list[str]]:
+    """The columns that tell rows apart, and sentences about the others."""
+    zero = [each for each in columns if all(cell.value == 0 for cell in each.cells)]
+    same = [
+        each
+        for each in columns
+        if each not in zero and each.title in CONSTANT and len({*each.cells}) == 1
+        if len(each.cells) > 1 and not each.cells[0].tag
+    ]
+    said = []
+    if zero:
+        said.append(f"All zero: {', '.join(each.title for each in zero)}.")
+    if same:
+        parts = (filter(None, (each.title, each.unit, each.cells[0].text)) for each in same)
+        said.append(f"The same in all rows: {', '.join(map(' '.join, parts))}.")
+    return [each for each in columns if each not in zero and each not in same], said
+
 
 TESTS = (
     "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",

@@ -145,8 +145,7 @@ def write_comparison(directory: Path) -> None:
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read
-        from diffllm.compare.report.page import write
-        from diffllm.compare.report.text import whole_text
+        from diffllm.compare.report.page import whole_text, write
         from diffllm.compare.report.wandb_gaps import record_gaps
 
         comparison, _ = read([directory])

@@ -10,7 +10,7 @@ import numpy as np
 
 import diffllm
 from diffllm.compare.report.comparison import Comparison, compare
-from diffllm.compare.report.groups import Group
+from diffllm.compare.report.rows import Group
 from diffllm.compare.report.runs import Metrics, Run
 from diffllm.config import TrainConfig
 from diffllm.metrics.spikes import SpikeMonitor

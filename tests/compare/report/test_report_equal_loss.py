@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from runs.written import write_run
 
-from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
+from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import results_of, store_result
 
 STEPS = (5, 10, 20)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from runs.written import write_run
 
-from diffllm.compare.report.columns import csv_text
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
+from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
 from diffllm.statistics.estimates import Estimate, estimate
 

@@ -10,11 +10,10 @@ from runs.written import loaded, metric_lines, parameters, sweep, write_run
 from test_report_page import Reader, figures_of, words_of
 
 from diffllm.compare.report import comparison_text
-from diffllm.compare.report.columns import fold_constant, table_columns
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.notes import finding
-from diffllm.compare.report.page import page
-from diffllm.compare.report.text import table_text
+from diffllm.compare.report.page import page, table_text
+from diffllm.compare.report.tables import fold_constant, table_columns
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.help import first_paragraph, variant_line
 from diffllm.model.attention.base import AttentionConfig

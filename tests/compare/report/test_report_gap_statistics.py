@@ -10,14 +10,12 @@ import sample_comparison as sample
 from scipy import stats
 from test_report_page import Reader
 
-from diffllm.compare.report.columns import csv_text, table_columns
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps, row_styles
 from diffllm.compare.report.notes import holm_sentence, p_text
-from diffllm.compare.report.page import page
+from diffllm.compare.report.page import page, table_text
 from diffllm.compare.report.sections import page_sections
-from diffllm.compare.report.tables import gap_table
-from diffllm.compare.report.text import table_text
+from diffllm.compare.report.tables import csv_text, gap_table, table_columns
 from diffllm.core.printing import Cell
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from tiers import slow_but
 
 from diffllm.compare.report import curves
-from diffllm.compare.report.columns import PAGE, table_columns
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of, row_styles
 from diffllm.compare.report.notes import settings
@@ -23,6 +22,7 @@ from diffllm.compare.report.numbers import compact, fixed, percent, short
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Metrics, Run, Series
+from diffllm.compare.report.tables import PAGE, table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell
 from diffllm.statistics.estimates import Estimate

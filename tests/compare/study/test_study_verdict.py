@@ -10,8 +10,7 @@ from tiers import slow_but
 from diffllm.cli import main
 from diffllm.compare.study import planned_runs
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.planned_runs import choose
-from diffllm.compare.study.stages import check_study_runs, costs, next_runs, run_study
+from diffllm.compare.study.planned_runs import check_study_runs, choose, costs, next_runs, run_study
 from diffllm.compare.study.verdict import StudyArm, apply_rules, judge, lr_sensitivity
 from diffllm.compare.study.verdict_page import (
     conditions,
