@@ -7,6 +7,7 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,8 +35,8 @@ T = TypeVar("T")
 TOKENS = 16_384
 """Tokens of a forward pass, padding included, where more than one row is in it."""
 CACHED_FROM = 64
-"""Contexts of at least so many tokens are read once for all continuations, and together with
-neighbours that begin alike. Shorter ones are read with each continuation, many rows at a time."""
+"""Contexts of at least so many tokens are read once for all continuations and similar neighbours.
+Shorter contexts are read with each continuation, many rows at a time."""
 LOGITS = 1024
 """Logits that take as much room as a token of TOKENS."""
 CACHE = 2**18
@@ -43,7 +44,7 @@ CACHE = 2**18
 A_LEVEL = 50
 """Examples of a level, where no limit says less."""
 SCORES = 2
-"""Changed whenever scores change, so that older results are made anew."""
+"""Part of the key of results: increase it when scores change."""
 
 
 Row = tuple[list[int], list[list[int]]]
@@ -73,8 +74,6 @@ class Question:
 
 
 class Scored(NamedTuple):
-    """The scores of one continuation."""
-
     log_likelihood: float
     """The sum over its tokens, in nats."""
     greedy: bool
@@ -96,16 +95,12 @@ def score(
     questions: Sequence[Question],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[list[Scored]]:
-    """Score each continuation of each question.
-
-    Args:
-        model: in eval mode; raises ValueError for a question that is too long.
-        advance: called with the number of rows that have been scored since its last call.
-    """
+    """Score each continuation of each question with a model in eval mode; `advance` gets the number
+    of newly scored rows. Raises ValueError for a question that is too long."""
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
-    found = score_batches(model, [questions[i] for i in short], advance)
-    of_question = dict(zip(short, found, strict=True))
+    scores = score_batches(model, [questions[i] for i in short], advance)
+    found = dict(zip(short, scores, strict=True))
 
     def alike(group: list[int], place: int) -> bool:
         """Return whether most of a context equals that of the group's last question."""
@@ -113,11 +108,10 @@ def score(
         return 2 * common([questions[group[-1]].context, context]) >= len(context)
 
     for group in grouped(long, alike):
-        scores = of_one_text(model, [questions[i] for i in group])
-        for i, of_one in zip(group, scores, strict=True):
-            of_question[i] = of_one
-            advance(len(of_one))
-    return [of_question[i] for i in range(len(questions))]
+        for i, own in zip(group, of_one_text(model, [questions[i] for i in group]), strict=True):
+            found[i] = own
+            advance(len(own))
+    return [found[i] for i in range(len(questions))]
 
 
 @torch.no_grad()
@@ -127,11 +121,8 @@ def score_batches(
     advance: Callable[[int], None] = lambda done: None,
     together: bool = False,
 ) -> list[list[Scored]]:
-    """Score each continuation, each with its context, many rows at a time.
-
-    Args:
-        together: all ranks share every batch, and each returns all scores.
-    """
+    """Score as `score`, many rows at a time; with `together` all ranks share every batch, and each
+    returns all scores."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     rows = [row for question in questions for row in question.rows]
     width = model.cfg.vocab_size // LOGITS
@@ -182,11 +173,7 @@ def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> 
 def of_rows(
     model: Transformer, rows: Sequence[Row], caches: list[KVCache] | None = None
 ) -> list[list[Scored]]:
-    """Score the continuations of each row.
-
-    Args:
-        caches: one a layer, of what stands before each row.
-    """
+    """Score the continuations of each row, after the tokens of `caches`, one per layer."""
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
     longest = max(len(continuations[0]) for _, continuations in rows)
@@ -354,7 +341,7 @@ def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def shares(lines: Sequence[Mapping[str, Any]], fact: str) -> dict[str, float]:
     """Return the share of right answers for each value of a fact."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault(str(line[fact]), []).append(line)
-    return {value: share(own, "correct") for value, own in sorted(groups.items())}
+    by_value = groupby(
+        sorted(lines, key=lambda line: str(line[fact])), lambda line: str(line[fact])
+    )
+    return {value: share(list(own), "correct") for value, own in by_value}

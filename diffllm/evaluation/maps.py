@@ -27,17 +27,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROUNDING = 1e-4
-"""How far a float32 softmax over many keys may be from a sum of 1."""
+"""Tolerance for the sum of a float32 softmax."""
 PERCENTILE = 99
-"""Quantile of the magnitudes shown at which colours end. A few keys, the first token above all,
-have weights that would leave the others pale."""
+"""Quantile of the magnitudes at which colours end, because a few keys have very large weights."""
 SYMBOL = {"lambda": "λ"}
 GREY = "#707070"
 SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
 STRIP, NARROWEST, SCALE = 0.8, 4.8, 2.6
 """Widths in inches: of the column of lambda or the gate, of the figure, of the colour bar."""
 FONT = "DejaVu Sans Mono"
-"""The monospaced font that comes with matplotlib, in which tokens are labels."""
 LONGEST = 12
 MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 
@@ -49,8 +47,7 @@ class LayerMaps:
     maps: Maps
     """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
     by_query: dict[str, Tensor]
-    """Values of each query, (B, h, T): "lambda", "gate" (mean over its channels), or "sink", the
-    weight that an explicit sink keeps from the tokens. Empty for plain softmax."""
+    """"lambda", mean "gate" or the weight of a "sink": (B, h, T); empty for plain softmax."""
 
     @property
     def effective(self) -> Tensor:
@@ -220,11 +217,8 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
 
 
 def visible(piece: str) -> str:
-    """A piece of the vocabulary in one line, at most LONGEST characters.
-
-    White space gets marks. A byte that is no ASCII character, a character that FONT lacks and one
-    that shows nothing on its own are escaped, as in \\xf0 or \\u4e2d.
-    """
+    """Return a piece of the vocabulary in one line, at most LONGEST characters, with marks for
+    white space and escapes for other invisible characters."""
     from matplotlib.font_manager import findfont, get_font
 
     if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):

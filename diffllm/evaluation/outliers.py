@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, N queries of a piece, h heads of a map, D model width
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -211,18 +212,15 @@ class Outliers(Evaluation):
         return [{"layer": i, **about, **numbers} for i, numbers in enumerate(layers)]
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        hidden = [({"layer": line["layer"]}, line["hidden"]) for line in lines]
-        logits = [
-            ({"layer": line["layer"], "map": name}, numbers)
-            for line in lines
-            for name, numbers in line["logits"].items()
-        ]
+        places = [("hidden", {"layer": line["layer"]}, line["hidden"]) for line in lines]
+        for line in lines:
+            for name, numbers in line["logits"].items():
+                places.append(("logits", {"layer": line["layer"], "map": name}, numbers))
         found = []
-        for kind, places in (("hidden", hidden), ("logits", logits)):
-            for name in NUMBERS:
-                there = [(own[name], where) for where, own in places if own[name] is not None]
-                if there:
-                    value, where = max(there, key=lambda pair: pair[0])
-                    count = lines[0]["sequences"]
-                    found.append(NamedScore(f"{kind} {name}", value, examples=count, more=where))
+        for kind, name in product(("hidden", "logits"), NUMBERS):
+            there = [(own[name], at) for of, at, own in places if of == kind]
+            if there := [pair for pair in there if pair[0] is not None]:
+                value, where = max(there, key=lambda pair: pair[0])
+                count = lines[0]["sequences"]
+                found.append(NamedScore(f"{kind} {name}", value, examples=count, more=where))
         return found

@@ -1,9 +1,8 @@
-"""The cost of fewer bits: the change of loss if matrices, what they multiply, or both are rounded.
+"""The change of loss if matrices, their inputs, or both are rounded to fewer bits.
 
-Quantisation is fake: values are rounded to those that a number of bits can tell apart, and products
-stay in the model's own precision. With b bits a value is one of the 2^b - 1 multiples of a scale
-from -(2^(b-1) - 1) to 2^(b-1) - 1; the scale is the largest magnitude over 2^(b-1) - 1 (symmetric
-absmax), of a tensor or of each of its rows. Halves go to the even neighbour.
+Quantisation is fake: products stay in the model's own precision. With b bits a value is one of the
+2^b - 1 multiples of a scale around 0; the scale is the largest magnitude over 2^(b-1) - 1
+(symmetric absmax), of a tensor or of each of its rows. Halves go to the even neighbour.
 
 Shapes: M rows, E experts, K width that a matrix multiplies.
 """
@@ -27,7 +26,7 @@ from diffllm.model.ffn.experts import Experts
 from diffllm.statistics.bootstrap import of_documents
 
 VERSION = 2
-"""Changed whenever lines or scores change, so that older results are made anew."""
+"""Part of the key of results: increase it when lines or scores change."""
 BITS = (8, 6, 4)
 PLAIN = "unquantised"
 KEPT = ("w_lambda",)
@@ -119,10 +118,9 @@ KINDS = {
 
 
 def _arm(kind: str, bits: int) -> Arm:
-    what, _, how = kind.partition(" ")
     weights, activations = (None if x is None else Rounding(bits, x) for x in KINDS[kind])
     level = {"bits": bits, "rounded": kind}
-    return Arm(f"{what} {bits} {how}", weights, activations, level)
+    return Arm(kind.replace(" ", f" {bits} ", 1), weights, activations, level)
 
 
 ARMS = [Arm(PLAIN), *(_arm(kind, bits) for kind in KINDS for bits in BITS)]

@@ -71,10 +71,8 @@ def chosen(
     if levels and len(wanted) != 1:
         raise ConfigError("level is of one task: name it by tasks=[...]")
     found = [evaluation_named(name) for name in wanted]
-    if levels:
-        return found, Asked(levels={found[0].name: levels})
     own = {name: fixed for name, fixed in SUITES[suite].items() if fixed and name in wanted}
-    return found, Asked(levels=own)
+    return found, Asked(levels={found[0].name: levels} if levels else own)
 
 
 def evaluation_named(name: str) -> Evaluation:

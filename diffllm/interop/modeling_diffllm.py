@@ -34,10 +34,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
-
 VLLM = "vllm"
-"""vLLM's attention implementation, which stores keys and values itself and takes sinks."""
+"""vLLM's attention implementation, which has its own cache and takes sinks."""
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """Name of the cache in arguments and outputs of transformers; `cache` from version 5.24 on."""
 
@@ -206,10 +204,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return the radians per position of each channel pair, (d/2,), and the factor on cos and sin.
-
-    Frequencies are float64, on MPS float32. `diffllm.model.rope` names the source of each scaling.
-    """
+    """Return the radians per position of each channel pair, (d/2,) float64 (float32 on MPS), and
+    the factor on cos and sin."""
     rope: dict[str, Any] = config.rope_parameters
     check_rope(rope)
     kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
@@ -238,14 +234,14 @@ def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> t
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, d) by its positions, in float32."""
+    """Rotate x (B, H, T, d) in float32."""
     low, high = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
-    """Repeat each head of (B, K, S, d) so many times, side by side."""
+    """Repeat each head of (B, K, S, d)."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
@@ -259,36 +255,32 @@ def eager_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend by explicit maps; returns contexts (B, T, H, d) and maps (B, H, T, S)."""
-    weights = explicit_maps(module, query, key, attention_mask, scaling, s_aux)
-    context = weights @ repeated(value, module.num_key_value_groups)
-    return context.transpose(1, 2).contiguous(), weights
+    """Attend by explicit maps; returns contexts (B, T, H, d) and maps (B, H, T, S).
 
-
-def explicit_maps(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """Return softmax(q k scaling + mask), (B, H, T, S), whose denominators also hold exp(sink).
-
-    Args:
-        attention_mask: (B, 1, T, S), bool or added to the logits.
-        sink: (H,).
+    The mask (B, 1, T, S) is bool or added to the logits. Denominators also hold exp(s_aux), (H,).
+    With `clamp`, a pair's context is by the difference of its maps, with negative weights clamped
+    to 0 and rows scaled to sum 1, and the second member's context is 0.
     """
-    logits = query @ repeated(key, module.num_key_value_groups).transpose(2, 3) * scaling
+    groups = module.num_key_value_groups
+    logits = query @ repeated(key, groups).transpose(2, 3) * scaling
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     elif attention_mask is not None:
         logits = logits + attention_mask
-    if sink is None:
-        return logits.softmax(-1, dtype=torch.float32).to(query.dtype)
-    column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    logits = torch.cat((logits, column), dim=-1)
-    return logits.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :-1]
+    if s_aux is not None:
+        column = s_aux.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat((logits, column), dim=-1)
+    maps = logits.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    if not module.settings.get("clamp"):
+        context = maps @ repeated(value, groups)
+        return context.transpose(1, 2).contiguous(), maps
+    first, second = maps.unflatten(1, (-1, 2)).unbind(2)
+    positive = (first - module.lambda_value() * second).clamp_min(0)
+    total = positive.sum(-1, keepdim=True)
+    weights = (positive / torch.where(total > 0, total, 1)).to(query.dtype)
+    context = weights @ repeated(value, groups // 2)
+    context = torch.stack((context, torch.zeros_like(context)), dim=2).flatten(1, 2)
+    return context.transpose(1, 2).contiguous(), maps
 
 
 def norm(width: int, eps: float, wanted: bool) -> nn.Module:
@@ -296,7 +288,7 @@ def norm(width: int, eps: float, wanted: bool) -> nn.Module:
 
 
 def needs_maps(settings: dict[str, Any]) -> bool:
-    """Return whether attention needs more than softmax(q k) v: a sink, or a clamped map."""
+    """Return whether attention has a sink or a clamped map."""
     return settings.get("sink", "none") != "none" or settings.get("clamp", False)
 
 
@@ -318,7 +310,6 @@ class Attention(nn.Module):
     is_causal = True
     members = 1
     """Heads of keys and values that the kernel gets as one, side by side."""
-    eager: Kernel = staticmethod(eager_attention_forward)
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
         super().__init__()
@@ -358,14 +349,14 @@ class Attention(nn.Module):
             k, v = past_key_values.update(k, v, self.layer_idx, kwargs=kwargs)
         name = self.config._attn_implementation
         # vLLM reads this source: it needs the next line and one call of its result.
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, self.eager)
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         if needs_maps(self.settings) and not (name == VLLM and self.sink is not None):
             if name not in WITH_MASKS:
                 raise ValueError(
                     f"attn_implementation={name!r} cannot compute attention with a sink or a "
                     "clamped map: use 'sdpa' or 'eager'"
                 )
-            kernel = self.eager
+            kernel = eager_attention_forward
             if "cache" in kwargs:
                 k, v = stored(kwargs.pop("cache"), k, v, self.layer_idx, kwargs)
         context, maps = kernel(
@@ -410,30 +401,6 @@ class GatedAttention(Attention):
         return torch.sigmoid(self.gate_proj(x)).unflatten(-1, (self.num_heads, -1)) * context
 
 
-def clamped_attention_forward(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Attend by the difference of each pair of maps, its negative weights clamped to 0 and its rows
-    scaled to sum 1.
-
-    Returns contexts (B, T, H, 2d), zero for second members, and both maps (B, H, T, S).
-    """
-    maps = explicit_maps(module, query, key, attention_mask, scaling)
-    first, second = maps.unflatten(1, (-1, 2)).unbind(2)
-    positive = (first - module.lambda_value() * second).clamp_min(0)
-    total = positive.sum(-1, keepdim=True)
-    weights = (positive / torch.where(total > 0, total, 1)).to(query.dtype)
-    context = weights @ repeated(value, module.num_key_value_groups // 2)
-    context = torch.stack((context, torch.zeros_like(context)), dim=2).flatten(1, 2)
-    return context.transpose(1, 2).contiguous(), maps
-
-
 class DiffV1Attention(Attention):
     """Differential attention, first version (Ye et al., arXiv 2410.05258).
 
@@ -449,8 +416,6 @@ class DiffV1Attention(Attention):
             self.register_parameter(name, nn.Parameter(torch.zeros(self.head_dim)))
         eps = self.settings["head_norm_eps"]
         self.head_norm = norm(2 * self.head_dim, eps, self.settings["head_norm"])
-        if self.settings["clamp"]:
-            self.eager = clamped_attention_forward
         constant = self.settings["lambda_init"]
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx) if constant is None else constant
 
@@ -530,7 +495,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """The choice of each token's experts: the top k of scores plus a bias; weights without it."""
+    """Chooses each token's experts: the top k of scores plus a bias, which weights ignore."""
 
     bias: Tensor
     load: Tensor
@@ -555,8 +520,6 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The feed-forward layers of all experts, as stacked matrices."""
-
     def __init__(self, hidden_size: int, moe: dict[str, Any]):
         super().__init__()
         n, width = moe["n_experts"], moe["expert_dim"]
@@ -615,8 +578,6 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
 
 
 class DiffLLMPreTrainedModel(PreTrainedModel):
-    """The base of the models: what transformers may do with them."""
-
     config: DiffLLMConfig
     config_class = DiffLLMConfig
     base_model_prefix = "model"
@@ -721,8 +682,6 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
 
 
 class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
-    """The decoder with its output projection."""
-
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: DiffLLMConfig):

@@ -26,13 +26,13 @@ class Plot:
     mark: float | None = None
     """A value to draw a line at."""
     folded: bool = False
+    log: bool = False
 
 
 @dataclass(frozen=True)
 class Curve(Plot):
     """Over training tokens; of a metric of layers, the largest at each step."""
 
-    log: bool = False
     smooth: bool = False
     clip: bool = False
     """The scale ignores the first steps and spikes."""
@@ -42,7 +42,6 @@ class Curve(Plot):
 class Layers(Plot):
     """Over layers, at the end of training."""
 
-    log: bool = False
     uniform: bool = False
     """A line at 1/√n, the RMS that uniform attention over a whole sequence leaves."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import profile, record_function, schedule
 
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import to_stderr
@@ -27,12 +27,13 @@ class ProfileConfig:
     """First and last step to trace, as in [10,12], on every rank; empty: none."""
 
     def validate(self, steps: int) -> None:
-        if self.steps and (len(self.steps) != 2 or not 1 <= self.steps[0] <= self.steps[1]):
+        if self.steps and not (
+            len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= steps
+        ):
             raise ConfigError(
-                f"profile.steps={self.steps} must be a first and a last step, as [10,12] is"
+                f"profile.steps={self.steps} must be a first and a last step, as [10,12] is, up to "
+                f"steps={steps}"
             )
-        if self.steps and self.steps[1] > steps:
-            raise ConfigError(f"profile.steps={self.steps} goes beyond steps={steps}")
 
 
 class StepProfiler:
@@ -60,10 +61,7 @@ class StepProfiler:
 
     def _start(self, number: int) -> None:
         warmup = int(number < self.first)
-        activities = [ProfilerActivity.CPU]
-        activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self.running = profile(
-            activities=activities,
             schedule=schedule(
                 wait=0, warmup=warmup, active=self.last - number + 1 - warmup, repeat=1
             ),

@@ -137,8 +137,7 @@ class EventCounter:
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1
-            self._count()
-            return True
+            return self._leave_out(spike=True)
         if self.log:
             if value <= 0:
                 return False
@@ -149,31 +148,27 @@ class EventCounter:
             root_mean_square = math.hypot(*self.distances) / math.sqrt(len(self.distances))
             scale = max(root_mean_square, FINEST)
             deviations = as_normal(distance / scale, len(self.distances))
-            if deviations > SIGMAS:
-                self._count()
-                return True
             if deviations < -SIGMAS:  # no drop moves the line, or the scale by much
-                self._leave_out()
                 self.distances.append(-SIGMAS * scale)
-                return False
+            if abs(deviations) > SIGMAS:
+                return self._leave_out(spike=deviations > 0)
         self.in_a_row = 0
         self.points.append((self.seen, value))
         if distance is not None:
             self.distances.append(distance)
         return False
 
-    def _count(self) -> None:
-        """Count a spike at this step, as an event unless it belongs to the last one."""
-        self._leave_out()
-        self.total += self.last is None or self.seen - self.last > APART
-        self.last = self.seen
-
-    def _leave_out(self) -> None:
-        """Ignore a value; after too many in a row the line begins anew."""
+    def _leave_out(self, spike: bool) -> bool:
+        """Ignore a value, and count a spike as an event unless it belongs to the last one; return
+        `spike`. After too many values in a row the line begins anew."""
         self.in_a_row += 1
         if self.in_a_row > APART:
             self.points.clear()
             self.in_a_row = 0
+        if spike:
+            self.total += self.last is None or self.seen - self.last > APART
+            self.last = self.seen
+        return spike
 
     def _distance(self, value: float) -> float | None:
         """Return d for a value at this step; None before there is a line."""

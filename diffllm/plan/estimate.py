@@ -91,17 +91,16 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """The collectives of one kind over one number of ranks, of one rank and one step."""
+    """The collectives of one kind and number of ranks, per rank and step."""
 
     kind: Collective
     ranks: int
     in_a_node: int
-    """The number of those ranks that share a node, in the node that has fewest."""
+    """Ranks in the node that has fewest of them."""
     calls: int
     sent: float
     """Bytes that leave the rank."""
     seconds: float
-    """Seconds at the stated bandwidths, one collective after the other."""
 
 
 class Assumption(NamedTuple):
@@ -109,7 +108,6 @@ class Assumption(NamedTuple):
     value: Any
     why: str
     given: bool = False
-    """True if the user stated it."""
 
 
 @dataclass
@@ -236,7 +234,6 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
 
 
 def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Assumption]:
-    """List what the plan takes for granted, with the keys that say otherwise."""
     device = cluster.device
     values = {
         "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name}, data sheet"),
@@ -293,7 +290,7 @@ def nearest_change(plan: RunPlan) -> RunPlan | None:
 
 
 def options(plan: RunPlan) -> list[list[Words]]:
-    """List the kinds of changes there are, each with its values from near to far."""
+    """List the kinds of possible changes, each with its values from near to far."""
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
     waits = count > 1 and cfg.parallel.reduce is not Reduce.every
@@ -317,7 +314,7 @@ def options(plan: RunPlan) -> list[list[Words]]:
 
 
 def merged(values: Iterable[Words]) -> Words:
-    """Join the words of several changes; of words with one key, the first counts."""
+    """Join words; of words with one key, the first counts."""
     by_key: dict[str, str] = {}
     for word in chain.from_iterable(values):
         by_key.setdefault(key_of_word(word), word)

@@ -41,8 +41,6 @@ SILENT = ("barrier", "waittensor", "wraptensorautograd")
 
 
 class Call(NamedTuple):
-    """One collective of one process."""
-
     kind: Collective
     size: int
     """Size in bytes."""
@@ -50,8 +48,8 @@ class Call(NamedTuple):
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective that an operation is, None for other operations; raises
-    NotImplementedError if it communicates in another way than all of a group together."""
+    """Return the collective of an operation, or None; raises NotImplementedError for other kinds of
+    communication."""
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
     name = func._schema.name.partition("::")[2].replace("_", "")
@@ -92,15 +90,11 @@ class Kind(Enum):
     communication = "communication"
     """Gathered parameters, gradients on their way to their ranks, buffers of collectives."""
     working = "working memory"
-    """Short-lived memory: intermediate results, and what is computed again."""
     other = "other state"
-    """Everything else that exists before the first step: tables, windows."""
 
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
-    """One storage; `kind` is None until its purpose is known."""
-
     size: int
     born: int
     kind: Kind | None = None
@@ -118,8 +112,6 @@ class Peak(NamedTuple):
 
 
 class Memory:
-    """The bytes in use, event by event."""
-
     def __init__(self) -> None:
         self.live: dict[int, MemoryBlock] = {}
         self.events: list[tuple[MemoryBlock, int]] = []

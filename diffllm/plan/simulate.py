@@ -34,7 +34,7 @@ EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 @dataclass
 class Step:
-    """The needs of one rank's training step, in bytes of this rank."""
+    """The needs of one rank's training step, in bytes."""
 
     parameters: int
     gradients: int
@@ -44,9 +44,8 @@ class Step:
     peak: Peak
     """Peak of a step that measures everything that steps measure."""
     when: str
-    """The part of the step that the peak falls into."""
+    """The part of the step with the peak."""
     calls: list[Call]
-    """The collectives of all micro-batches."""
     flops_per_token: float
     n_params: int
 
@@ -64,10 +63,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with a GPU's choices, as far as they change memory.
-
-    All fused attention kernels keep the same for the backward pass, so SDPA's stands for all.
-    """
+    """Return `cfg` with a GPU's choices that change memory; SDPA stands for all fused kernels."""
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
     if attention.backend in (Backend.flash, Backend.flex):
@@ -108,7 +104,6 @@ class Watched:
         self.memory.label(map(local, t.params.values()), Kind.parameters)
         self.memory.label(map(local, states), Kind.optimizer)
         self.memory.label_since(0, Kind.other)
-        self.parameters = local_bytes(t.params.values())
         self.optimizer = local_bytes(states)
         self.gradients = 0
         t.model.register_forward_pre_hook(lambda *_: self.begin(FORWARD), prepend=True)
@@ -125,7 +120,7 @@ class Watched:
         starts = [call for _, call, part in self.parts if part == FORWARD]
         first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
         return Step(
-            parameters=self.parameters,
+            parameters=local_bytes(self.t.params.values()),
             gradients=self.gradients,
             optimizer=self.optimizer,
             activations=self.activations,
