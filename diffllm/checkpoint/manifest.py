@@ -43,7 +43,6 @@ class FileRecord:
 
 
 Manifest = dict[str, FileRecord]
-"""The records of every file of a checkpoint but the manifest, by name."""
 
 
 def file_records(files: Iterable[Path]) -> Manifest:

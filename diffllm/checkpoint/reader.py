@@ -24,8 +24,7 @@ from diffllm.checkpoint.manifest import read_manifest, shown, verify
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_bytes
 
-LARGEST_INDEX = 2**32
-"""Limit in bytes."""
+LARGEST_INDEX = 2**32  # bytes
 
 RECORDS = {
     "torch.distributed.checkpoint.metadata": {

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.checkpoint.directory import find_checkpoint, step_of
-from diffllm.checkpoint.hf import ModelDirectory
 from diffllm.checkpoint.hf.layout import VARIANTS
-from diffllm.checkpoint.hf.model_directory import CONFIG
+from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
 from diffllm.config.compose import variant_config, variants
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict

@@ -28,7 +28,6 @@ LARGEST_LINES = 4 * 2**30
 LONGEST_LINE = 16 * 2**20
 DEEPEST = 64
 NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of flock on a file system without locks."""
 
 
 def user_path(text: str | Path, key: str) -> Path:
@@ -75,10 +74,9 @@ def readable(file: Path) -> Iterator[None]:
     """Turn ValueError and OSError into a CheckpointError that names the file."""
     try:
         yield
-    except ValueError as error:
-        raise CheckpointError(f"{file} {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, OSError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file} {why}") from error
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:

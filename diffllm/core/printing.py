@@ -48,7 +48,6 @@ class Cell:
     tag: str = ""
     """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
     icon: str = ""
-    """HTML before the text; other formats omit it."""
 
     @property
     def line(self) -> str:
@@ -133,10 +132,9 @@ class Table:
         return "\n".join(self.text())
 
     def markdown(self) -> str:
-        heads, *rows = ([cell.replace("|", "\\|") for cell in line] for line in self.lines())
-        return "\n".join(
-            [row_of(heads), "|---" * len(heads) + "|", *(row_of(cells) for cells in rows)]
-        )
+        cells = ([cell.replace("|", "\\|") for cell in line] for line in self.lines())
+        head, *rows = (f"| {' | '.join(line)} |" for line in cells)
+        return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
     def csv(self) -> str:
         """Return a header line and a line for each row; numbers in full precision."""
@@ -168,10 +166,6 @@ class Table:
             f'<table class="{style}"{attribute("id", key)}>\n<thead><tr>{heads}</tr></thead>\n'
             f"<tbody>\n{rows}</tbody>\n</table>\n</div>"
         )
-
-
-def row_of(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def breakable(text: str) -> str:

@@ -11,9 +11,7 @@ T = TypeVar("T", bound=type)
 Source = TypeVar("Source", bound=Callable[..., Any])
 
 SCHEMAS: dict[tuple[str, str], type] = {}
-"""Config dataclasses by group and name."""
 SOURCES: dict[str, Callable[..., Any]] = {}
-"""Functions that open a corpus, by the name that `data.source` takes."""
 
 
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:

@@ -17,7 +17,6 @@ NEEDS_TORCH = f"flash-attn-4 masks documents from torch 2.12 on, this is {torch.
 
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 FLIGHT_RECORDERS = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]
-"""The functions that dump the last collectives as JSON, of gloo and, in builds with it, of NCCL."""
 
 IS_ROCM = bool(torch.version.hip)
 """Whether "cuda" means AMD's GPUs, whose kernels do not promise all that those of CUDA do."""

@@ -16,7 +16,6 @@ from diffllm.distributed.gradients import local
 from diffllm.distributed.world import World
 
 CHUNK = 2**26
-"""Number of bytes hashed at once."""
 MIXER = 0x9E3779B97F4A7C15 - 2**64
 """Factor of the weights: odd, so that they are odd too, and large, so that it spreads over all
 bits."""

@@ -17,7 +17,6 @@ PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MKL_MODE, OUR_MKL_MODE = "MKL_CBWR", "DIFFLLM_MKL_CBWR"
 OLDER_MODE = "AVX2,STRICT"
-"""The mode of runs that did not record theirs."""
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 """CPU flags in /proc/cpuinfo that MKL's AVX-512 code needs."""
 

@@ -35,7 +35,6 @@ class ParallelConfig:
     """When gradients are reduced; null: `last` where all of them are small, else `every`."""
 
     def validate(self, n_experts: int) -> None:
-        """Raise ConfigError for sizes that no world can have; a dense model has no experts."""
         for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:

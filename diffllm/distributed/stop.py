@@ -69,7 +69,6 @@ class Agreed(NamedTuple):
 
     stopping: signal.Signals | None
     save: bool
-    """Whether a checkpoint is due by rank 0's clock."""
     failed: bool
 
 

@@ -49,14 +49,12 @@ class Beat(NamedTuple):
 
     number: int
     place: str
-    """Place in the run, such as "step 41"."""
     place_s: float
     calls: Calls
     stopping: bool
     left: bool
     """True if the rank is done, or has failed for a reason of its own."""
     words: str
-    """The error that made it fail, or ""."""
 
 
 class Watch:

@@ -26,14 +26,12 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 RECORDED = 256
-"""Number of collectives that torch's flight recorder keeps."""
 BACKGROUND: set[str] = set()
 """Names of groups without hang detection: their collectives may take long, as a checkpoint does."""
 SLICE_S = 0.5
 READ_S = 30
 """Seconds that an error of rank 0 waits for ranks that are late."""
 STOPPED = "stopped"
-"""Key of the signal that stopped a rank before training."""
 
 
 @dataclass
@@ -56,7 +54,6 @@ class World:
     local_rank: int
     store: dist.Store
     timeout: int = 600
-    """Seconds that other ranks wait for rank 0."""
 
     def broadcast_from_rank0(self, key: str, choose: Callable[[], T]) -> T:
         """Call `choose` on rank 0; return its result (JSON) on every rank, or raise its UserError.
@@ -200,13 +197,11 @@ class Calls(NamedTuple):
     name: str = ""
     """Operation and input shapes, as in 'gloo:all_reduce of [3]'; "" without any collective."""
     group: str = ""
-    """Backend and name, as in 'gloo:0'."""
     number: int = 0
     """Position in the group's order of collectives, the same on every rank."""
     age_s: float = 0.0
     pending: bool = False
     newest: dict[str, int] = {}  # noqa: RUF012
-    """The number of the newest collective in each group."""
 
 
 def recorded() -> Calls:

@@ -11,8 +11,7 @@ import torch
 from sentencepiece import SentencePieceProcessor
 
 from diffllm.checkpoint.directory import step_of, with_checkpoint
-from diffllm.checkpoint.hf import Layout, layout_of
-from diffllm.checkpoint.hf.layout import ARCHITECTURE
+from diffllm.checkpoint.hf.layout import ARCHITECTURE, Layout, layout_of
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, DataError

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from diffllm.checkpoint.directory import step_of
-from diffllm.checkpoint.hf import converted
+from diffllm.checkpoint.hf.conversion import converted
 from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import write_parameters

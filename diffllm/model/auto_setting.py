@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 
 ASKED = "asked for"
-"""The reason of a setting that the config decides."""
 
 
 class AutoSetting(NamedTuple):

@@ -1,8 +1,5 @@
-"""The kernels of flash-attn-4 in the shape that torch's dispatcher asks of them.
-
-torch 2.13 expects output and log-sum-exp from the forward pass, and the package returns more since
-4.0.0b19; torch 2.15 takes either.
-"""
+"""The kernels of flash-attn-4 with the outputs that torch's dispatcher expects: two, before
+torch 2.15."""
 
 from typing import Any
 

@@ -32,12 +32,10 @@ def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: in
 
 
 class Loss(NamedTuple):
-    """Sums over tokens, float32 scalars; a caller divides by its own token count."""
+    """Sums over tokens of -log p(target) in nats, and of logsumexp(logits)^2: float32 scalars."""
 
     nll: Tensor
-    """The sum of -log p(target), in nats."""
     z: Tensor
-    """The sum of logsumexp(logits)^2."""
 
 
 def chunk_loss(

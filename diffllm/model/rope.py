@@ -190,22 +190,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Rotation(torch.autograd.Function):
     """`rotated`, whose gradient is the rotation by the negative angle."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
         return rotated(x, cos, sin)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        return rotated(tangent, *ctx.saved_tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return rotated(grad, cos, -sin), None, None
+        return rotated(grads[0], cos, -sin), None, None

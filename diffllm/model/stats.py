@@ -15,7 +15,6 @@ from diffllm.model.attention.base import Attention, Aux
 from diffllm.model.attention.ops import Documents, attention_scores
 
 BlockStats = dict[str, Tensor]
-"""Statistics of one layer by name, or of all layers stacked."""
 ATTENTION_COMPONENTS = ("wq", "wk", "wv", "wo", "lambda/gate", "head norms")
 OTHER_COMPONENTS = ("ffn", "router", "norms", "embeddings/output")
 GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
@@ -142,17 +141,15 @@ def negative_share(weights: Tensor) -> Tensor:
 def group_of(name: str) -> str:
     """Return the group of a parameter name such as `layers.3.attention.wq.weight`."""
     parts = name.split(".")
-    if "tok_embeddings" in parts:
-        return "embedding"
-    if parts[0] == "output":
-        return "output"
-    if any(part.endswith("norm") for part in parts):
-        return "norm"
-    if any("lambda" in part for part in parts):
-        return "lambda"
-    if "router" in parts:
-        return "router"
-    return "attention" if "attention" in parts else "ffn"
+    belongs = {
+        "embedding": "tok_embeddings" in parts,
+        "output": parts[0] == "output",
+        "norm": any(part.endswith("norm") for part in parts),
+        "lambda": any("lambda" in part for part in parts),
+        "router": "router" in parts,
+        "attention": "attention" in parts,
+    }
+    return next((group for group, is_member in belongs.items() if is_member), "ffn")
 
 
 def component_of(name: str) -> str:

@@ -19,7 +19,7 @@ from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCach
 from diffllm.model.attention.ops import Backend, Documents, Mask, sdpa_for_any_length
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.config import ModelConfig
-from diffllm.model.ffn import MoE, Routed, SwiGLU
+from diffllm.model.ffn.moe import MoE, Routed, SwiGLU
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, unsharded
 from diffllm.model.loss import (

@@ -30,11 +30,9 @@ class Gap:
     seeds: int
     base_seeds: int
     error: float | None = None
-    """Standard error of the mean; None if an arm has a single value."""
     df: float | None = None
     """Degrees of freedom: pairs - 1, or Welch and Satterthwaite's."""
     zero_variance: bool = False
-    """Whether the values vary by no more than rounding."""
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
         """Return Student's t interval; None without a standard error."""
@@ -129,7 +127,6 @@ class Equivalence:
     """Two one-sided tests (Schuirmann, 1987) of a gap against ± a margin."""
 
     p: float
-    """The larger p of "above -margin" and "below margin"."""
     low: float
     high: float
     inside: bool

@@ -9,7 +9,6 @@ from diffllm.statistics.gap_tests import ALPHA
 
 MOST_SEEDS = 100_000
 SLICES = 64
-"""Equally likely values that stand for a distribution."""
 CERTAIN = 30.0
 """Noncentrality beyond the critical value from which a test is certain to find a gap."""
 FAR = 4.5

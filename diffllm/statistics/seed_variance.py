@@ -49,7 +49,6 @@ class Pairs:
     """What pairing arms by seed gains."""
 
     differences: SeedSpread
-    """Of the difference of two arms."""
     correlation: float | None
     """Pearson's correlation of arms over seeds, pooled over arms; None if nothing varies."""
     seeds: int

@@ -15,7 +15,8 @@ from moe_reference import (
     z_loss,
 )
 
-from diffllm.model.ffn import MoE, MoEConfig, experts
+from diffllm.model.ffn import experts
+from diffllm.model.ffn.moe import MoE, MoEConfig
 from diffllm.model.ffn.router import Balance, Router, Score
 
 DIM, WIDTH, EXPERTS, TOP_K = 8, 12, 5, 2

@@ -8,7 +8,7 @@ from tiers import families, slow_but
 from variants import LOSSES, MIXTURE, VARIANTS, small_config, small_model
 
 from diffllm import build_model
-from diffllm.model.ffn import MoE, SwiGLU
+from diffllm.model.ffn.moe import MoE, SwiGLU
 
 shared_model = cache(small_model)
 

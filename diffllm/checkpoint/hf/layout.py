@@ -41,16 +41,14 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Layout:
-    """A decoder as another library has it."""
+    """A decoder as another library has it: its tensors made of ours, and ours made of them."""
 
     architecture: str
     """The class that reads it, by its name in transformers."""
     config: Mapping[str, Any]
     """The content of config.json, but for what the tokenizer and the export say."""
     exported: Sequence[Mapped]
-    """The tensors there, made of ours."""
     imported: Sequence[Mapped]
-    """Our tensors, made of those there."""
 
 
 NAMES = {
@@ -143,7 +141,6 @@ VARIANTS: dict[str, type[AttentionConfig]] = {
     "standard": StandardConfig, "gated": GatedConfig,
     "diff_v1": DiffV1Config, "diff_v2": DiffV2Config,
 }  # fmt: skip
-"""The variants of the modelling file and the classes of their configs here."""
 OF_MACHINE = ("backend", "values")
 """Settings of attention that choose a kernel and do not change the function."""
 

@@ -31,7 +31,6 @@ from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope
 
 FAST_WIDTH = 128
-"""The widest heads for which GPU kernels run at full speed."""
 
 
 class Values(Enum):

@@ -27,7 +27,6 @@ fused kernel is then faster in float32 at all tested head widths (64 to 256: 1.4
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
-"""The widest heads that FlashAttention kernels take."""
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
 """The module by which torch's dispatcher finds flash-attn-4, and the name it goes by there."""

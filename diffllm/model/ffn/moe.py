@@ -1,7 +1,5 @@
 """Feed-forward layers: SwiGLU, and the mixture of experts.
 
-The mixture routes tokens, sorts them by expert once, runs the experts, and restores the order.
-
 Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts a token, M = N k rows.
 """
 
