@@ -29,8 +29,6 @@ OwnedBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeldoutDocuments:
-    """Whole documents of the held-out split in sequence."""
-
     stream: Stream
     eos_id: int
     starts: np.ndarray
@@ -88,27 +86,21 @@ class HeldoutDocuments:
         return np.array([*found, total])
 
     def read(self, borders: np.ndarray, rows: np.ndarray, seq_len: int) -> OwnedBatch:
-        """Read the sequences `rows` (b,) between `borders`; rows beyond the last have no
-        targets."""
+        """Read the sequences `rows` (b,); rows beyond the last have no targets."""
         inputs, targets, owners = np.full((3, len(rows), seq_len), [[[0]], [[-1]], [[0]]], np.int64)
         for i, row in enumerate(rows.tolist()):
             if row >= len(borders) - 1:
                 break
             start, stop = int(borders[row]), int(borders[row + 1])
-            tokens = self.tokens(max(start - 1, 0), stop)
+            tokens = self._read(max(start - 1, 0), stop, np.int64, self.stream.tokens)
             inputs[i, : stop - start] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
             targets[i, : stop - start] = tokens[start - stop :]
             if self.stream.masked:
-                targets[i, : stop - start][~self.loss_mask(start, stop)] = -1
+                mask = self._read(start, stop, np.bool_, self.stream.loss_mask)
+                targets[i, : stop - start][~mask] = -1
             own = np.searchsorted(self.ends, np.arange(start, stop), side="right")
             owners[i, : stop - start] = own
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
-
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        return self._read(start, stop, np.int64, self.stream.tokens)
-
-    def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        return self._read(start, stop, np.bool_, self.stream.loss_mask)
 
     def _read(
         self, start: int, stop: int, dtype: Any, read: Callable[[int, int], np.ndarray]
@@ -176,8 +168,7 @@ def heldout_documents(
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the predicted tokens of `heldout_documents`, if possible without reading; raises
-    DataError for none."""
+    """Count the predicted tokens of `heldout_documents`; raises DataError for none."""
     if tokens is not None and not tokens >= len(stream):  # a NaN is refused, too
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     elif stream.masked:

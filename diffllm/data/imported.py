@@ -33,7 +33,7 @@ from diffllm.data.verified import usable
 
 
 class FilesStream:
-    """A range of the tokens of several files in sequence; cheap to pickle."""
+    """A range of the tokens of several files; cheap to pickle."""
 
     masked = False
 
@@ -76,11 +76,10 @@ class FilesStream:
 
 @dataclass(frozen=True)
 class ImportedData(TokenData):
-    """Files of tokens, whose end is held out; `directory` contains tokenizer and manifest."""
+    """Files of tokens; `directory` contains tokenizer and manifest."""
 
     paths: tuple[str, ...]
     indexes: dict[str, FileFacts]
-    """Facts of the index files by path."""
 
     def split(self, name: str) -> FilesStream:
         """Open "train" or "heldout"; raises DataError if files have changed."""

@@ -56,7 +56,7 @@ class TrainLoader:
                 f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
                 f"{micro_batch_size} times {world_size} ranks"
             )
-        self._samples, self._start = samples, 0
+        self.samples, self._start = samples, 0
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._options: dict[str, Any] = {
@@ -114,23 +114,16 @@ class TrainLoader:
 
     @property
     def sample(self) -> int:
-        """First sample of the first incomplete step."""
         return self._start + self._consumed // self._micro_steps * self._global_batch_size
 
-    def consumed(self) -> dict[str, float]:
-        return self._samples.consumed(self.sample)
-
-    def bits_per_nat(self) -> float | None:
-        return self._samples.bits_per_nat(self.sample)
-
     def state_dict(self) -> dict[str, Any]:
-        return self._samples.state(self.sample)
+        return self.samples.state(self.sample)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, independent of world size, micro batch and workers; raises
         CheckpointError for other samples."""
         self._stop_workers()
-        self._start = self._samples.sample_of(state)
+        self._start = self.samples.sample_of(state)
         self._consumed = 0
         self._ahead.clear()
         self.failed = None
@@ -148,7 +141,7 @@ class TrainLoader:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
             loader = StatefulDataLoader(
-                _Stacked(self._samples),
+                _Stacked(self.samples),
                 batch_size=None,
                 sampler=(range(start, start + m) for start in first),
                 worker_init_fn=ignore_signals,

@@ -27,8 +27,6 @@ def of_source(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MixtureData:
-    """Prepared sources by name, with the interface of `TokenData`."""
-
     sources: dict[str, TokenData]
 
     @property
@@ -62,7 +60,7 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError unless every source is complete, and all have one tokenizer."""
+        """Raise DataError unless all sources are complete, with one tokenizer."""
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()

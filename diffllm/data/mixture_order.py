@@ -29,34 +29,27 @@ WHOLE = 10**9
 LEAST_WEIGHT = 1e-4
 """Smallest share of a source that is read."""
 SHORTEST, LONGEST = 64, 65_536
-"""Samples per block."""
 ENOUGH = 8
 """Least samples per block of the rarest source, per other source."""
 STAIRS = 256
-"""Most steps of a slope of weights."""
 MOST_SAMPLES = 2**53
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of samples with constant weights."""
-
     start: int
     weights: tuple[int, ...]
     """One per source, in parts of their sum."""
     before: tuple[int, ...]
-    """Earlier samples of each source."""
 
     @property
     def block(self) -> int:
-        """Samples per block: a power of two."""
         rarest = min(weight for weight in self.weights if weight)
         wanted = ENOUGH * (len(self.weights) - 1) * sum(self.weights) // rarest
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Count the samples of each source before `samples` of this segment, a multiple of
-        `block`."""
+        """Count the samples of each source before a block of this segment."""
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
 
@@ -90,7 +83,6 @@ class MixtureOrder:
         return sources, numbers
 
     def counts(self, samples: int) -> list[int]:
-        """Count the samples of each source among the first `samples`."""
         start, (order, _), before = self._at(samples)
         here = np.bincount(order[: samples - start], minlength=len(before))
         return (here + before).tolist()
@@ -109,8 +101,7 @@ class MixtureOrder:
         return None
 
     def _at(self, sample: int) -> tuple[int, tuple[np.ndarray, np.ndarray], tuple[int, ...]]:
-        """Return the start of the block of a sample, the block, and the earlier samples per
-        source."""
+        """Return the start of a sample's block, the block, and the earlier samples per source."""
         number = bisect_right(self._starts, sample) - 1
         segment = self.segments[number]
         size = segment.block
@@ -206,7 +197,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Normalise weights; those below LEAST_WEIGHT become 0."""
+    """Normalise weights above LEAST_WEIGHT; others become 0."""
     total = sum(weights)
     kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(kept) for weight in kept)
@@ -241,7 +232,6 @@ def limited(
 
 
 def from_sample(plan: Segments, first: int) -> Segments:
-    """Return the segments from a sample on, the first one cut."""
     past = [weights for start, weights in plan if start <= first]
     return [(first, past[-1]), *(segment for segment in plan if segment[0] > first)]
 

@@ -52,10 +52,8 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
     for items in np.split(order, np.cumsum(per_size[per_size > 0])[:-1]) if len(sizes) else []:
         size = int(sizes[items[0]])
         while len(items):
-            room = open_bins.least_room(size)
-            if room is not None:
-                here = open_bins.take(room)
-            else:
+            room, here = open_bins.take(size)
+            if not room:
                 room = capacity
                 here = np.arange(count, count - (-len(items) // (capacity // size)))
                 count += len(here)
@@ -72,24 +70,19 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
 
 
 class Bins:
-    """Bins with room left, by their room."""
-
     def __init__(self) -> None:
         self._rooms: list[int] = []
         """The rooms that there are, rising."""
         self._bins: dict[int, list[np.ndarray]] = {}
         """The bins of a room, in parts that rise each."""
 
-    def least_room(self, size: int) -> int | None:
+    def take(self, size: int) -> tuple[int, np.ndarray]:
+        """Take out all bins with the least room for `size`, ascending; room 0 if there is none."""
         place = bisect_left(self._rooms, size)
-        return self._rooms[place] if place < len(self._rooms) else None
-
-    def take(self, room: int) -> np.ndarray:
-        del self._rooms[bisect_left(self._rooms, room)]
-        parts = self._bins.pop(room)
-        if len(parts) == 1:
-            return parts[0]
-        return np.sort(np.concatenate(parts), kind="stable")
+        if place == len(self._rooms):
+            return 0, np.empty(0, np.int64)
+        room = self._rooms.pop(place)
+        return room, np.sort(np.concatenate(self._bins.pop(room)), kind="stable")
 
     def put(self, room: int, bins: np.ndarray) -> None:
         """Add bins with this room, ascending; full bins are dropped."""
@@ -174,10 +167,8 @@ class PlanFile:
 class PlanRecord:
     counts: PackingCounts
     files: dict[str, PlanFile]
-    """By the names of ARRAYS."""
 
     def check(self, directory: Path) -> None:
-        """Raise ValueError for contradictory counts and sizes."""
         if min(vars(self.counts).values()) < 0 or self.files.keys() != ARRAYS.keys():
             raise ValueError("must have counts of at least 0 and the files of a plan")
         for name in ARRAYS:
@@ -226,8 +217,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
 
 
 class PackingPlan:
-    """A plan on disk; cheap to pickle. Sizes are checked when opened, checksums at the first
-    read."""
+    """A plan on disk; checksums are compared at the first read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -243,7 +233,6 @@ class PackingPlan:
         return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))
 
     def require(self, fits: bool) -> None:
-        """Raise DataError unless a piece fits."""
         with usable(self._directory / PLAN, self._directory):
             if not fits:
                 raise ValueError("has a piece that does not fit")

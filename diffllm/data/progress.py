@@ -25,7 +25,6 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock; print a message while another process holds it."""
     try:
         lock = acquire(path, wait=False)
     except Timeout:

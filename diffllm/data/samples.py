@@ -30,7 +30,6 @@ from diffllm.data.sequences import Batch, Sequences, training_sequences
 from diffllm.data.shards import Split
 
 ROUNDS = 8
-"""Feistel rounds."""
 
 
 class ShuffledSequences:
@@ -55,8 +54,7 @@ class ShuffledSequences:
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte that equal 1 nat per token, over the splits read before
-        `sample`; None if unknown."""
+        """Return the bits per byte that equal 1 nat per token; None if unknown."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
@@ -64,8 +62,7 @@ class ShuffledSequences:
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample of a state; raises CheckpointError for another seed, corpus or
-        length."""
+        """Return the sample of a state; raises CheckpointError for another order."""
         check_seed(state, self.seed)
         count = len(self.sequences)
         if state["sample"] >= count:
@@ -147,10 +144,9 @@ class MixedSequences:
             for name, each in data.sources.items()
         ]
         self.sequences = [len(each) for each in self.sources]
-        limits = [source.epochs_at_most for source in cfg.sources.values()]
         self.most = [
-            math.inf if limit is None else math.floor(limit * count)
-            for limit, count in zip(limits, self.sequences, strict=True)
+            math.inf if source.epochs_at_most is None else math.floor(source.epochs_at_most * count)
+            for source, count in zip(cfg.sources.values(), self.sequences, strict=True)
         ]
         self.plan = segments(cfg, total, seq_len)
         self._order_from(0, [0] * len(self.names))
@@ -171,11 +167,9 @@ class MixedSequences:
 
     def consumed(self, sample: int) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name, count, whole in zip(
-            self.names, self.order.counts(sample), self.sequences, strict=True
-        ):
-            found[f"data/tokens/{name}"] = count * self.seq_len
-            found[f"data/epochs/{name}"] = count / whole
+        rows = zip(self.names, self.order.counts(sample), self.sequences, strict=True)
+        for name, n, whole in rows:
+            found |= {f"data/tokens/{name}": n * self.seq_len, f"data/epochs/{name}": n / whole}
         return found
 
     def bits_per_nat(self, sample: int) -> float | None:
@@ -183,8 +177,6 @@ class MixedSequences:
         return mean_bits_per_nat(splits, [n * self.seq_len for n in self.order.counts(sample)])
 
     def state(self, sample: int) -> dict[str, Any]:
-        """Describe the place before a sample: counts per source, the weights from here on, and
-        their start."""
         return {
             "seed": self.seed,
             "sample": sample,

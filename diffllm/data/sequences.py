@@ -119,14 +119,12 @@ def plan_key(manifest: Manifest, seq_len: int) -> str:
 
 
 def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
-    """Count the sequences of an epoch over all sources; raises as `training_sequences`."""
     counts = packing_counts(data, cfg, seq_len)
     return counts.sequences if counts else sequences_in(data.split("train"), seq_len)
 
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
-    """Sum the packing counts over all sources, None for data.packing=stream; raises as
-    `training_sequences`."""
+    """Sum the packing counts over all sources; None without packing."""
     if cfg.packing is Packing.stream:
         return None
     if isinstance(data, MixtureData):

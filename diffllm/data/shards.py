@@ -25,8 +25,6 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of tokens."""
-
     file: str
     tokens: int
     sha256: str
@@ -47,8 +45,7 @@ class Split:
     """Predicted tokens, which `bytes` counts; None: all."""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a loss in nats per token to bits per byte of text; None if the text is
-        unknown."""
+        """Convert nats per token to bits per byte of text; None if unknown."""
         tokens = self.tokens * self.share_predicted
         return loss / math.log(2) * tokens / self.bytes if self.bytes else None
 
@@ -61,7 +58,6 @@ class Split:
         return any(shard.mask for shard in self.shards)
 
     def check(self, name: str) -> None:
-        """Raise ValueError for contradictory counts and files elsewhere."""
         counts = (self.documents, self.bytes, self.predicted or 0, *(s.tokens for s in self.shards))
         if min(counts) < 0 or (self.predicted or 0) > self.tokens:
             raise ValueError(f"splits.{name} has a count out of range")
@@ -77,8 +73,6 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a directory of token shards."""
-
     format_version: int
     source: str
     corpus: str
@@ -127,7 +121,6 @@ class Manifest:
         return self.splits[name]
 
     def check(self) -> None:
-        """Raise ValueError for contradictions."""
         if self.dtype != token_dtype(self.vocab_size).name:
             raise ValueError(f"dtype {self.dtype} does not go with {self.vocab_size} pieces")
         if not 0 <= self.eos_id < self.vocab_size:
@@ -169,7 +162,6 @@ def unigram_entropy(counts: np.ndarray) -> float:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest little-endian type for every token."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 

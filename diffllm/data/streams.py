@@ -19,7 +19,6 @@ from diffllm.data.shards import Manifest, token_dtype
 from diffllm.data.verified import again, identity_in, identity_of, matches, usable
 
 MOST_OPEN = 256
-"""Open files per stream."""
 BLOCK = 2**22
 STEP = 2**12
 """Tokens read at once: per search or count, and to find the end of one document."""
@@ -100,7 +99,7 @@ class FileArray:
 
 
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
-    """Open a file of the cache; raises DataError if its content has another checksum."""
+    """Open a file of the cache; raises DataError for another checksum."""
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
     with usable(path):
         if not matches(path, sha256) or identity_of(path) != array.identity:
@@ -117,8 +116,6 @@ def check_size(path: Path, expected: int) -> None:
 
 
 class Readable(Protocol):
-    """Tokens that can be read at any place."""
-
     def __len__(self) -> int:
         """Count the tokens."""
 
@@ -127,8 +124,6 @@ class Readable(Protocol):
 
 
 class Stream(Readable, Protocol):
-    """The tokens of one split."""
-
     split: str
 
     @property

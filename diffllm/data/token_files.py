@@ -25,7 +25,6 @@ from diffllm.data.streams import FileArray
 from diffllm.data.verified import usable
 
 SAMPLED = 64
-"""Blocks that a fingerprint reads."""
 BLOCK = 1 << 16
 LOOKED_AT = 100
 """Documents that are checked for a final EOS."""
@@ -44,14 +43,12 @@ class TokenFile:
     """The place after document i; for several documents (n,), their places, (n,) int64."""
     documents: int
     pieces: int
-    """Vocabulary size."""
 
     def __len__(self) -> int:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64; raises DataError for one outside the
-        vocabulary."""
+        """Read tokens, (stop - start,) int64; raises DataError for one outside the vocabulary."""
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
             wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
@@ -171,7 +168,6 @@ OPENERS = {".bin": open_megatron, ".ds": open_datatrove}
 
 
 def documents_in(file: Tokens, start: int, stop: int) -> int:
-    """Count the documents that have tokens in [start, stop)."""
     found = begin = 0
     for first in range(0, file.documents, BLOCK):
         ends = file.end_of(np.arange(first, min(first + BLOCK, file.documents)))
@@ -181,7 +177,6 @@ def documents_in(file: Tokens, start: int, stop: int) -> int:
 
 
 def fingerprint(path: Path) -> str:
-    """Hash the size of a file and blocks spread evenly over it."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     starts = np.unique(np.linspace(0, max(0, size - BLOCK), SAMPLED).astype(np.int64))
@@ -193,7 +188,6 @@ def fingerprint(path: Path) -> str:
 
 
 def index_files(path: Path) -> list[Path]:
-    """List the existing index files of a file of tokens."""
     sisters = [path.with_suffix(".idx")]
     if path.suffix == ".ds":
         sisters = [path.with_name(f"{path.name}.{end}") for end in ("index", "metadata")]

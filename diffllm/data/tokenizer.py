@@ -64,8 +64,7 @@ class Tokenizer:
         return self.encode_batch([text], threads=1)[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Encode texts to ids without EOS, in `threads` threads; long texts in parts, with equal
-        ids."""
+        """Encode texts to ids without EOS, long texts in parts."""
         cut = [self._parts(text) for text in texts]
         parts = [part for of_text in cut for part in of_text]
         ids = self._processor.encode(parts, num_threads=threads)
@@ -83,7 +82,8 @@ class Tokenizer:
     def _parts(self, text: str) -> list[str]:
         """Cut a long text between characters that no piece contains side by side, which keeps the
         ids. A text that the model normalises is not cut."""
-        if len(text) <= 2 * PART or not self._cuttable:
+        probe = self._processor.normalize(BEHAVIOUR_PROBE)
+        if len(text) <= 2 * PART or probe != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
             return [text]
         parts, start = [], 0
         while len(text) - start > 2 * PART:
@@ -95,11 +95,6 @@ class Tokenizer:
             parts.append(text[start:cut])
             start = cut
         return [*parts, text[start:]] if start < len(text) else parts
-
-    @cached_property
-    def _cuttable(self) -> bool:
-        probe = BEHAVIOUR_PROBE
-        return self._processor.normalize(probe) == probe.replace(" ", SPACE_MARK)
 
     @cached_property
     def _pairs(self) -> frozenset[str]:
@@ -133,7 +128,7 @@ class Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json with an EOS; names of special tokens are encoded as text."""
+    """A tokenizer.json; names of special tokens are encoded as text."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -237,7 +232,6 @@ def check_tokenizer(path: Path) -> None:
 
 
 def tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Read the files of a tokenizer by their names in a directory."""
     with usable(path):
         content = read_bytes(path, LARGEST_TOKENIZER, follow=True)
     if path.suffix != ".json":

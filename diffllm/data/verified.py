@@ -21,13 +21,12 @@ TICK = 0.05
 
 def matches(path: Path, sha256: str) -> bool:
     """Whether `path` has this hexadecimal SHA-256; raises OSError if unreadable."""
-    mark = mark_of(path)
-    if is_marked(mark, path, sha256):
+    if is_marked(path, sha256):
         return True
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # of a cache that cannot be written: all hash
-            stack.enter_context(locked(mark.with_suffix(".lock")))
-        if is_marked(mark, path, sha256):
+            stack.enter_context(locked(mark_of(path).with_suffix(".lock")))
+        if is_marked(path, sha256):
             return True
         identity = settled_identity(path)  # before reading: a change meanwhile then shows
         with path.open("rb") as file:
@@ -47,13 +46,11 @@ def mark_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.verified")
 
 
-def is_marked(mark: Path, path: Path, sha256: str) -> bool:
+def is_marked(path: Path, sha256: str) -> bool:
     try:
-        written = mark.stat().st_mtime
-        return (
-            abs(time.time() - written) < VALID_SECONDS
-            and read_text(mark, 1000) == f"{sha256} {identity_of(path)}\n"
-        )
+        age = abs(time.time() - mark_of(path).stat().st_mtime)
+        marked = read_text(mark_of(path), 1000)
+        return age < VALID_SECONDS and marked == f"{sha256} {identity_of(path)}\n"
     except (OSError, ValueError):
         return False
 
@@ -79,8 +76,7 @@ def again(directory: Path) -> str:
 
 @contextlib.contextmanager
 def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
-    """Turn OSError and ValueError into a DataError that names the file, and advises to delete
-    `directory`, a part of the cache."""
+    """Turn OSError and ValueError into a DataError, which advises to delete `directory`."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -99,7 +99,8 @@ class Record:
         return found
 
     def _logged(self, step: int, loader: TrainLoader) -> dict[str, float]:
-        t, read, bits_per_nat = self.t, loader.consumed(), loader.bits_per_nat()
+        t, read = self.t, loader.samples.consumed(loader.sample)
+        bits_per_nat = loader.samples.bits_per_nat(loader.sample)
         param_norm = parameter_norm(t.params, t.meshes.dense)
         assert self.last is not None
         assert self.last.update_norm is not None

@@ -36,8 +36,6 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class PartRecord:
-    """The record of a part's shards, written when they are complete."""
-
     splits: dict[str, Split]
     skipped_empty: int
     below: int
@@ -186,8 +184,7 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
-    """Return SHA-256[:8] - HALF of documents, (n,) int64; a zero byte separates prompts and
-    text."""
+    """Return SHA-256[:8] - HALF of documents, (n,) int64; zero bytes separate pieces."""
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
     return np.fromiter(hashes, np.int64, len(documents))

@@ -1,7 +1,7 @@
 """From a data config to a tokenizer and token shards, which a cache keeps."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import PrepareConfig, available_cores
 from diffllm.data.shards import FORMAT_VERSION
-from diffllm.data.text.corpus import Corpus, Part, TextBatch, TextsPart, open_corpus
+from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import MODEL, Tokenizer, check_tokenizer, located
@@ -59,11 +59,8 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
     how.validate()
     cache_dir = Path(cfg.cache_dir).expanduser()
     try:
-        data: Prepared
-        if cfg.source == MIXTURE:
-            data = prepare_mixture(cfg, cache_dir, how)
-        else:
-            data = prepare_one(cfg, cache_dir, how)
+        of: Callable[..., Prepared] = prepare_mixture if cfg.source == MIXTURE else prepare_one
+        data = of(cfg, cache_dir, how)
         data.check()
         return data
     except OSError as error:
@@ -226,18 +223,15 @@ def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
 
 
 def beginning(part: Part, limit: int) -> Iterator[bytes]:
-    """Yield the UTF-8 texts of a part until there are `limit` bytes."""
     read = 0
     for documents in part.read():
-        for text in filter(None, texts_of(documents)):
+        # A prompt is a text of its own, several pieces are one text with what follows.
+        pairs = list(zip(documents.before, documents.texts, strict=True))
+        texts = ["".join((*b, text or "")) if len(b) > 1 else text for b, text in pairs]
+        texts += (before[0] for before, _ in pairs if len(before) == 1)
+        for text in filter(None, texts):
             encoded = text.encode()
             yield encoded
             read += len(encoded)
             if read >= limit:
                 return
-
-
-def texts_of(documents: TextBatch) -> list[str | None]:
-    pairs = list(zip(documents.before, documents.texts, strict=True))
-    texts = ["".join((*before, text or "")) if len(before) > 1 else text for before, text in pairs]
-    return [*texts, *(before[0] for before, _ in pairs if len(before) == 1)]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +53,8 @@ class TokensJob:
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
     def build(self, how: PrepareConfig) -> None:
-        """Encode the parts that are not done, and join all; raises DataError or OSError, and keeps
-        finished parts."""
+        """Encode the remaining parts, and join all; raises DataError or OSError, and keeps finished
+        parts."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
@@ -71,8 +71,7 @@ class TokensJob:
             self.join(encoding, how, started)
 
     def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
-        """Encode the remaining parts in processes; raises as `build`, and DataError for a killed
-        process."""
+        """Encode the remaining parts; raises as `build`, and DataError for a killed process."""
         parts = self.corpus.parts
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
@@ -96,9 +95,7 @@ class TokensJob:
                 share = min(before + done / sum(sizes), 1.0)
                 reporter.show(share, sum(counts.text_bytes), sum(counts.tokens), reading())
 
-            def work(number: int) -> None:
-                encoding.work(number, counts, threads)
-
+            work = partial(encoding.work, counts=counts, threads=threads)
             try:
                 work_through(todo, work, processes, tick)
             except BrokenProcessPool as error:
@@ -115,12 +112,9 @@ class TokensJob:
             self.encode(replace(encoding, heldout_below=below), how)
             records = self.records()
         manifest = self.manifest(records, encoding)
-        hashes = {}
-        for split in manifest.splits.values():
-            for shard in split.shards:
-                hashes[shard.file] = shard.sha256
-                if shard.mask and shard.mask_sha256:
-                    hashes[shard.mask] = shard.mask_sha256
+        shards = [shard for split in manifest.splits.values() for shard in split.shards]
+        hashes = {shard.file: shard.sha256 for shard in shards}
+        hashes |= {s.mask: s.mask_sha256 for s in shards if s.mask and s.mask_sha256}
         for path in encoding.directory.glob("*-*-*"):
             if path.name not in hashes:  # of an earlier attempt
                 path.unlink()
@@ -129,8 +123,8 @@ class TokensJob:
         publish(encoding.directory, self.final)
         for name, sha256 in hashes.items():
             leave_mark(self.final / name, sha256, identity_of(self.final / name))
-        for partial in self.final.parent.glob(f"{self.final.name}.partial-*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        for attempt in self.final.parent.glob(f"{self.final.name}.partial-*"):
+            shutil.rmtree(attempt, ignore_errors=True)
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         to_stderr(
             f"prepared {train:,} training and {heldout:,} held-out tokens"

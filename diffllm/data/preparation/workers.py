@@ -20,7 +20,6 @@ from diffllm.core.errors import printable
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that the parent of a worker process handles."""
 TICK = 0.25
 EVERY = 60.0
 """Seconds between two lines of the report; TICK: between two checks of the workers."""
@@ -76,11 +75,17 @@ def start_worker(do: Callable[[int], None], parent: int) -> None:
     _do = do
     gc.freeze()  # or each collection looks through all that the parent has, which stays
     ignore_signals()
-    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
+
+    def leave_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 def ignore_signals(*_: object) -> None:
-    """Ignore, in a worker process, signals that reach the whole process group."""
+    """Ignore signals that reach the whole process group."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
@@ -89,19 +94,12 @@ def work(number: int) -> None:
     _do(number)
 
 
-def leave_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Reporter:
-    """Shows progress: a bar on a terminal, else a line per minute; `before` is the share at the
-    start."""
+    """A bar on a terminal, else a line per minute; `before` is the share at the start."""
 
     def __init__(self, before: float) -> None:
         console = Console(stderr=True)
@@ -116,8 +114,6 @@ class Reporter:
         self._next_line = self._started + EVERY
 
     def show(self, share: float, text_bytes: int, tokens: int, reading: str) -> None:
-        """Report the share that is done, what was encoded since the start, and the sources being
-        read."""
         now = time.monotonic()
         seconds = max(now - self._started, 1e-9)
         said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "

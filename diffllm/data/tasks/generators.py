@@ -5,7 +5,6 @@ Words are two syllables without meaning, as "bako": equally long, and unknown to
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
@@ -14,13 +13,12 @@ CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
 ORDERS, LABELS = 4, (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 QUERIES = 4
-"""Most queries of an example of `mqar`."""
 NEEDLES, ASKED, DEPTHS = 6, 2, 5
 DIGITS = 4
 SHARES = (0.96, 0.72, 0.5, 0.36, 0.25)
 """Context lengths over the model's."""
 ROOM = 24
-"""Unused tokens of a context, for joining its parts and the answer."""
+"""Unused tokens of a context."""
 SUBJECTS = (
     "The old man", "A small bird", "The tall tree", "My sister", "The green boat", "A quiet dog",
     "The long road", "Our teacher", "The cold rain", "A bright star",
@@ -162,27 +160,27 @@ class Needle(Task):
         ]
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples, one per needle of a text."""
         needles = int(level["needles"])
         for text in range(-(-number // needles)):
             rng = self.generator(level, seed, text)
             told = self.told(rng, level, count)
             for last in range(min(needles, number - text * needles)):
-                yield told.asked(rng, last)
+                yield self.asked(rng, level, *told, last)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        return self.told(rng, level, count).asked(rng, rng.randrange(int(level["needles"])))
+        told = self.told(rng, level, count)
+        return self.asked(rng, level, *told, rng.randrange(int(level["needles"])))
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Make a text, and ask for all its needles; numbers are predicted."""
-        told = self.told(rng, {**level, "asked": level["needles"]}, count)
-        pieces = [told.text]
-        for city in rng.sample(sorted(told.needle_of), len(told.needle_of)):
+        text, needle_of = self.told(rng, {**level, "asked": level["needles"]}, count)
+        pieces = [text]
+        for city in rng.sample(sorted(needle_of), len(needle_of)):
             pieces[-1] += f" {question(city)}"
-            pieces += [f" {told.needle_of[city]}", "."]
+            pieces += [f" {needle_of[city]}", "."]
         return tuple(pieces[:-1])
 
-    def told(self, rng: random.Random, level: Level, count: Count) -> "Told":
+    def told(self, rng: random.Random, level: Level, count: Count) -> tuple[str, dict[str, str]]:
         needles, asked = int(level["needles"]), int(level["asked"])
         cities = [name.capitalize() for name in words(rng, needles, pool(level))]
         drawn = rng.sample(range(10**DIGITS), needles)
@@ -191,35 +189,35 @@ class Needle(Task):
         }
         said = [sentence(*pair) for pair in needle_of.items()]
         tail = " ".join(said[:asked])  # any of them; all are about as long
-        hay = haystack(rng, int(level["length"]) - ROOM - count(" ".join([*said, tail])), count)
+        left = int(level["length"]) - ROOM - count(" ".join([*said, tail]))
+        hay: list[str] = []
+        while True:
+            straw = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
+            left -= count(f" {straw}")
+            if left < 0:
+                break
+            hay.append(straw)
         places = [round((i + 0.5) * len(hay) / needles) for i in range(needles)]
         text: list[str] = []
         for i, straw in enumerate(hay):
             text += [said[n] for n, place in enumerate(places) if place == i]
             text.append(straw)
         text += [said[n] for n, place in enumerate(places) if place >= len(hay)]
-        return Told(" ".join(text), needle_of, asked)
+        return " ".join(text), needle_of
 
-
-@dataclass(frozen=True)
-class Told:
-    text: str
-    needle_of: dict[str, str]
-    """Numbers by city, in the order of the text."""
-    count: int
-    """Cities to ask for."""
-
-    def asked(self, rng: random.Random, last: int) -> Example:
+    def asked(
+        self, rng: random.Random, level: Level, text: str, needle_of: dict[str, str], last: int
+    ) -> Example:
         """Make the example whose last question is that city. Answered numbers are no candidates:
         their repetition would make them likely."""
-        cities = list(self.needle_of)
+        cities = list(needle_of)
         city = cities.pop(last)
-        before = rng.sample(cities, self.count - 1)
-        answered = [sentence(other, self.needle_of[other]) for other in before]
-        others = [f" {self.needle_of[other]}" for other in cities if other not in before]
-        candidates, answer = shuffled_candidates(rng, f" {self.needle_of[city]}", others)
-        prompt = " ".join([self.text, *answered, question(city)])
-        bucket = min(DEPTHS - 1, int(DEPTHS * (last + 0.5) / len(self.needle_of)))
+        before = rng.sample(cities, int(level["asked"]) - 1)
+        answered = [sentence(other, needle_of[other]) for other in before]
+        others = [f" {needle_of[other]}" for other in cities if other not in before]
+        candidates, answer = shuffled_candidates(rng, f" {needle_of[city]}", others)
+        prompt = " ".join([text, *answered, question(city)])
+        bucket = min(DEPTHS - 1, int(DEPTHS * (last + 0.5) / len(needle_of)))
         return Example(prompt, candidates, answer, {"depth": bucket / (DEPTHS - 1)})
 
 
@@ -229,14 +227,3 @@ def sentence(city: str, number: str) -> str:
 
 def question(city: str) -> str:
     return f"The magic number of {city} is"
-
-
-def haystack(rng: random.Random, tokens: int, count: Count) -> list[str]:
-    hay: list[str] = []
-    used = 0
-    while True:
-        sentence = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
-        used += count(f" {sentence}")
-        if used > tokens:
-            return hay
-        hay.append(sentence)

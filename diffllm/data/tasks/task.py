@@ -25,13 +25,11 @@ Level = Mapping[str, int | float | str]
 Count = Callable[[str], int]
 Seed = int | str
 SAMPLES = 4
-"""Examples of a level that are measured."""
 SPARE = 1.03
 """Longest example over the longest measured one."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
 LARGEST = 2**28
-"""Largest file of examples in bytes."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,6 @@ class Task(ABC):
 
 TASKS: dict[str, Task] = {}
 REMOVED = ("induction", "noisy_kv", "phonebook")
-"""Tasks of older versions."""
 REPLACED = "was removed; use needle, mqar, icl or a task of your own (docs/evaluation.md)"
 T = TypeVar("T", bound=type[Task])
 
@@ -243,7 +240,6 @@ class OwnFile(Task):
 
 
 def example_in(line: bytes) -> tuple[Level, Example]:
-    """Parse a line; raises ValueError."""
     content = parse_json(line.decode())
     own = made(OwnExample, content)
     candidates = [own.answer] if own.candidates is None else own.candidates

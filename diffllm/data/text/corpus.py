@@ -3,17 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from diffllm.core.errors import DataError
 from diffllm.core.registry import SOURCES
 from diffllm.data.config import DataConfig
 from diffllm.data.text.file_index import combined_hash
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
 
 ROWS = 256
 TEXT_TYPES = ("string", "large_string", "string_view")
@@ -37,19 +33,15 @@ class TextBatch(NamedTuple):
         ]
 
 
-class Part(Protocol):
-    """A stretch of a corpus that one process reads; it depends on the corpus alone."""
+@dataclass(frozen=True)
+class Part:
+    """A section of a corpus that one process reads; it depends only on the corpus."""
 
-    @property
-    def name(self) -> str:
-        """Its place, for messages."""
-
-    @property
-    def size(self) -> int:
-        """About how many bytes of text it has; 0 if unknown."""
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield its documents in order, some at a time; raises DataError."""
+    name: str
+    size: int
+    """Estimated bytes of text; 0 if unknown."""
+    read: Callable[[], Iterator[TextBatch]]
+    """Yields the documents in order; raises DataError."""
 
 
 @dataclass(frozen=True)
@@ -75,53 +67,17 @@ class Corpus:
         return self.list_parts()
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts that are not blank, in order."""
         for part in self.parts:
             for documents in part.read():
                 yield from (text for text in documents.texts if text and not text.isspace())
 
 
-@dataclass(frozen=True)
-class TextsPart:
-    name: str
-    texts: Sequence[str | None]
+class TextsPart(Part):
+    """Documents in memory."""
 
-    @property
-    def size(self) -> int:
-        return sum(len(text) for text in self.texts if text)
-
-    def read(self) -> Iterator[TextBatch]:
-        yield TextBatch(list(self.texts))
-
-
-@dataclass(frozen=True)
-class RowsPart:
-    """Columns of a dataset of the `datasets` library."""
-
-    rows: "Dataset | IterableDataset"
-    columns: tuple[str, ...]
-    name: str
-    size: int
-
-    def read(self) -> Iterator[TextBatch]:
-        try:
-            for table in self.rows.with_format("arrow").iter(ROWS):
-                yield TextBatch(*(table.column(name).to_pylist() for name in self.columns))
-        except Exception as error:
-            raise DataError(f"{self.name}: {reason(error)}") from error
-
-
-def rows_of(dataset: "Dataset", cfg: DataConfig, name: str) -> list[Part]:
-    columns = columns_of(cfg)
-    check_columns(kinds_of(dataset), columns, name)
-    size = int(dataset.data.nbytes)
-    return [RowsPart(dataset.select_columns(columns), tuple(columns), name, size)]
-
-
-def kinds_of(dataset: "Dataset | IterableDataset") -> dict[str, str]:
-    if dataset.features:
-        return {name: str(getattr(k, "dtype", k)) for name, k in dataset.features.items()}
-    return kinds_of_rows(islice(dataset, 1))
+    def __init__(self, name: str, texts: Sequence[str | None]) -> None:
+        size = sum(len(text) for text in texts if text)
+        super().__init__(name, size, lambda: iter([TextBatch(list(texts))]))
 
 
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
@@ -163,7 +119,6 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
 
 
 def reason(error: BaseException) -> str:
-    """Return one line that says why reading failed."""
     cause: Any = error.__cause__ or error
     if isinstance(cause, UnicodeDecodeError):
         return "not UTF-8 text"

@@ -114,7 +114,6 @@ def check_unchanged(path: Path, facts: FileFacts) -> None:
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:
-    """Read the index; empty if missing, damaged or of another version."""
     try:
         stored = read_json(path, LARGEST_INDEX, follow=True)
         types = [*FileFacts.__annotations__.values()]

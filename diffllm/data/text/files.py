@@ -5,7 +5,6 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,25 +59,12 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     )
 
 
-@dataclass(frozen=True)
-class FilesPart:
-    slices: tuple["Slice", ...]
-
-    @property
-    def name(self) -> str:
-        return printable(str(self.slices[0].path)) + " and others" * (len(self.slices) > 1)
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.slices)
-
-    def read(self) -> Iterator[TextBatch]:
-        """Yield the documents; raises DataError for a file that is unreadable or has changed."""
-        for part in self.slices:
-            with naming(part.path):
-                check_unchanged(part.path, part.facts)
-                yield from part.read(part)
-                check_unchanged(part.path, part.facts)
+def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
+    for part in slices:
+        with naming(part.path):
+            check_unchanged(part.path, part.facts)
+            yield from part.read(part)
+            check_unchanged(part.path, part.facts)
 
 
 def parts_of(
@@ -88,20 +74,23 @@ def parts_of(
     from diffllm.data.text.readers import slices_of
 
     least = max(PART_BYTES, sum(each.size for each in facts) // MOST_PARTS)
-    parts: list[Part] = []
-    collected: list[Slice] = []
-    size = 0
+    groups: list[list[Slice]] = []
+    size = least
     columns = tuple(columns_of(cfg))
     for path, of_file, form in zip(paths, facts, formats, strict=True):
         with naming(path):
             slices = list(slices_of(path, of_file, form, cfg.sample_by, columns, least))
         for part in slices:
-            collected.append(part)
-            size += part.size
             if size >= least:
-                parts.append(FilesPart(tuple(collected)))
-                collected, size = [], 0
-    return [*parts, FilesPart(tuple(collected))] if collected else parts
+                groups.append([])
+                size = 0
+            groups[-1].append(part)
+            size += part.size
+    parts = []
+    for group in groups:
+        name = printable(str(group[0].path)) + " and others" * (len(group) > 1)
+        parts.append(Part(name, sum(each.size for each in group), partial(read_slices, group)))
+    return parts
 
 
 def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
@@ -144,7 +133,7 @@ def paths_of(cfg: DataConfig) -> list[Path]:
 
 
 def begins_with_mark(path: Path) -> bool:
-    """Whether a text begins with a byte order mark; False if it cannot be read."""
+    """Whether a readable text begins with a byte order mark."""
     from diffllm.data.text.readers import unpacked
 
     with suppress(OSError, ValueError), unpacked(path) as file:

@@ -2,9 +2,12 @@
 
 import json
 import re
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import locked, read_json, replace_file
@@ -12,24 +15,24 @@ from diffllm.core.printing import to_stderr
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import (
+    ROWS,
     Corpus,
     Part,
-    RowsPart,
+    TextBatch,
     check_columns,
     columns_of,
-    kinds_of,
+    kinds_of_rows,
     reason,
-    rows_of,
 )
-from diffllm.data.text.file_index import (
-    combined_hash,
-)
+from diffllm.data.text.file_index import combined_hash
 from diffllm.data.verified import usable
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 MOST_PARTS = 16_384
 COMMIT = r"[0-9a-f]{40}"
 ANSWERS_WITHIN = 60.0
-"""Timeout in seconds for resolving a branch."""
 
 
 @source("hub")
@@ -65,23 +68,31 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
         rows = library().load_dataset(
             cfg.dataset, streaming=streaming, cache_dir=str(copies), **options
         )
-        kinds = kinds_of(rows)
+        if rows.features:
+            kinds = {name: str(getattr(k, "dtype", k)) for name, k in rows.features.items()}
+        else:
+            kinds = kinds_of_rows(islice(rows, 1))
     except Exception as error:
         raise DataError(f"{where}: {reason(error)}") from error
     check_columns(kinds, columns, where)
     if not streaming:
-        return rows_of(rows, cfg, where)
+        size, rows = int(rows.data.nbytes), rows.select_columns(columns)
+        return [Part(where, size, partial(read_rows, rows, columns, where))]
     rows = rows.select_columns(columns)
     number = min(rows.num_shards, MOST_PARTS)
-    return [
-        RowsPart(
-            rows.shard(num_shards=number, index=i),
-            tuple(columns),
-            f"{where}, file {i + 1} of {number}",
-            0,
-        )
+    parts = {
+        f"{where}, file {i + 1} of {number}": rows.shard(num_shards=number, index=i)
         for i in range(number)
-    ]
+    }
+    return [Part(name, 0, partial(read_rows, each, columns, name)) for name, each in parts.items()]
+
+
+def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Iterator[TextBatch]:
+    try:
+        for table in rows.with_format("arrow").iter(ROWS):
+            yield TextBatch(*(table.column(column).to_pylist() for column in columns))
+    except Exception as error:
+        raise DataError(f"{name}: {reason(error)}") from error
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:

@@ -32,7 +32,6 @@ REFERENCE_SHA256 = "1222415951b03a9bb3e5c9a67672e14b6ac6e8092f1ab990d6e5da60c121
 """Hash over all texts of the reference corpus, in corpus order."""
 
 GENERATED = {"__config__.py", "version.py", "_version.py", "_version_meson.py"}
-"""File names that differ between builds of one version."""
 ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 

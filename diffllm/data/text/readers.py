@@ -24,14 +24,12 @@ from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, kinds_of_ro
 from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 
 COMPRESSED_TEXT = 4
-"""Estimated bytes of text per compressed byte."""
+"""Estimated bytes of text per byte."""
 BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of a file."""
-
     path: Path
     facts: FileFacts
     columns: tuple[str, ...]
@@ -74,10 +72,9 @@ def slices_of(
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
     """Yield ranges of row groups with at least `least` bytes in the columns: bytes, first, stop."""
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
-        kinds = {}
-        for field in file.schema_arrow:
-            is_dictionary = pyarrow.types.is_dictionary(field.type)
-            kinds[field.name] = str(field.type.value_type if is_dictionary else field.type)
+        types = {field.name: field.type for field in file.schema_arrow}
+        values = {k: t.value_type for k, t in types.items() if pyarrow.types.is_dictionary(t)}
+        kinds = {name: str(values.get(name, kind)) for name, kind in types.items()}
         check_columns(kinds, columns, str(path))
         size = first = 0
         for i in range(file.num_row_groups):
@@ -132,8 +129,7 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
 
 
 def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
-    """Return the texts of a JSON object, None if null or missing; raises ValueError for another
-    value."""
+    """Return the texts of a JSON object, None if missing; raises ValueError."""
     if row is not None and not isinstance(row, dict):
         raise ValueError(f"must be an object, not {type(row).__name__}")
     texts = [(row or {}).get(name) for name in columns]
@@ -213,7 +209,6 @@ def raw(path: Path) -> Any:
 
 
 def begins_with(path: Path) -> bytes:
-    """Return the first byte that is not whitespace."""
     with unpacked(path) as file:
         while block := file.read(1 << 16):
             if text := block.removeprefix(codecs.BOM_UTF8).strip():

@@ -7,6 +7,7 @@ those of `diffllm evaluate`.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from diffllm.core.bounds import bounded
@@ -15,13 +16,11 @@ from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.tasks import VERSION
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level
-from diffllm.data.text.corpus import Corpus, TextBatch
+from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
 
 A_PART = 10_000
-"""Examples per part."""
 LARGEST = 2**20
-"""Largest setting of difficulty."""
 USUAL = 256
 """Context length whose easiest level is the default."""
 
@@ -58,30 +57,17 @@ class SyntheticConfig(DataConfig):
                 )
 
 
-@dataclass(frozen=True)
-class ExamplesPart:
-    cfg: SyntheticConfig
-    level: Level
-    number: int
-    size = 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.cfg.task}, part {self.number + 1}"
-
-    def read(self) -> Iterator[TextBatch]:
-        count = min(A_PART, self.cfg.examples - self.number * A_PART)
-        seed = f"training/{self.cfg.task_seed}/{self.number}"
-        examples = TASKS[self.cfg.task].documents(self.level, count, seed, words_of)
-        for *before, answer in examples:
-            if self.cfg.answers_only:
-                yield TextBatch([f"{answer}\n"], [before])
-            else:
-                yield TextBatch([f"{''.join(before)}{answer}\n"])
+def read_examples(cfg: SyntheticConfig, level: Level, number: int) -> Iterator[TextBatch]:
+    count = min(A_PART, cfg.examples - number * A_PART)
+    seed = f"training/{cfg.task_seed}/{number}"
+    for *before, answer in TASKS[cfg.task].documents(level, count, seed, words_of):
+        if cfg.answers_only:
+            yield TextBatch([f"{answer}\n"], [before])
+        else:
+            yield TextBatch([f"{''.join(before)}{answer}\n"])
 
 
 def words_of(text: str) -> int:
-    """Count words and punctuation marks, as an estimate of tokens."""
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
@@ -103,6 +89,9 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     return Corpus(
         description=f"{cfg.examples:,} examples of {cfg.task}, {', '.join(settings)}",
         identity=combined_hash([*what, str(cfg.answers_only)]),
-        list_parts=lambda: [ExamplesPart(cfg, level, i) for i in range(-(-cfg.examples // A_PART))],
+        list_parts=lambda: [
+            Part(f"{cfg.task}, part {i + 1}", 0, partial(read_examples, cfg, level, i))
+            for i in range(-(-cfg.examples // A_PART))
+        ],
         has_prompts=cfg.answers_only,
     )
