@@ -196,26 +196,23 @@ class DataConfig(TextConfig):
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0")
         for i, (former, point) in enumerate(pairwise([Point(), *self.curriculum])):
-            check_point(f"data.curriculum[{i}]", point, list(self.sources))
+            where = f"data.curriculum[{i}]"
+            for name, weight in point.weights.items():
+                if name not in self.sources:
+                    known = ", ".join(self.sources)
+                    raise ConfigError(f"{where}.weights.{name} is no source; known: {known}")
+                if not 0 <= weight <= MOST_WEIGHT:
+                    allowed = f"must be from 0 to {MOST_WEIGHT:g}"
+                    raise ConfigError(f"{where}.weights.{name}={weight:g} {allowed}")
+            if not any(point.weights.values()):
+                raise ConfigError(f"{where}.weights: all are 0")
             # Shares and tokens compare only once the run's length is known.
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:
-                raise ConfigError(f"data.curriculum[{i}].at={point.at:g} has to rise, above 0")
+                raise ConfigError(f"{where}.at={point.at:g} has to rise, above 0")
 
 
 def check_sizes(sources: int, points: int) -> None:
     at_most("data.sources", sources, MOST_SOURCES)
     at_most("data.curriculum", points, MOST_POINTS)
     at_most("weights in data.curriculum (points x sources)", points * sources, MOST_WEIGHTS)
-
-
-def check_point(where: str, point: Point, names: list[str]) -> None:
-    for name, weight in point.weights.items():
-        if name not in names:
-            raise ConfigError(f"{where}.weights.{name} is no source; known: {', '.join(names)}")
-        if not 0 <= weight <= MOST_WEIGHT:
-            raise ConfigError(
-                f"{where}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
-            )
-    if not any(point.weights.values()):
-        raise ConfigError(f"{where}.weights: all are 0")

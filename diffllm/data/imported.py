@@ -46,13 +46,9 @@ class FilesStream:
         stop: int,
         indexes: Mapping[str, FileFacts] | None = None,
     ) -> None:
-        """Open the files; raises DataError, also for a changed index.
-
-        Args:
-            tokenizer: vocabulary size and EOS id.
-            start, stop: range in tokens of all files.
-            indexes: facts of the index files at preparation.
-        """
+        """Open the files; raises DataError, also for a changed index. `tokenizer` is vocabulary
+        size and EOS id, [start, stop) a range in tokens of all files, `indexes` facts of the index
+        files."""
         self.state = (split, list(paths), tokenizer, start, stop, dict(indexes or {}))
         self.split, self.start, self.stop = split, start, stop
         self.whole = JoinedTokens([open_tokens(Path(path), *tokenizer) for path in paths])
@@ -113,8 +109,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
     hashes = [each.sha256 for each in facts.values()]
     corpus = combined_hash(["tokens", prints, cfg.heldout_fraction, hashes])
-    what = [corpus, tokenizer.pieces_hash]
-    directory = cache_dir / "tokens" / combined_hash(what)[:32]
+    directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
 
     def build(directory: Path) -> None:
         write_tokenizer(located(str(cfg.tokenizer)), directory)

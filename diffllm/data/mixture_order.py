@@ -55,12 +55,8 @@ class Segment:
 
 
 class MixtureOrder:
-    """The order of sources: a pure function of the number of a sample.
-
-    Args:
-        segments: ascending starts and the weights from there on, one per source.
-        before: samples of each source before the first segment; default 0.
-    """
+    """The order of sources: a pure function of the number of a sample. Segments have ascending
+    starts; `before` are earlier samples of each source."""
 
     def __init__(
         self, segments: Sequence[tuple[int, Sequence[float]]], before: Sequence[int] = ()

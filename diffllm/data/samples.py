@@ -33,11 +33,8 @@ ROUNDS = 8
 
 
 class ShuffledSequences:
-    """Infinite samples of one source: sample g is sequence `permute(g % n)` of epoch g // n.
-
-    Args:
-        bits: bits per byte of text that equal 1 nat per token, if known.
-    """
+    """Infinite samples of one source: sample g is sequence `permute(g % n)` of epoch g // n. `bits`
+    per byte of text equal 1 nat per token."""
 
     def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
         self.sequences, self.seed, self.bits = sequences, seed, bits

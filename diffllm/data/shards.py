@@ -166,12 +166,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter:
-    """Writes one split in shards of at most SHARD_TOKENS, cutting documents if necessary.
-
-    Args:
-        name: prefix of the file names.
-        masked: write a loss mask next to each shard.
-    """
+    """Writes one split in shards of at most SHARD_TOKENS, in files that begin with `name`, and
+    optional loss masks next to them."""
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
         self._directory, self._name, self._masked = directory, name, masked

@@ -1,8 +1,5 @@
-"""Streams of tokens, read from disk: those of shards, and several joined.
-
-Files are read and not memory-mapped: a truncated mapped file or a failing disk would kill the
-process, with everything unsaved.
-"""
+"""Streams of tokens, read and not memory-mapped: a truncated mapped file or a failing disk would
+kill the process, with everything unsaved."""
 
 import os
 import weakref
@@ -30,13 +27,8 @@ class FileArray:
     def __init__(
         self, path: Path, dtype: Any, offset: int = 0, count: int | None = None, advice: str = ""
     ) -> None:
-        """Open the file; raises DataError if it is too short or not of whole numbers.
-
-        Args:
-            offset: bytes before the first number.
-            count: None: all numbers of the file.
-            advice: ends error messages.
-        """
+        """Open the file; raises DataError if it is too short or not of whole numbers. `offset` is
+        in bytes, `advice` ends error messages."""
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
         try:
             stream = open_regular(path, 2**63, follow=True)
@@ -174,12 +166,8 @@ def check_range(start: int, stop: int, length: int) -> None:
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces of [start, stop) in consecutive parts: the part's number, first token and
-    end within the part.
-
-    Args:
-        ends: the place after each part's last token, (parts,).
-    """
+    """Yield the pieces of [start, stop) in consecutive parts, which end at `ends` (parts,): the
+    part's number, first token and end within the part."""
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
         begin, end = int(ends[number - 1]) if number else 0, int(ends[number])

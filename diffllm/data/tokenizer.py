@@ -188,7 +188,7 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def located(name: str | Path) -> Path:
-    """Return a tokenizer's file: itself, or in a directory or hub repository; raises DataError."""
+    """Return a tokenizer's file, also of a directory or hub repository; raises DataError."""
     path = Path(name).expanduser()
     if path.is_dir():
         if (file := tokenizer_in(path)).is_file():

@@ -54,12 +54,8 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encodes the parts of a corpus.
-
-    Args:
-        partial: directory of the records of finished parts.
-        heldout_below: documents with a hash below this are held out, or with `cut` the last part.
-    """
+    """Encodes parts; with `cut` the last part is held out, else documents with a hash below
+    `heldout_below`. `partial` contains the records of finished parts."""
 
     corpus: Corpus
     tokenizer: Tokenizer

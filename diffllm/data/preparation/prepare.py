@@ -129,12 +129,8 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Cut a corpus of a single document into two parts; the second is about `fraction` of the text,
-    and begins with a line or a word.
-
-    Returns None for several documents. Raises DataError if all documents are equal, or the only one
-    cannot be cut.
-    """
+    """Cut a corpus of a single document in two, the second about `fraction` of the text; None for
+    several documents. Raises DataError if all are equal, or the only one cannot be cut."""
     too_few = DataError(
         "the corpus has fewer than two distinct documents, too few to hold one out; "
         "cut txt files into more with data.sample_by=paragraph"

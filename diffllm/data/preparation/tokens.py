@@ -1,8 +1,5 @@
-"""All parts of a corpus to one directory of shards with one manifest.
-
-Until all parts are done, they lie in a directory with ".partial-" in its name, with a record of
-each finished part, from which a later start resumes.
-"""
+"""All parts of a corpus to one directory of shards. Finished parts lie in a ".partial-" directory
+until all are done; a later start resumes from their records."""
 
 import math
 import shutil

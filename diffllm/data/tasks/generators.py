@@ -1,7 +1,5 @@
-"""The built-in tasks: many-shot classification, associative recall, needles.
-
-Words are two syllables without meaning, as "bako": equally long, and unknown to tokenizers.
-"""
+"""The built-in tasks: many-shot classification, associative recall, needles. Words are two
+syllables without meaning, as "bako": equally long, and unknown to tokenizers."""
 
 import random
 from collections.abc import Iterator, Sequence

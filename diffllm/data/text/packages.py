@@ -40,9 +40,9 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the .py files of the packages in REFERENCE, without generated files, blank files and
     duplicates; raises DataError if none is installed. `Corpus.note` names packages that differ."""
     found = {name: package_files(name) for name in REFERENCE}
-    facts = facts_of([path for files in found.values() for path in files], cache_dir)
+    facts, texts = with_text([path for files in found.values() for path in files], cache_dir)
     by_text: dict[str, Path] = {}
-    for path in with_text(facts):
+    for path in texts:
         by_text.setdefault(facts[path].sha256, path)
     if not by_text:
         raise DataError(f"data=packages: none of {', '.join(REFERENCE)} is installed")
@@ -57,8 +57,7 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the .py files of the standard library that are UTF-8; raises DataError."""
     root = Path(sysconfig.get_path("stdlib"))
-    facts = facts_of(python_files(root), cache_dir)
-    kept = with_text(facts)
+    facts, kept = with_text(python_files(root), cache_dir)
     if not kept:
         raise DataError(f"{root}: no .py files to use as a corpus")
     identity = combined_hash(["stdlib", *(facts[path].sha256 for path in kept)])
@@ -66,12 +65,10 @@ def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
     return corpus_of(cfg, facts, kept, where, identity)
 
 
-def facts_of(paths: Sequence[Path], cache_dir: Path) -> dict[Path, FileFacts]:
-    return dict(zip(paths, file_facts(paths, cache_dir), strict=True))
-
-
-def with_text(facts: dict[Path, FileFacts]) -> list[Path]:
-    return [path for path, each in facts.items() if each.is_utf8 and not each.is_blank]
+def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFacts], list[Path]]:
+    """Return facts about all paths, and the paths of texts that are not blank."""
+    facts = dict(zip(paths, file_facts(paths, cache_dir), strict=True))
+    return facts, [path for path, each in facts.items() if each.is_utf8 and not each.is_blank]
 
 
 def corpus_of(

@@ -1,9 +1,5 @@
-"""Documents of local files, read in slices.
-
-Parquet is cut between row groups, JSON lines and lines of text between lines; a compressed file, an
-array of JSON or paragraphs are one slice. Only an array of JSON and a text that is one document are
-in memory whole.
-"""
+"""Documents of local files, read in slices: of parquet row groups or of whole lines. Other files
+are one slice; only arrays of JSON and texts that are one document are in memory whole."""
 
 import codecs
 import io

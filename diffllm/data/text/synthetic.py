@@ -1,8 +1,5 @@
-"""Generated examples of a task as a corpus.
-
-A document is an example with its answer, or several that share a context. The seeds differ from
-those of `diffllm evaluate`.
-"""
+"""Generated examples of a task as a corpus. A document is an example with its answer, or several
+with a shared context. Seeds differ from those of `diffllm evaluate`."""
 
 import re
 from collections.abc import Iterator
