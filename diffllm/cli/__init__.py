@@ -31,11 +31,9 @@ COMMANDS = {
 MODULES = {
     "consolidate": "convert", "export": "convert", "import": "convert", "power": "study",
 }  # fmt: skip
-"""The modules of the commands that have none of their own."""
 NO_PLUGINS = ("train", "noise-floor")
 """Commands whose plugins=[...] is not imported here."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
-"""Commands that take --config-dir."""
 
 
 def usage() -> str:

@@ -2,7 +2,6 @@
 
 Each file is compared with the manifest; exit code 1 if one is damaged.
 
-diffllm checkpoints run=outputs/mine
 diffllm checkpoints run=outputs/mine verify=false --json
 """
 

@@ -23,7 +23,6 @@ from diffllm.model.stats import ATTENTION_COMPONENTS, OTHER_COMPONENTS, componen
 Counts = dict[str, dict[str, Any]]
 """Variant to what `count` gives; the first is what the others are compared with."""
 Row = tuple[str, ...]
-"""A label, the first variant's value, then value and change of each other."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """diffllm evaluate run=<run or sweep> [key=value ...]: tasks and measures on checkpoints.
 
 The suite claims has retrieval and in-context tasks for the run's tokenizer and length: needle,
-mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures on held-out
+mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures held-out
 data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
 4 bits). Results are kept below <run>/evaluation/ and not made again.
 
@@ -25,7 +25,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import Table, echo, echo_json
-from diffllm.data.tasks.task import Level, levels_of
+from diffllm.data.tasks.task import levels_of
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation.evaluation import Subject
 from diffllm.evaluation.load import decoder
@@ -56,8 +56,16 @@ def evaluate_command(argv: list[str]) -> None:
     if args.every and args.step:
         raise ConfigError(f"step={args.step} is one checkpoint, and every=true all")
     names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
-    runs = runs_in(Path(args.run))
-    evaluations, asked = chosen(args.suite, names, levels_in(args.level))
+    root = Path(args.run)
+    sweep = sorted(file.parent for file in root.glob("*/config.yaml"))
+    runs = [root] if (root / "config.yaml").is_file() else sweep
+    if not runs:
+        raise CheckpointError(f"{root} is neither a run nor a sweep: it has no config.yaml")
+    try:
+        levels = levels_of(parse_yaml(args.level)) if args.level else []
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"level={args.level} {error}") from None
+    evaluations, asked = chosen(args.suite, names, levels)
     asked = replace(asked, seed=args.seed, limit=args.limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {}
@@ -76,23 +84,6 @@ def evaluate_command(argv: list[str]) -> None:
                 print_scores(run, path.name, results)
     if args.json:
         echo_json(found[args.run] if list(found) == [args.run] else found)
-
-
-def levels_in(text: str) -> list[Level]:
-    try:
-        return levels_of(parse_yaml(text)) if text else []
-    except (ConfigError, ValueError) as error:
-        raise ConfigError(f"level={text} {error}") from None
-
-
-def runs_in(path: Path) -> list[Path]:
-    """List a run, or the runs of a sweep; raises CheckpointError without any."""
-    if (path / "config.yaml").is_file():
-        return [path]
-    runs = sorted(file.parent for file in path.glob("*/config.yaml"))
-    if not runs:
-        raise CheckpointError(f"{path} is neither a run nor a sweep: it has no config.yaml")
-    return runs
 
 
 def print_scores(run: Path, step: str, results: dict[str, Result]) -> None:

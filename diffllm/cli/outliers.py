@@ -25,7 +25,6 @@ diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
 SIZES = {f"top-{k}": f"top_{k}" for k in TOP} | {
     name: name for name in ("median", "p99", "p99.9", "rms", "kurtosis")
 }
-"""Heads of columns, and the number below each."""
 OF_SINKS = (
     "map", "weight", "of |weight|", "context RMS", "over values' RMS", "smallest", "largest"
 )  # fmt: skip

@@ -1,8 +1,7 @@
 """diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
 
-The trainer builds the sharded model and makes a step of it, on tensors without data and in a
-process group of so many ranks that are not there. A rank's memory and what it sends are read off;
-times follow from stated FLOP/s and bandwidths.
+Memory and communication are those of a training step on tensors without data, in a process group
+without processes; times follow from stated FLOP/s and bandwidths.
 
 diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
     gpus=512 gpu=h200 tokens=1e12

@@ -150,7 +150,6 @@ def check_fields(cfg: TrainConfig) -> None:
 
 LENGTHS = ("steps", "max_tokens", "epochs")
 ROUNDING = 1e-6
-"""The most that a share of the steps may be off by rounding."""
 
 
 # The share is rounded up: otherwise the last interval would end a step or two before the run does.

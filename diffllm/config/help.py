@@ -1,7 +1,4 @@
-"""Every choice and key of the config in words, for `train.py --help` and docs/configuration.md.
-
-A key's words are the docstring under its field, a choice's the comment at the top of its YAML.
-"""
+"""Every choice and key of the config in words, for `train.py --help` and docs/configuration.md."""
 
 import ast
 import inspect
@@ -46,9 +43,7 @@ class Key(NamedTuple):
     default: str
     """Its default as one writes it; in words if the value follows another key."""
     allowed: list[str]
-    """Its values, where they are few."""
     meaning: str
-    """The docstring of its field, or ""."""
 
     @property
     def line(self) -> str:

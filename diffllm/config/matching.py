@@ -16,7 +16,6 @@ MODULI = (64, 32, 16, 8)
 TOLERANCE = Fraction(1, 200)
 """Largest difference of the totals, as a share of the target's."""
 UNITS = {"params": "parameters", "flops": "FLOPs a token"}
-"""Units of the totals that variants can have in common, by the <name> in `match_<name>_to`."""
 
 
 @dataclass
@@ -31,7 +30,6 @@ class Matched:
     key: str = "ffn_dim"
     """The width that was solved: "ffn_dim" or "moe.expert_dim"."""
     by: str = "params"
-    """The total that is matched: "params" or "flops"."""
     target_flops: float = 0.0
     flops: float = 0.0
     """Training FLOPs a token."""

@@ -34,7 +34,6 @@ class Origin:
     """A decoder that was trained before: by a run of ours, or elsewhere."""
 
     path: Path
-    """The directory that was named."""
     model: ModelConfig
     chosen: str | None = None
     """The YAML of a run's attention."""
@@ -43,7 +42,6 @@ class Origin:
     run: Path | None = None
     """Its run directory; None for a model from elsewhere."""
     directory: ModelDirectory | None = None
-    """Its directory of transformers; None for a run."""
 
     @cached_property
     def attention(self) -> str:

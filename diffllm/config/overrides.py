@@ -34,7 +34,6 @@ SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
 ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
-"""The interpolations that an override may have: a key, or a share of the steps."""
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
@@ -189,7 +188,6 @@ class Removed(NamedTuple):
 
     default: Any
     instead: str
-    """What to do instead, in the imperative."""
 
 
 MACHINES = "prepare a corpus on several machines with datatrove (data/README.md)"

@@ -103,7 +103,6 @@ def named_files(directory: Path, name: str) -> Iterator[Path]:
 
 
 ENTRY_POINTS = "diffllm.plugins"
-"""The group of entry points under which a package offers its plugins."""
 NAME = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 WORD = re.compile(r"\+{0,2}plugins=(.*)", re.S)
 

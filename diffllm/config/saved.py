@@ -50,11 +50,8 @@ def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
     keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
-    return {
-        key: (saved.get(key), new.get(key))
-        for key in sorted(keys)
-        if not is_allowed(key, list(free))
-    }
+    kept = [key for key in sorted(keys) if not is_allowed(key, list(free))]
+    return {key: (saved.get(key), new.get(key)) for key in kept}
 
 
 def load_run_config(path: Path) -> TrainConfig:

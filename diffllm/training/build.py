@@ -39,7 +39,6 @@ class Training:
     micro_batch_size: int
     """Sequences per micro-batch of this rank."""
     micro_batches: int
-    """Micro-batches of this rank per step."""
     tokens: int
     """Tokens of the global batch, ignored targets included."""
     compiled: bool

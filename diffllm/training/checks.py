@@ -30,18 +30,6 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
     }
 
 
-def check_tokenizer_size(cfg: TrainConfig) -> None:
-    """Raise DataError if data.tokenizer has more pieces than the model or is no tokenizer."""
-    if cfg.data.tokenizer is None:
-        return
-    pieces = Tokenizer.from_file(cfg.data.tokenizer).vocab_size
-    if pieces > cfg.model.vocab_size:
-        raise DataError(
-            f"data.tokenizer={cfg.data.tokenizer} has {pieces} pieces, more than "
-            f"model.vocab_size={cfg.model.vocab_size}"
-        )
-
-
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     """Raise DataError if the corpus is too short for one sequence, has more pieces than the model,
     or has nothing to predict in a sample that is evaluated."""

@@ -36,7 +36,6 @@ class Trained(NamedTuple):
     stopped: signal.Signals | None
     """The signal that stopped training before the last step."""
     diverged: str | None
-    """The reason if the run has diverged, else None."""
     speed: float | None
     """Median of the logged speeds in tokens per second."""
 

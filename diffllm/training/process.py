@@ -62,7 +62,13 @@ def leave(here: Process, error: BaseException | None, directory: RunDirectory | 
         rank = here.world.rank
         of_all = isinstance(error, (AgreedError, ConfigError, StoppedEarly))  # rank 0 logs those
         if error is not None and not in_sweep() and not (rank and of_all):
-            here.log.write(last_words(error, rank))
+            if isinstance(error, StoppedEarly):
+                text = f"stopped by {error.args[0].name} before the first step\n"
+            elif isinstance(error, UserError):
+                text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
+            else:
+                text = "".join(traceback.format_exception(error))
+            here.log.write(text)
         here.log.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -77,14 +83,6 @@ def in_sweep() -> bool:
 
 def log_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
-
-
-def last_words(error: BaseException, rank: int) -> str:
-    if isinstance(error, StoppedEarly):
-        return f"stopped by {error.args[0].name} before the first step\n"
-    if isinstance(error, UserError):
-        return f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
-    return "".join(traceback.format_exception(error))
 
 
 PACKAGES = (

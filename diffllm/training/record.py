@@ -59,12 +59,7 @@ class Record:
         self.display.advance(step)
 
     def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
-        """Read all kept steps, count spikes, and write lines. Every rank must call this.
-
-        Args:
-            values: measurements at this step by metric name.
-            loader: given at a logged step; adds data, training, performance and spike metrics.
-        """
+        """Read and write all kept steps; `loader` at a logged one. Every rank must call this."""
         line = {**values, **self._read(step)}
         if loader:
             line |= self._logged(step, loader)

@@ -22,7 +22,7 @@ from diffllm.core.errors import CheckpointError, DataError, UserError
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
-from diffllm.data.tokenizer import tokenizer_in
+from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.gradients import local
 from diffllm.distributed.launcher import keep_mode
@@ -35,7 +35,6 @@ from diffllm.training.build import Training, chosen_precision
 from diffllm.training.checks import (
     check_fit,
     check_same_tokens,
-    check_tokenizer_size,
     corpus_facts,
     weights_of,
 )
@@ -54,13 +53,10 @@ class Claimed(NamedTuple):
 
     path: Path
     ended: dict[str, Any] | None
-    """The summary of a run that has ended already."""
     checkpoint: Path | None
-    """The checkpoint that the run resumes."""
     ranks: int
     """The number of ranks that wrote the checkpoint; 0 without a checkpoint."""
     weights: Path | None
-    """The weights that a new run starts from."""
     directory: RunDirectory | None
     """Rank 0's lock on the directory; None on other ranks."""
     saved: dict[str, Any] | None
@@ -93,7 +89,12 @@ def claim_on_rank_0(
         ended = ending(directory.path, cfg)
         if not ended:
             checkpoint, saved = continuation(cfg, directory)
-            check_tokenizer_size(cfg)
+            tokenizer, most = cfg.data.tokenizer, cfg.model.vocab_size
+            if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:
+                raise DataError(
+                    f"data.tokenizer={tokenizer} has {pieces} pieces, more than "
+                    f"model.vocab_size={most}"
+                )
             weights = None if checkpoint else weights_of(cfg)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:

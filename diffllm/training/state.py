@@ -44,9 +44,7 @@ class LoopState:
     wandb_id: str | None = None
     seconds: float = 0.0
     compiled: bool | None = None
-    """None until that is decided."""
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
-    """The value of MKL_CBWR with which the run computes."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**vars(self), "spikes": self.spikes.state_dict()}

@@ -29,19 +29,13 @@ class Due(NamedTuple):
     """The actions that are due at one step."""
 
     statistics: bool = False
-    """Take in-block statistics."""
     probes: bool = False
-    """Probe explicit maps."""
     update: bool = False
     """Take the norm of the parameters' change; copies this rank's parameters."""
     log: bool = False
-    """Write and show training, performance and spikes."""
     check: bool = False
-    """Compare the ranks' tensors."""
     sample: bool = False
-    """Compute the loss of the held-out sample."""
     tasks: bool = False
-    """Evaluate the tasks of eval.suites."""
     save: bool = False
     profile: bool = False
     """Trace the step, or warm the profiler up for the next one."""
@@ -141,19 +135,14 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Results of a step's micro-batches, on the device.
-
-    `train_step` sums `losses` and `routed` over ranks in place.
-    """
+    """Results of a step's micro-batches; `train_step` sums them over ranks in place."""
 
     names: tuple[str, ...]
-    """Names of the losses."""
     losses: Tensor
     """Sum of each loss, (n,) float32."""
     routed: Tensor | None
     """Tokens that each expert got, (L, E) int64; None without experts."""
     stats: Stats
-    """The statistics that are due, merged."""
 
 
 def forward_backward(

@@ -22,7 +22,6 @@ from diffllm.training.loop import Trained
 from diffllm.training.state import LoopState, samples_of
 
 FEW_HELDOUT = 1000
-"""Fewer held-out tokens give a noisy loss."""
 SPIKES = (
     "loss {spikes/loss_total:.0f}, gradient norm {spikes/grad_total:.0f}; events without the trend "
     "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
