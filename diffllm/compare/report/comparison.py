@@ -92,16 +92,13 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
-    if wanted is not None:
-        if wanted not in variants:
-            raise ConfigError(
-                f"baseline={wanted} is the variant of none of these runs; "
-                f"choose from {', '.join(variants)}"
-            )
-        return wanted
-    if "standard" in variants:
-        return "standard"
-    return variants[0] if len(rows) > 1 else None
+    if wanted is not None and wanted not in variants:
+        raise ConfigError(
+            f"baseline={wanted} is the variant of none of these runs; choose from "
+            f"{', '.join(variants)}"
+        )
+    default = variants[0] if len(rows) > 1 else None
+    return wanted or ("standard" if "standard" in variants else default)
 
 
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:

@@ -142,11 +142,6 @@ class Budget(NamedTuple):
     """Facts of run.json that must agree."""
 
 
-def flops_spent(run: Run, tokens: Array) -> Array | None:
-    each = finite(run.facts.get("flops_per_token"))
-    return None if each is None else tokens * each
-
-
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
     """Seconds of training steps, without evaluations and saves."""
     if "perf/step_ms" not in run.metrics.columns:
@@ -160,12 +155,14 @@ def seconds_spent(run: Run, tokens: Array) -> Array | None:
 BUDGETS = {
     "tokens": Budget("tokens", "Tokens trained on", lambda run, tokens: tokens),
     "flops": Budget(
-        "FLOPs", "Training FLOPs, forward and backward, attention counted causally", flops_spent
+        "FLOPs", "Training FLOPs, forward and backward, attention counted causally",
+        lambda run, tokens: None if (each := finite(run.facts.get("flops_per_token"))) is None
+        else tokens * each,
     ),
     "seconds": Budget(
         "seconds", "Time of training steps, without evaluations and saves", seconds_spent, MACHINE
     ),
-}
+}  # fmt: skip
 
 
 def spent_curve(run: Run, budget: Budget) -> Series | None:
@@ -174,9 +171,8 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
     spent = budget.spent(run, tokens[known])
     if spent is None or not len(spent) or not np.isfinite(spent).all():
         return None
-    if spent[0] <= 0 or (np.diff(spent) < 0).any():
-        return None
-    return Series(spent, losses[known])
+    increasing = spent[0] > 0 and (np.diff(spent) >= 0).all()
+    return Series(spent, losses[known]) if increasing else None
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:

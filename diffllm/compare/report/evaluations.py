@@ -134,14 +134,13 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
     for (first, before), (last, after) in pairwise(known):
         if first > loss > last:
             share = (first - loss) / (first - last)
-            return {of: between(before[of], after[of], share) for of in after if of in before}
+            found: dict[str, Line] = {}
+            for of in (of for of in after if of in before):
+                start, end = (finite(scores[of].get("value")) for scores in (before, after))
+                value = None if start is None or end is None else (1 - share) * start + share * end
+                found[of] = {"of": of, "value": value, "chance": after[of].get("chance")}
+            return found
     return {}
-
-
-def between(before: Line, after: Line, share: float) -> Line:
-    first, last = finite(before.get("value")), finite(after.get("value"))
-    value = None if first is None or last is None else (1 - share) * first + share * last
-    return {"of": after["of"], "value": value, "chance": after.get("chance")}
 
 
 def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> list[ScoreLine]:

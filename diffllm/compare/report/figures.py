@@ -95,24 +95,20 @@ class RowStyle:
 
 def row_styles(rows: list[Row]) -> list[RowStyle]:
     names = [row.keys["attention"] for row in rows]
+    known, others = sorted(variants(), key=variant_order), HUES[len(FIRST) :]
     styles = []
     for i, (row, variant) in enumerate(zip(rows, names, strict=True)):
-        hue, dash = hue_and_dash(variant)
+        place = len(known) + crc32(variant.encode()) % 97
+        place = known.index(variant) if variant in known else place
+        hue, dash = others[place % len(others)], 1 + place % (len(DASHES) - 1)
+        if place < len(FIRST):
+            hue, dash = HUES[place], 0
         nth, count = names[:i].count(variant), names.count(variant)
         light = 1 - DARKEST * nth / max(count - 1, 1)
         colour = "#" + "".join(f"{round(int(hue[i : i + 2], 16) * light):02x}" for i in (1, 3, 5))
         dashes, marker = DASHES[(dash + nth) % len(DASHES)], MARKERS[i % len(MARKERS)]
         styles.append(RowStyle(row.label, variant, colour, dashes, marker))
     return styles
-
-
-def hue_and_dash(variant: str) -> tuple[str, int]:
-    known = sorted(variants(), key=variant_order)
-    nth = known.index(variant) if variant in known else len(known) + crc32(variant.encode()) % 97
-    if nth < len(FIRST):
-        return HUES[nth], 0
-    others = HUES[len(FIRST) :]
-    return others[nth % len(others)], 1 + nth % (len(DASHES) - 1)
 
 
 def short_label(label: str, most: int = LONGEST) -> str:
@@ -196,10 +192,9 @@ def draw_curves(
 
 def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool) -> None:
     marker = style.marker if len(band.x) <= FEW else ""
+    how: dict[str, Any] = {"marker": marker, **style.line}
     for y, width in ((band.mean, 1.6), *((y, 0.7) for y in band.singles)):
-        axes.plot(
-            band.x, on_scale(y, log), marker=marker, lw=width, ms=2 * width, **style.line
-        )  # fmt: skip
+        axes.plot(band.x, on_scale(y, log), lw=width, ms=2 * width, **how)
     x, low, high = envelope(band)
     low = on_scale(low, log)
     known = np.isfinite(low) & np.isfinite(high)

@@ -181,8 +181,6 @@ def shown_value(value: Any) -> str:
 def value_text(key: str, value: Any) -> str:
     if key == CHANGED:
         return "; ".join(value) if value else "nothing"
-    if key not in FACTS:
-        return shown_value(value)
-    if value is None:
-        return "unknown"
-    return str(value)[:HASH] if isinstance(value, str) else shown_value(value)
+    if key in FACTS and (value is None or isinstance(value, str)):
+        return "unknown" if value is None else value[:HASH]
+    return shown_value(value)

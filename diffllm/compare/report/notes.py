@@ -159,14 +159,14 @@ def parameter_notes(gaps: list[tuple[Row, Row]]) -> list[str]:
 
 def speed_notes(runs: list[Run]) -> list[str]:
     values = [run.config | run.facts for run in runs]
-    found = []
-    for key in SPEED:
-        known = [each for each in values if key in each]
-        if differs(key, known):
-            found.append(f"{key} ({', '.join(sorted({shown_value(each[key]) for each in known}))})")
-    if not found:
-        return []
-    return [f"Tokens a second and MFU are not comparable: the runs differ in {', '.join(found)}."]
+    known = {key: [each for each in values if key in each] for key in SPEED}
+    found = [
+        f"{key} ({', '.join(sorted({shown_value(each[key]) for each in those}))})"
+        for key, those in known.items()
+        if differs(key, those)
+    ]
+    said = f"Tokens a second and MFU are not comparable: the runs differ in {', '.join(found)}."
+    return [said] if found else []
 
 
 def settings(rows: list[Row]) -> dict[str, str]:
@@ -176,16 +176,13 @@ def settings(rows: list[Row]) -> dict[str, str]:
               if run.facts.get(key, run.config.get(key)) not in (None, [], "")]
         for key in SETTINGS
     }  # fmt: skip
-    found["commit"] = list(filter(None, map(commit_text, runs)))
+    gits = [git for run in runs if isinstance(git := run.facts.get("git"), dict)]
+    found["commit"] = [
+        f"{commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
+        for git in gits
+        if isinstance(commit := git.get("commit"), str)
+    ]
     return {key: " or ".join(dict.fromkeys(texts)) for key, texts in found.items() if texts}
-
-
-def commit_text(run: Run) -> str:
-    """The git commit that a run was made with; nothing where its run.json does not say."""
-    git = run.facts.get("git")
-    if not isinstance(git, dict) or not isinstance(commit := git.get("commit"), str):
-        return ""
-    return f"{commit[:12]}{', with uncommitted changes' if git.get('dirty') else ''}"
 
 
 def runs_summary(rows: list[Row]) -> str:

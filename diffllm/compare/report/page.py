@@ -48,12 +48,7 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
 def page(comparison: Comparison) -> str:
     """The whole page; equal comparisons give equal bytes."""
     import matplotlib
-    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
-        loader=PackageLoader("diffllm.compare.report", "."), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=StrictUndefined,
-    )  # fmt: skip
     rows, first_group, hidden = comparison.rows, comparison.groups[0], set()
     if any(row.gap for row in first_group.rows):  # then the figures omit the other groups
         hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
@@ -64,7 +59,7 @@ def page(comparison: Comparison) -> str:
     columns, constant = fold_constant(every)
     groups = comparison.groups if len(comparison.groups) > 1 else []
     names = Column("Row", [Cell(style.label, icon=style.swatch) for style in styles])
-    return environment.get_template("page.html.jinja").render(
+    return template("page.html.jinja").render(
         comparison=comparison,
         tables=tables,
         summary=runs_summary(rows),
@@ -90,6 +85,17 @@ def page(comparison: Comparison) -> str:
         several=any(len(row.runs) > 1 for row in rows),
         points=POINTS,
     )
+
+
+def template(name: str) -> Any:
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    places = [PackageLoader(f"diffllm.compare.{room}", ".") for room in ("study", "report")]
+    environment = Environment(
+        loader=ChoiceLoader(places), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template(name)
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, Any]]:

@@ -141,9 +141,13 @@ def value_order(value: Any) -> tuple[int, Any]:
 
 def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
     by_seed: dict[tuple[int, int], Run] = {}
-    for run in sorted(
-        runs, key=lambda run: (run.summary is not None, last_written(run), str(run.path))
-    ):
+
+    def age(run: Run) -> tuple[bool, float, str]:
+        files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
+        written = next((file.stat().st_mtime for file in files if file.exists()), 0.0)
+        return run.summary is not None, written, str(run.path)
+
+    for run in sorted(runs, key=age):
         if other := by_seed.get(run.seeds):
             why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
             notes.append(
@@ -152,11 +156,6 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
             )
         by_seed[run.seeds] = run
     return [by_seed[seeds] for seeds in sorted(by_seed)]
-
-
-def last_written(run: Run) -> float:
-    files = [run.path / name for name in ("summary.json", "metrics.jsonl", "config.yaml")]
-    return next((file.stat().st_mtime for file in files if file.exists()), 0.0)
 
 
 def row_value(row: Row, metric: Metric) -> float | None:

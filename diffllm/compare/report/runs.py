@@ -261,9 +261,8 @@ def expand_glob(path: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    if os.path.isfile(path / "metrics.jsonl"):
-        return True
-    return os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
+    begun = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "checkpoints")
+    return begun or os.path.isfile(path / "metrics.jsonl")
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:

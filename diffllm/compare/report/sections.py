@@ -74,7 +74,10 @@ def page_sections(
         hidden: places of rows that figures omit.
     """
     draw = Figures(comparison, styles, hidden)
-    first = draw.first_screen()
+    if any(row.gap for row in draw.rows):
+        first = [*draw.intervals(), *draw.cards([metric_of("eval/loss")]), *draw.gap()]
+    else:
+        first = draw.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
     shown = {card.title for card in first}
     found = []
     of_plugins = [each for each in SECTIONS if each.report and each not in ORDER]
@@ -112,11 +115,6 @@ class Figures:
             if keys and not hidden else "",
         }  # fmt: skip
         """Texts that the table of metrics leaves open."""
-
-    def first_screen(self) -> list[Card]:
-        if any(row.gap for row in self.rows):
-            return [*self.intervals(), *self.cards([metric_of("eval/loss")]), *self.gap()]
-        return self.cards(map(metric_of, ("train/loss", "eval/loss", "train/lr")))
 
     def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Card]:
         return [

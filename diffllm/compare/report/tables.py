@@ -23,7 +23,7 @@ from diffllm.compare.report.numbers import (
     short,
     with_interval,
 )
-from diffllm.compare.report.rows import EqualGap, Group, Row, row_value
+from diffllm.compare.report.rows import Group, Row, row_value
 from diffllm.core.printing import Cell, Column, Table
 from diffllm.metrics.table import METRICS
 from diffllm.statistics.arm_comparison import ArmComparison
@@ -67,7 +67,13 @@ def row_values(row: Row) -> dict[str, Any]:
         **{
             f"gap_at_{name}{end}": value
             for name in BUDGETS
-            for end, value in equal_values(row.equal.get(name)).items()
+            for equal in [row.equal.get(name)]
+            for end, value in {
+                "": equal and equal.gap.mean,
+                **ends("", equal and equal.gap),
+                "_error": equal and equal.error,
+                "_of": equal and equal.at,
+            }.items()
         },
         "baseline": row.baseline and row.baseline.label,
         "incomparable": row.incomparable or None,
@@ -87,12 +93,6 @@ def ends(name: str, found: Any) -> dict[str, Any]:
     return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
 
 
-def equal_values(found: EqualGap | None) -> dict[str, Any]:
-    gap = found and found.gap
-    of = {"_error": found and found.error, "_of": found and found.at}
-    return {"": gap and gap.mean, **ends("", gap), **of}
-
-
 def csv_text(rows: list[Row]) -> str:
     cells = [[Cell(value=value) for value in row.values.values()] for row in rows]
     return Table.of(list(rows[0].values), cells).csv()
@@ -106,11 +106,6 @@ def number_cell(how: Callable[[Any], str], name: str) -> Callable[[Row], Cell]:
         return Cell(how(value), finite(value), tag="not finite" if odd else "")
 
     return cell
-
-
-def active_cell(row: Row) -> Cell:
-    active = row.values["active_parameters"]
-    return Cell(MISSING if active == row.values["parameters"] else compact(active), finite(active))
 
 
 def loss_cell(row: Row) -> Cell:
@@ -173,7 +168,11 @@ PAGE = {
         "Parameters", "", "of the whole decoder", number_cell(compact, "parameters")
     ),
     "active_parameters": PageColumn(
-        "Active parameters", "", "that one token passes through", active_cell
+        "Active parameters", "", "that one token passes through",
+        lambda row: Cell(
+            MISSING if (active := row.values["active_parameters"]) == row.values["parameters"]
+            else compact(active), finite(active),
+        ),
     ),
     "flops_per_token": PageColumn(
         "FLOPs", "per token",

@@ -306,7 +306,13 @@ class Cost:
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     """Return the cost of every arm and stage; time follows from FLOPs and the median speed of ended
     runs of the study, or else of the pilot."""
-    stages = [runs for first in first_runs(study) for runs in stages_of(study, first)]
+    stages = []
+    for first in first_runs(study):
+        if study.lr:
+            grid, seeds = study.lr.grid, study.lr.seeds
+            stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
+        deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
+        stages.append([run for runs in deciding for run in runs])
     speeds = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
     if not speeds and pilot:
         speeds = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
@@ -319,20 +325,6 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
         seconds = flops / statistics.median(speeds) if speeds else None
         found.append(Cost(runs[0].stage, runs[0].arm, len(runs), ended, tokens, flops, seconds))
     return found
-
-
-def stages_of(study: Study, first: Planned) -> list[list[Planned]]:
-    """Return the planned runs of an arm by stage.
-
-    Args:
-        first: the arm's first deciding run.
-    """
-    stages = []
-    if study.lr:
-        grid, seeds = study.lr.grid, study.lr.seeds
-        stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
-    deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
-    return [*stages, [run for runs in deciding for run in runs]]
 
 
 def speed_of(path: Path) -> float | None:

@@ -53,16 +53,6 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
 
-def read_seed(study: Study, arm: StudyArm, seed: int, planned: list[Planned], out: Path) -> None:
-    """Read what has ended of an arm's runs with one seed, and their number once all have."""
-    missing = [run.name for run in planned if not is_ended(out / run.name)]
-    runs = [load_run(out / run.name) for run in planned if run.name not in missing]
-    arm.missing += missing
-    arm.runs += runs
-    if not missing:
-        arm.values[seed] = value_of(runs, study)
-
-
 def value_of(runs: list[Run], study: Study) -> float | None:
     """Return the number of a seed; None if it diverged. Raises ConfigError."""
     run = runs[0]
@@ -115,13 +105,6 @@ def times_of(study: Study, arm: StudyArm, rule: Rule) -> Times:
             raise ConfigError(f"{run.path} has no {study.metric}")
         found.append(when)
     return Times.of(found)
-
-
-def fact_values(arms: list[StudyArm], name: str) -> list[str]:
-    facts = [run.facts for arm in arms for run in arm.runs]
-    if name == "python":
-        facts = [each.get("environment") or {} for each in facts]
-    return sorted({str(each[name]) for each in facts if each.get(name) is not None})
 
 
 def arm_numbers(arm: StudyArm) -> dict[str, Any]:
@@ -177,6 +160,10 @@ class Verdict:
     choices: list[ChosenRate]
 
     def numbers(self) -> dict[str, Any]:
+        facts = [run.facts for arm in self.arms for run in arm.runs]
+        facts = [
+            {**each, "python": (each.get("environment") or {}).get("python")} for each in facts
+        ]
         return {
             "verdict": self.verdict,
             "would_be": self.would_be,
@@ -196,7 +183,10 @@ class Verdict:
                 }
                 for choice in self.choices
             },
-            "facts": {name: fact_values(self.arms, name) for name in FACTS},
+            "facts": {
+                name: sorted({str(each[name]) for each in facts if each.get(name) is not None})
+                for name in FACTS
+            },
         }
 
 
@@ -208,9 +198,14 @@ def judge(study: Study, out: Path) -> Verdict:
     with track("reading runs", len(arms) * len(study.seeds)) as advance:
         for arm in arms:
             for seed in study.seeds:
-                runs = deciding_runs(study, arm.name, seed, arm.lr)
-                read_seed(study, arm, seed, runs, out)
-                planned += runs
+                wanted = deciding_runs(study, arm.name, seed, arm.lr)
+                ended = [out / run.name for run in wanted if is_ended(out / run.name)]
+                runs = list(map(load_run, ended))
+                arm.missing += [run.name for run in wanted if out / run.name not in ended]
+                arm.runs += runs
+                if len(runs) == len(wanted):
+                    arm.values[seed] = value_of(runs, study)
+                planned += wanted
                 advance(1)
     if not any(arm.runs for arm in arms):
         raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
@@ -226,7 +221,16 @@ def judge(study: Study, out: Path) -> Verdict:
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
-    found = [tested_rule(study, arms[rule.arm], arms[rule.against], rule) for rule in study.rules]
+    found = []
+    for rule in study.rules:
+        own, base = arms[rule.arm], arms[rule.against]
+        outcome = compare_arms(own.values, base.values)
+        if rule.kind == "log_rank":
+            times = times_of(study, own, rule), times_of(study, base, rule)
+            found.append(Tested(rule, outcome, None, sooner(*times), times))
+        else:
+            gap = outcome.paired if study.test == "paired" else outcome.welch
+            found.append(Tested(rule, outcome, gap, p_of(rule, outcome, gap)))
     adjusted = iter(holm([each.p for each in found if each.p is not None]))
     tested = []
     for each in found:
@@ -237,15 +241,6 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
             verdict, reason = decide(each.rule, each.outcome, each.gap, p)
         tested.append(replace(each, p_adjusted=p, verdict=verdict, reason=reason))
     return tested
-
-
-def tested_rule(study: Study, own: StudyArm, base: StudyArm, rule: Rule) -> Tested:
-    outcome = compare_arms(own.values, base.values)
-    if rule.kind == "log_rank":
-        times = times_of(study, own, rule), times_of(study, base, rule)
-        return Tested(rule, outcome, None, sooner(*times), times)
-    gap = outcome.paired if study.test == "paired" else outcome.welch
-    return Tested(rule, outcome, gap, p_of(rule, outcome, gap))
 
 
 def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) -> tuple[str, str]:
@@ -303,16 +298,13 @@ def decide(
             return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
     if gap.zero_variance:
         return UNDERPOWERED, f"{gap.mean:+.4g} in every seed: without variance nothing is shown"
-    if wrong_side(rule, low, high):
+    if rule.kind == "equivalence":
+        refuted = rule.margin is not None and (low > rule.margin or high < -rule.margin)
+    else:
+        refuted = low > rule.below if rule.below is not None else high < (rule.above or 0.0)
+    if refuted:
         return REFUTED, f"{said}: the interval lies wholly on the other side"
     return UNDERPOWERED, f"{said}{f'; {shares}' if diverged else ''}: neither shown nor refuted"
-
-
-def wrong_side(rule: Rule, low: float, high: float) -> bool:
-    if rule.kind == "equivalence":
-        assert rule.margin is not None
-        return low > rule.margin or high < -rule.margin
-    return low > rule.below if rule.below is not None else high < (rule.above or 0.0)
 
 
 def not_comparable(

@@ -18,6 +18,7 @@ from diffllm.compare.report.figures import (
     to_image,
 )
 from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
+from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
@@ -136,15 +137,8 @@ def draw_rules(
 
 def verdict_html(found: Verdict) -> str:
     """The page; equal verdicts give equal bytes."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-
     numbers = found.numbers()
-    places = [PackageLoader(f"diffllm.compare.{room}", ".") for room in ("study", "report")]
-    environment = Environment(
-        loader=ChoiceLoader(places), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=StrictUndefined,
-    )  # fmt: skip
-    return environment.get_template("verdict.html.jinja").render(
+    return template("verdict.html.jinja").render(
         found=found,
         study=found.study,
         headline=verdict_headline(found),

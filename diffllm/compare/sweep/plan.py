@@ -125,20 +125,15 @@ def short_labels(keys: list[str]) -> dict[str, str]:
 
 def label_value(label: str, value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    text = name_text(value)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]
+    text = value.name if isinstance(value, Enum) else value
+    text = text if isinstance(text, str) else json.dumps(text)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
         safe = "-".join(filter(None, [safe[-LONGEST:].lstrip("_.-"), digest]))
     return f"{label}{'' if number or not label else '_'}{safe}"
-
-
-def name_text(value: Any) -> str:
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        return value[0]
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 class SweepDirectory:

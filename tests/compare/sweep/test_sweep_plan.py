@@ -153,7 +153,7 @@ def test_comparison_that_fails_is_one_line_after_the_table(
 
     report = "diffllm.compare.report"
     monkeypatch.setattr(f"{report}.comparison.read", lambda paths: ("compared", None))
-    monkeypatch.setattr(f"{report}.text.whole_text", lambda comparison: "the table")
+    monkeypatch.setattr(f"{report}.page.whole_text", lambda comparison: "the table")
     monkeypatch.setattr(f"{report}.page.write", fails)
     write_comparison(Path("s"))
     assert capsys.readouterr().out == ("\nthe table\n\nno comparison of the runs: cannot read s\n")
