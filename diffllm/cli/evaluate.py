@@ -1,6 +1,6 @@
 """diffllm evaluate run=<run or sweep> [key=value ...]: tasks and measures on checkpoints.
 
-The suite claims has retrieval and in-context tasks for the run's tokenizer and length: needle,
+The suite claims has retrieval and in-context tasks for the tokenizer and length of a run: needle,
 mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures held-out
 data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
 4 bits). Results are kept below <run>/evaluation/ and not made again.

@@ -158,6 +158,8 @@ def explain(error: Exception, words: list[str]) -> str:
         chosen = [word for word in words if word.partition("=")[0].lstrip("+") in GROUPS]
         known = [*GROUPS, *known_keys(compose("train", overrides=[] if file else chosen))]
         name = key[1] if key else unknown[1]
+        if file and name == file[1]:  # the content of the YAML is below the name of its group
+            return f"{where}the first line of its YAML must be '# @package _global_'"
         return where + unknown_key(name, [k for k in known if not name.startswith(f"{k}.")])
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
         return (

@@ -104,7 +104,7 @@ def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENXIO):
             raise
-        raise ValueError(f"is not a regular file{'' if follow else ', or a link'}") from error
+        raise ValueError(f"is {'' if follow else 'a link or '}not a regular file") from error
     if (size := os.fstat(descriptor).st_size) > most:
         os.close(descriptor)
         raise ValueError(f"has {size:,} bytes, more than {most:,}")

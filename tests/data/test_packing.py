@@ -36,7 +36,6 @@ from diffllm.data.shards import Manifest
 from diffllm.data.streams import TokenStream
 from diffllm.data.token_data import TokenData
 from diffllm.model.attention.ops import Documents
-from diffllm.training.state import LoopState
 
 EOS = 0
 
@@ -329,11 +328,6 @@ def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_pa
     train = prepared.manifest.splits["train"]
     assert first.plan.counts.documents == train.documents
     assert first.plan.counts.tokens == train.tokens
-
-
-def test_a_checkpoint_from_before_there_was_packing_is_of_a_stream() -> None:
-    saved = LoopState(order={"seed": 1}).state_dict()
-    assert LoopState.of(saved).order == {"seed": 1, "data.packing": "stream"}
 
 
 def mixture_of(

@@ -113,9 +113,9 @@ def test_tokens_are_prepared_and_a_saved_config_is_read(tmp_path: Path) -> None:
     ("word", "said"),
     [
         ("data.task=mqr", "data.task=mqr is none of icl, mqar, needle"),
-        ("data.level={pair: 4}", "data.level: mqar has no pair; it has pairs"),
-        ("data.level={pairs: x}", "data.level: pairs=x must be a whole number"),
-        ("data.level={pairs: 1048577}", "pairs=1048577 must be a whole number, at most 1,048,576"),
+        ("data.level={pair: 4}", "data.level: pair=4 must be one of pairs, words"),
+        ("data.level={pairs: x}", "pairs=x must be one of pairs, words with a whole number"),
+        ("data.level={pairs: 1048577}", "pairs=1048577 must be one of pairs"),
         ("data.level={pairs: 9000}", "data.level={'pairs': 9000}: mqar has no examples"),
         ("data.level={pairs: 4, words: 7}", "no examples: 8 different words are wanted of 7"),
         ("data.level={pairs: 4, words: 8101}", "no examples: there are 8,100 words, not 8,101"),

@@ -15,8 +15,8 @@ UNREAD = [
     ),
     (["data=stdlib", "data.sample_by=line"], "data.sample_by=line is not read with"),
     (["data.dataset=a/b", "data.sample_by=line"], "data.sample_by=line is not read with"),
-    ([MIXTURE, "data.text_column=body"], "each source has its own, data.sources.NAME.text_co"),
-    ([MIXTURE, "data.split=test"], "each source has its own, data.sources.NAME.split"),
+    ([MIXTURE, "data.text_column=body"], "data.text_column=body is not read with"),
+    ([MIXTURE, "data.split=test"], "data.split=test is not read with"),
     ([MIXTURE.replace("]}", "], split: test}")], "data.sources.a.split=test is not read with"),
 ]
 

@@ -208,7 +208,7 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={pairs: 500}"], "the task mqar at {'pairs': 500} needs"),
-        (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, no pair"),
+        (["tasks=[mqar]", "level={pair: 5}"], "level: mqar has pairs, words, not {'pair': 5}"),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={pairs: [[4]]}"], "level={pairs: [[4]]} must be settings like"),
         (["tasks=[mqar]", "level={}"], "level: mqar has pairs, words, not {}"),

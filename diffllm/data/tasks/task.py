@@ -205,7 +205,8 @@ class OwnFile(Task):
         try:
             content = read_bytes(path, LARGEST, follow=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"tasks: {path}: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"tasks: {path} cannot be read: {reason}") from None
         self.version = hashlib.sha256(content).hexdigest()
         self.by_level: dict[str, tuple[Level, list[Example]]] = {}
         for number, line in enumerate(content.splitlines(), 1):
