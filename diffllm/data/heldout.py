@@ -69,7 +69,6 @@ class HeldoutDocuments:
             yield self.read(borders, np.arange(batch_size) + number * batch_size, seq_len)
 
     def rounds(self, seq_len: int, batch_size: int, world_size: int = 1) -> int:
-        """Return the number of batches per rank; raises ConfigError for impossible counts."""
         check_counts(least=1, seq_len=seq_len, batch_size=batch_size, world_size=world_size)
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 

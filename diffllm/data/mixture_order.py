@@ -244,7 +244,6 @@ class MixturePlace:
     seed: int
     sample: int
     consumed: dict[str, int]
-    """Samples of each source before `sample`."""
     since: int
     """First sample of the order by `weights`."""
     before: dict[str, int]

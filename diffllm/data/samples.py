@@ -184,11 +184,8 @@ class MixedSequences:
         }
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample of a state and resume there: in the same order if the weights are
-        equal, else by the new weights from each source's next sequence.
-
-        Raises CheckpointError for another seed or other sources.
-        """
+        """Return the sample of a state and resume there, in the same order if the weights are
+        equal; raises CheckpointError for another seed or other sources."""
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]
         if known != self.names:

@@ -142,7 +142,6 @@ def check_split_counts(splits: Mapping[str, Split]) -> None:
 
 
 def together(splits: Sequence[Split]) -> Split:
-    """Sum one split over sources or parts; 0 bytes if those of one are unknown."""
     known = all(split.bytes for split in splits if split.tokens)
     return Split(
         documents=sum(split.documents for split in splits),

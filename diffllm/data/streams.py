@@ -207,8 +207,6 @@ class JoinedTokens:
 
 
 class JoinedStream(JoinedTokens):
-    """Several streams of one split in sequence."""
-
     def __init__(self, split: str, streams: Sequence[Stream]) -> None:
         super().__init__(streams)
         self.split, self.streams = split, list(streams)

@@ -11,8 +11,6 @@ from diffllm.data.tokenizer import Tokenizer, check_tokenizer, tokenizer_in
 
 @dataclass(frozen=True)
 class TokenData:
-    """A prepared corpus: `directory` holds its manifest, tokenizer and shards."""
-
     directory: Path
 
     @cached_property

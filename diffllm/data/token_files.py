@@ -27,7 +27,6 @@ from diffllm.data.verified import usable
 SAMPLED = 64
 BLOCK = 1 << 16
 LOOKED_AT = 100
-"""Documents that are checked for a final EOS."""
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -217,7 +217,6 @@ def tokenizer_in(directory: Path) -> Path:
 
 
 def tokenizer_of(run: Path) -> Path:
-    """Return a run's tokenizer file; raises CheckpointError."""
     for name in (FAST, MODEL):
         if os.path.lexists(run / name):
             with readable(run / name):

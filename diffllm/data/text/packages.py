@@ -66,7 +66,6 @@ def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFacts], list[Path]]:
-    """Return facts about all paths, and the paths of texts that are not blank."""
     facts = dict(zip(paths, file_facts(paths, cache_dir), strict=True))
     return facts, [path for path, each in facts.items() if each.is_utf8 and not each.is_blank]
 
