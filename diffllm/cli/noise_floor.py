@@ -11,6 +11,7 @@ standard attention. For values that are uncorrelated between keys and of RMS 1,
 
     SNR(lambda) = w_s / sqrt(sum over i != s of w_i^2)
                 = (p_s - lambda q_s) / sqrt(r^2 + |q|^2 (lambda - m)^2)
+    lambda*     = m - q_s r^2 / (|q|^2 (p_s - m q_s)),    the best lambda
 
 where m = p.q / |q|^2 and r = |p - m q|, with products and norms over i != s.
 """

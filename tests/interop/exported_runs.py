@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import diffllm
+from diffllm.checkpoint.hf.layout import VARIANTS as EXPORTED
 
-VARIANTS = sorted(
-    path.stem for path in (Path(diffllm.__file__).parents[1] / "conf" / "attention").glob("*.yaml")
-)
+CONF = Path(diffllm.__file__).parents[1] / "conf" / "attention"
+VARIANTS = sorted(f.stem for f in CONF.glob("*.yaml") if f.stem.startswith(tuple(EXPORTED)))
 MIXTURE = (
     "model.moe.n_experts=4", "model.moe.expert_dim=32", "model.moe.n_shared=1",
     "model.moe.n_dense_layers=1",

@@ -226,4 +226,3 @@ def test_lambda_is_float32_to_the_bit_inside_the_bf16_model(variant):
             assert torch.equal(lam.detach(), expected_lambda(variant, t, i, logits.get(i)))
         else:
             assert lam is None
-            assert not kept

@@ -318,6 +318,6 @@ def layout_of(model: ModelConfig, own: bool = False) -> Layout:
         if found := layout(model):
             return found
     raise ConfigError(
-        f"{type(model.attention).__name__} is a plugin's: no modelling file computes it, so it "
-        "cannot be exported"
+        f"{type(model.attention).__name__} cannot be exported: neither transformers nor our "
+        "modelling file computes it"
     )
