@@ -240,18 +240,6 @@ def test_settings_that_do_not_exist_are_refused():
             DiffLLMConfig(**settings)
 
 
-def test_resaved_export_opens_without_diffllm(opened, tmp_path):
-    opened("diff_v2")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "diff_v2")
-    model.save_pretrained(tmp_path / "again")
-    code = (
-        "import sys, transformers; "
-        "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True); "
-        "assert 'diffllm' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "again")], cwd=tmp_path, check=True)
-
-
 @pytest.mark.parametrize(
     ("rope", "said"),
     [

@@ -5,8 +5,6 @@ import itertools
 import sys
 from typing import Any
 
-import pytest
-
 from diffllm.core.console import Console
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.display import Copied, Display, RunLog
@@ -85,14 +83,3 @@ def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path, capsys):
         "warning: after it",
     ]
     assert not isinstance(sys.stderr, Copied)
-
-
-@pytest.mark.parametrize(
-    ("text", "logged"), [("\x1b[2K\rtokenising 3%", ""), ("prepared\n", "prepared\n")]
-)
-def test_what_moves_the_cursor_is_not_logged(text, logged):
-    copied: list[str] = []
-    stream = io.StringIO()
-    Copied(stream, copied.append).write(text)
-    assert stream.getvalue() == text
-    assert "".join(copied) == logged

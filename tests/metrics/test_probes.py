@@ -14,13 +14,12 @@ from diffllm import build_model, load_config
 from diffllm.config.compose import variants
 from diffllm.metrics.diagnostics import (
     DiagnosticsConfig,
-    due_stats,
     probe_positions,
 )
 from diffllm.metrics.table import METRICS
 from diffllm.model.attention.ops import Documents
 from diffllm.model.rope import apply_rope
-from diffllm.model.stats import entropy, probe_at, probe_stats
+from diffllm.model.stats import probe_at, probe_stats
 from diffllm.training.step import Due, due
 
 LENGTH, END = 12, 7
@@ -139,16 +138,6 @@ def test_a_probed_pass_adds_its_names_and_changes_nothing_else(variant):
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
 
 
-def test_only_what_is_due_is_kept():
-    model, tokens = tiny("diff_v2"), rows()
-    stats = model(tokens, tokens, diagnose=True, probe=POSITIONS).stats
-    assert set(due_stats(stats, statistics=False, probes=True)) == PROBED
-    assert set(due_stats(stats, statistics=True, probes=False)) == set(stats) - PROBED
-    assert due_stats(stats, statistics=True, probes=True).keys() == stats.keys()
-    assert due_stats(stats, statistics=False, probes=False) == {}
-    assert not Due(update=True).diagnose
-
-
 def test_each_measurement_is_due_at_its_own_interval():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
@@ -174,10 +163,6 @@ def test_each_measurement_is_due_at_its_own_interval():
     steps = {step: due(cfg, step) for step in range(1, 15)}
     assert not any(now.diagnose or now.tasks for now in steps.values())
     assert [step for step, now in steps.items() if now.save] == [14]
-
-
-def test_a_sink_that_takes_everything_leaves_no_entropy():
-    assert entropy(torch.zeros(2, 4)).tolist() == [0, 0]
 
 
 def test_positions_are_spread_over_the_sequence_and_drawn_anew_each_step():

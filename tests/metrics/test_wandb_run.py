@@ -19,13 +19,10 @@ from processes import PATIENCE_S
 from tiers import slow_but
 from wandb_file import OfflineRun
 
-from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
-from diffllm.metrics.table import METRICS
 from diffllm.metrics.wandb_run import WandbConfig, WandbMode, WandbRun, resolve_mode
 
 KEY = "0123456789" * 4
-SUMMARIES = {metric.name: metric.summary for metric in METRICS}
 CHOICES = {"attention": "diff_v2", "model": "tiny"}
 
 
@@ -77,18 +74,6 @@ def test_auto_is_online_with_a_key_of_its_server(home, monkeypatch, machine, var
     assert resolve_mode(WandbConfig(mode=WandbMode.online)) == "online"
 
 
-def test_wandbs_own_server_is_one_of_those_looked_up():
-    from wandb.sdk.lib import urls
-
-    assert urls.DEFAULT_BASE_URL in [f"https://{host}" for host in wandb_run.HOSTS]
-
-
-@pytest.mark.parametrize("tag", ["", "x" * 65])
-def test_a_tag_that_wandb_refuses_is_a_config_error(tag):
-    with pytest.raises(ConfigError, match=r"wandb\.tags.*1 to 64"):
-        WandbConfig(tags=["good", tag]).validate()
-
-
 def a_run(
     directory: Path,
     mode: WandbMode = WandbMode.offline,
@@ -114,21 +99,6 @@ def test_history_and_summary_leave_out_values_that_are_not_finite(tmp_path, capf
     assert [row.get("train/loss") for row in found.history] == [2.5, 1.5, None, None]
     assert found.summary["train/loss"] == {"min": 1.5}
     assert "wandb" not in capfd.readouterr().err
-
-
-def test_every_metric_is_defined_with_its_summary_against_tokens(tmp_path):
-    run = a_run(tmp_path)
-    run.finish()
-    defined = OfflineRun(tmp_path).metrics
-    assert defined.keys() == {"step", "tokens", *SUMMARIES}
-    for name, summary in SUMMARIES.items():
-        record = defined[name]
-        assert record.step_metric == "tokens"
-        asked = [field.name for field, _ in record.summary.ListFields()]
-        assert asked == ([] if summary == "last" else [summary])
-        assert bool(record.glob_name) == name.endswith("*")
-    assert defined["step"].options.hidden
-    assert defined["tokens"].options.hidden
 
 
 def test_the_same_id_continues_on_a_second_start(tmp_path):

@@ -156,24 +156,6 @@ def test_one_product_is_two(monkeypatch, dtype, adjacent):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_products_and_the_layout_of_gradients(monkeypatch):
-    """5 products in the backward pass in place of 6; each weight's gradient is a tensor of its own,
-    which accumulation takes over without a copy."""
-    layer, (x, weights) = small_experts(HALF), inputs(HALF)
-    as_on_cuda(monkeypatch)
-    calls = watched(monkeypatch, F, "grouped_mm")
-    out = layer(x, weights, torch.tensor(COUNTS))
-    assert len(calls) == 2
-    taken = {}
-    for name, param in layer.named_parameters():
-        param.register_hook(lambda grad, name=name: taken.update({name: grad.data_ptr()}))
-    out.sum().backward()
-    assert len(calls) == 2 + 5
-    for name, param in layer.named_parameters():
-        assert param.grad.is_contiguous()
-        assert param.grad.data_ptr() == taken[name], name
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
     """Without a copy there, too."""

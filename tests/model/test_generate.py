@@ -122,23 +122,6 @@ def test_an_identical_prompt_gets_what_it_would_get_from_the_next_seed(model):
     assert len({tuple(text) for text in expected}) == 5
 
 
-def test_rows_that_have_ended_are_not_computed_further(model):
-    texts = [prompts(1, length)[0] for length in (4, SEQ_LEN - 3, 9, 6)]
-    free = generate(model, texts, 10, temperature=0)
-    stop = free[2][9 + 5]
-    sizes = []
-    hook = model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    out = generate(model, texts, 10, temperature=0, stop_token=stop)
-    hook.remove()
-    added = [len(text) - len(prompt) for prompt, text in zip(texts, out, strict=True)]
-    assert sizes == [sum(n > step for n in added) for step in range(max(added))]
-    assert len(set(sizes)) > 2
-    assert out == [
-        text if stop not in text[len(prompt) :] else text[: text.index(stop, len(prompt)) + 1]
-        for prompt, text in zip(texts, free, strict=True)
-    ]
-
-
 def test_a_stop_token_in_the_prompt_does_not_stop():
     model, prompt = tiny(), prompts(2)
     free = generate(model, prompt, 8, temperature=0)

@@ -87,19 +87,6 @@ def test_every_thread_count_draws_what_one_generator_a_block_gives(shape, trunca
         assert torch.get_num_threads() == threads
 
 
-def test_a_default_device_other_than_the_parameters_leaves_them_the_same():
-    """Helper tensors made without a device would be without values."""
-    for variant in ("diff_v1", "diff_v2"):
-        cfg = load_config(["model=micro", f"attention={variant}"]).model
-        model, other = build_model(cfg), build_model(cfg)
-        for param in other.parameters():
-            param.data.fill_(7.0)
-        with torch.device("meta"):
-            other.reset_parameters()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, other.state_dict()[name]), name
-
-
 def test_embeddings_can_have_a_standard_deviation_of_their_own():
     words = ["model=micro", "attention=diff_v2"]
     plain = build_model(load_config(words).model).state_dict()

@@ -9,15 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from stand_ins import CUDA, END, V2, V4, mask_for, tokens_with_documents
-from variants import VARIANTS, small_config
+from variants import small_config
 
-from diffllm import build_model, load_config
+from diffllm import build_model
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention import kernels, ops
-from diffllm.model.attention.diff_v1 import Values
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
 from diffllm.model.attention.ops import Backend, Documents, Packed
-from diffllm.plan.simulate import as_on_gpu
 
 CPU = torch.device("cpu")
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
@@ -130,22 +128,6 @@ def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine
     assert done == []
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("documents", [False, True])
-def test_every_variant_says_which_kernel_it_gets(machine, variant, documents):
-    machine()
-    cfg = small_config(variant, head_dim=64).model
-    found = cfg.attention.choices(cfg, CUDA, BF16, documents)
-    if variant == "diff_v1_clamped":
-        expected = Kernel.explicit
-    elif not documents:
-        expected = Kernel.sdpa
-    else:
-        expected = Kernel.masked if cfg.attention.explicit_mask else Kernel.flex
-    assert found["attention"].value is expected
-    assert ("values" in found) == (variant.startswith("diff_v1") and "clamped" not in variant)
-
-
 class Blocks:
     """Stands for a block mask."""
 
@@ -197,30 +179,6 @@ def test_the_width_that_a_kernel_gets_is_the_variants():
     assert width("diff_v1", "model.attention.values=wide", head_dim=128, device=CUDA) == 256
 
 
-def test_flash_takes_every_head_that_auto_leaves_narrow(machine, monkeypatch):
-    """FlashAttention stops at 256: heads of 160 fit in halves and not together."""
-    machine(packages=V2)
-    monkeypatch.setattr(kernels, "try_flash", lambda *_: None)
-    cfg = small_config("diff_v1", head_dim=160, extra=on("flash")).model
-    cfg.attention.prepare(cfg, CUDA, BF16)
-    words = (*on("flash"), "model.attention.values=wide")
-    wide = small_config("diff_v1", head_dim=160, extra=words).model
-    with pytest.raises(ConfigError, match="heads up to 256 wide, this variant needs 320"):
-        wide.attention.prepare(wide, CUDA, BF16)
-
-
-def test_the_plan_lays_values_out_as_a_gpu_does():
-    def planned(*words):
-        attention = ["attention=diff_v1", "model.head_dim=128", *words]
-        return as_on_gpu(load_config(["model=tiny", *attention])).model.attention.values
-
-    assert planned() is Values.split
-    assert planned("model.head_dim=64") is Values.wide
-    assert planned("model.attention.values=wide") is Values.wide
-    clamped = as_on_gpu(load_config(["model=tiny", "attention=diff_v1_clamped"]))
-    clamped.model.attention.validate(clamped.model)
-
-
 @pytest.fixture
 def enabled(monkeypatch):
     """Whether cuDNN was enabled at each call of SDPA; x counts as on `device`."""
@@ -270,15 +228,6 @@ def test_nothing_with_a_cache_goes_through_cudnn(enabled, variant, device):
 
 def on(backend):
     return (f"model.attention.backend={backend}",)
-
-
-@pytest.mark.parametrize("backend", ["flash", "flex"])
-def test_backends_of_gpus_are_refused_on_the_cpu_when_building(backend):
-    cfg = load_config(["model=tiny", "attention=diff_v2", *on(backend)])
-    with pytest.raises(ConfigError, match=rf"backend={backend} needs a GPU; on the cpu choose"):
-        build_model(cfg.model)
-    with torch.device("meta"):  # to be counted, not run
-        build_model(cfg.model)
 
 
 @pytest.mark.parametrize(
@@ -348,18 +297,6 @@ def test_flash_without_its_package_or_in_float32_is_refused(
         prepare_backend(Backend.flash, CUDA, 64, dtype)
     for backend in (Backend.sdpa, Backend.flex, Backend.reference):
         prepare_backend(backend, CUDA, 512, FLOAT32)
-
-
-@pytest.mark.parametrize(("variant", "documents"), [("standard", True), ("standard_sink", False)])
-def test_a_variant_that_masks_documents_by_a_tensor_needs_no_kernel_for_them(
-    machine, variant, documents
-):
-    """backend=flash attends where nothing is masked, and nothing else is tried."""
-    calls = machine(packages=V2)
-    cfg = small_config(variant, extra=on("flash")).model
-    cfg.attention.prepare(cfg, CUDA, torch.bfloat16, documents=True)
-    width = cfg.attention.kernel_width(cfg, CUDA)
-    assert calls == [("tried", width, documents)]
 
 
 def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monkeypatch, tmp_path):

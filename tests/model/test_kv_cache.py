@@ -233,39 +233,3 @@ def test_a_decoding_step_of_v1_attends_twice_each_map_reading_its_own_keys(
         assert k.data_ptr() == held.k[:, second * pairs :].data_ptr()
         assert v.data_ptr() == held.v.data_ptr()
         assert not options.get("enable_gqa")
-
-
-def calls_in_training(model, kernel_calls):
-    kernel_calls.clear()
-    out = model(torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (2, 9)))
-    out.objective.backward()
-    return kernel_calls
-
-
-@pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(8, 2, 8), (4, 1, 8)]))
-def test_a_training_step_attends_once_with_all_query_heads(kernel_calls, variant, shape):
-    """V2 too: twice the query heads, over the baseline's keys and values."""
-    _, kv_heads, d = shape
-    model = small_model(variant, *shape)
-    calls = calls_in_training(model, kernel_calls)
-    assert len(calls) == len(model.layers)
-    for q, k, v, options in calls:
-        assert q.shape == (2, model.layers[0].attention.n_query_heads, 9, d)
-        assert k.shape == v.shape == (2, kv_heads, 9, d)
-        assert options["is_causal"]
-        assert options["attn_mask"] is None
-
-
-@pytest.mark.parametrize("values", ["wide", "split"])
-@pytest.mark.parametrize("shape", [(4, 4, 8), (8, 2, 8)])
-def test_a_training_step_of_v1_attends_once(kernel_calls, values, shape):
-    heads, kv_heads, d = shape
-    model = small_model("diff_v1", *shape, (f"model.attention.values={values}",))
-    calls = calls_in_training(model, kernel_calls)
-    assert len(calls) == len(model.layers)
-    copies = 2 if values == "split" else 1
-    for q, k, v, options in calls:
-        assert q.shape[:3] == (2, copies * heads, 9)
-        assert k.shape[:3] == v.shape[:3] == (2, copies * kv_heads, 9)
-        assert v.shape[-1] == (d if values == "split" else 2 * d)
-        assert options["is_causal"]

@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from tiers import slow_but
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diffllm import load_config
-from diffllm.core.errors import ConfigError
 from diffllm.model.rope import RopeConfig, RopeScaling, RotaryEmbedding, apply_rope, frequencies
 
 SCALINGS = {
@@ -71,25 +68,3 @@ def test_even_rows_first_turns_interleaved_rope_into_ours():
     both = angles.repeat(1, 2).unsqueeze(1)
     found = apply_rope(x[..., order], (both.cos(), both.sin()))
     torch.testing.assert_close(found, expected[..., order], rtol=0, atol=1e-14)
-
-
-IMPOSSIBLE = [
-    (["scaling=ntk"], "none, linear, llama3, yarn"),
-    (["factor=2"], "needs model.rope.scaling"),
-    (["scaling=linear", "factor=0.5"], "factor=0.5 must be at least 1"),
-    (["scaling=llama3", "factor=2"], "needs model.rope.original_seq_len"),
-    (["scaling=linear", "original_seq_len=64"], "needs model.rope.scaling=llama3 or yarn, not"),
-    (["scaling=llama3", "original_seq_len=64", "beta_fast=40"], "needs .*scaling=yarn, not"),
-    (["low_freq_factor=2"], "needs .*scaling=llama3, not none"),
-    (["scaling=yarn", "original_seq_len=64", "beta_slow=40"], "less than model.rope.beta_fast"),
-    (["scaling=yarn", "original_seq_len=64", "attention_factor=0"], "must be positive"),
-]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    slow_but(IMPOSSIBLE[::3], IMPOSSIBLE),
-)
-def test_impossible_scalings_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config([f"model.rope.{word}" for word in overrides])

@@ -4,16 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.ffn import router
 from diffllm.model.ffn.router import (
-    FLOAT32,
-    SPLIT,
     SplitProduct,
     router_logits,
-    router_product,
     split,
 )
 
@@ -102,20 +97,6 @@ def test_a_compiler_leaves_the_parts_as_they_are(no_cuda):
     assert worst(grad_weight, grad.double().T @ x.double()) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "value"),
-    [
-        ("cuda", torch.bfloat16, SPLIT),
-        ("cuda", torch.float32, FLOAT32),
-        ("cuda", torch.float16, FLOAT32),
-        ("cpu", torch.bfloat16, FLOAT32),
-        ("mps", torch.bfloat16, FLOAT32),
-    ],
-)
-def test_the_device_and_the_dtype_decide(device, dtype, value):
-    assert router_product(torch.device(device), dtype).value == value
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch):
     monkeypatch.setattr(router, "float32_mm", None)
@@ -123,33 +104,6 @@ def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch
     wide = torch.promote_types(dtype, torch.float32)
     expected = torch.nn.functional.linear(x.to(wide), weight.to(wide))
     assert torch.equal(router_logits(x, weight), expected)
-
-
-class Products(TorchDispatchMode):
-    """Records matrix products: their operation, and the dtypes of inputs and result."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.mm:
-            self.seen.append((func, {arg.dtype for arg in args[:2]}, out.dtype))
-        return out
-
-
-def test_what_a_gpu_runs(monkeypatch):
-    """Without a stand-in, on tensors without data: no product of float32 numbers."""
-    monkeypatch.setattr(router, "router_product", lambda *_: AutoSetting(SPLIT, ""))
-    x = torch.empty(32, DIM, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    weight = torch.empty(EXPERTS, DIM, device="meta", requires_grad=True)
-    with Products() as products:
-        logits = router_logits(x, weight)
-        torch.autograd.grad(logits, [x, weight], torch.empty_like(logits))
-    wide = (torch.ops.aten.mm.dtype, {torch.bfloat16}, torch.float32)
-    narrow = (torch.ops.aten.mm.default, {torch.bfloat16}, torch.bfloat16)
-    assert products.seen == [wide, narrow, wide]
 
 
 @pytest.mark.gpu

@@ -1,13 +1,11 @@
 """Each choice that a config leaves to the device is made in one place and printed with a reason."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from runs.one_rank import gloo_group
 
 from diffllm.config import Precision, load_config
 from diffllm.distributed import fsdp
@@ -18,10 +16,8 @@ from diffllm.plan.simulate import fake_world
 from diffllm.training import build as building
 from diffllm.training.build import (
     WORTH_COMPILING,
-    build,
     chosen_compile,
     chosen_precision,
-    for_json,
     sharded_model,
 )
 
@@ -76,34 +72,6 @@ def test_broken_compiler_is_named_in_one_line(tmp_path):
     (line,) = done.stdout.splitlines()
     assert line.startswith("torch.compile fails: ")
     assert "/bin/false" in line
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["attention=standard", "model.head_dim=32"],
-            {"attention": "torch's fused CPU kernel, in float32"},
-        ),
-        (["model.attention.backend=reference"], {"attention": "explicit maps"}),
-        (["attention=diff_v1"], {"values": "wide", "loss_chunk": 512}),
-        (["attention=diff_v1", "model.attention.values=split"], {"values": "split"}),
-        (["model.loss_chunk=100", "compile=true"], {"loss_chunk": 100, "compile": True}),
-        (["model=moe_tiny"], {"router_product": "float32", "expert_products": "grouped"}),
-    ],
-)
-def test_a_training_says_what_it_chose_as_json(words, expected):
-    with gloo_group():
-        t = build(load_config(["model=tiny", "precision=bf16", *words]), CPU)
-    said = json.loads(json.dumps(for_json(t.choices)))
-    assert said["precision"] == {"value": "bfloat16", "reason": "asked for"}
-    assert all(choice["reason"] for choice in said.values())
-    for name, value in expected.items():
-        assert said[name]["value"] == value
-    asked = [w for w in words if "values=" in w or "chunk=" in w or "compile=" in w]
-    for word in asked:
-        name = word.partition("=")[0].rpartition(".")[2]
-        assert said[name]["reason"] == "asked for"
 
 
 def test_small_gradients_wait_for_the_last_micro_batch(monkeypatch):

@@ -33,19 +33,6 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
     assert git_state(package) == {"commit": commit, "dirty": True}
 
 
-def test_installed_package_has_not_the_commit_of_a_repository_around_it(tmp_path, monkeypatch):
-    git(tmp_path, "init")
-    (tmp_path / ".gitignore").write_text("venv\n")
-    installed = tmp_path / "venv" / "package"
-    installed.mkdir(parents=True)
-    (installed / "code.py").write_text("a = 1\n")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "first")
-    assert git_state(installed) is None
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert git_state(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [
