@@ -69,8 +69,3 @@ def test_command_that_reads_configs_imports_only_torch_and_what_it_uses(
     """A config of a run is read with the class of its variant, which the file of the variant
     defines next to its module. So these commands import torch, but not its checkpoints."""
     assert heavy_after_command(words, place) <= {"torch", *allowed}
-
-
-@pytest.mark.parametrize("name", ["study", "report"])
-def test_start_of_a_command_imports_no_scipy(place: Path, name: str) -> None:
-    assert "scipy" not in heavy_after(f"import diffllm.cli.{name}", place)

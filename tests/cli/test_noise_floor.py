@@ -224,18 +224,6 @@ def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
     assert drawn.getvalue().startswith(b"\x89PNG")
 
 
-def test_each_panel_of_the_figure_draws_and_names_every_curve():
-    cfg = NoiseFloorArguments(**SMALL, signal=4.0)
-    result = noise_floor(cfg)
-    panels = ("by_keys", "by_lambda", "by_amplitude")
-    figure = draw_figure(result)
-    named = [text.get_text() for text in figure.legends[0].get_texts()]
-    for axes, sweep in zip(figure.axes, panels, strict=True):
-        lines = {line.get_label(): line.get_ydata() for line in axes.lines}
-        for label, curve in zip(named, result[sweep]["curves"].values(), strict=True):
-            assert np.array_equal(lines[label], curve["snr"])
-
-
 @pytest.mark.parametrize(
     ("word", "named"),
     [

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 import diffllm
-from diffllm.core.errors import ConfigError, DataError
+from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import file_index, files, readers
 from diffllm.data.text.corpus import Corpus, open_corpus
@@ -55,24 +55,6 @@ def test_stdlib_skips_and_counts_what_is_no_text(
     cfg = make_config(source="stdlib")
     assert texts(cfg) == ["z = 'é'\n", "b = 1\n"]
     assert (opened(cfg).skipped_empty, opened(cfg).skipped_undecodable) == (2, 1)
-
-
-def test_every_format_gives_its_documents(tmp_path: Path, make_config: MakeConfig) -> None:
-    lines = json_lines("one", "two\nlines \u2581")
-    (tmp_path / "a.jsonl").write_text(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    (tmp_path / "d.json").write_text(json.dumps([{"text": "three"}]))
-    table = pyarrow.table({"text": pyarrow.array(["four"], pyarrow.large_string()), "id": ["x"]})
-    pyarrow.parquet.write_table(table, tmp_path / "e[1].parquet")
-    (tmp_path / "f.txt").write_text("five\n\nsix")
-    names = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst"]
-    for name in list(names):
-        names.append(name.replace("jsonl", "ndjson"))
-        (tmp_path / names[-1]).write_bytes((tmp_path / name).read_bytes())
-    names += ["d.json", "e[1].parquet", "f.txt"]
-    cfg = make_config(*(tmp_path / name for name in names), sample_by=SampleBy.paragraph)
-    assert texts(cfg) == ["one", "two\nlines \u2581"] * 6 + ["three", "four", "five", "six"]
 
 
 def test_zst_of_several_frames_is_read_whole_or_refused(
@@ -168,14 +150,6 @@ def test_an_array_of_json_is_read_by_its_text_alone(
         texts(make_config(path))
 
 
-def test_a_column_that_nothing_reads_is_refused(make_config: MakeConfig) -> None:
-    for source in ("stdlib", "packages", "tokens"):
-        with pytest.raises(ConfigError, match=f"prompt_column=x is not read with .*={source}"):
-            make_config(source=source, prompt_column="x").validate()
-    with pytest.raises(ConfigError, match=r"data.prompt_column has to be another than data.text"):
-        make_config(Path("a.jsonl"), prompt_column="text").validate()
-
-
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
 def test_documents_do_not_depend_on_the_blocks_that_are_read(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, block_bytes: int
@@ -195,16 +169,6 @@ def test_documents_do_not_depend_on_the_blocks_that_are_read(
     for sample_by, expected in by.items():
         found = texts(make_config(tmp_path / "c.txt", sample_by=sample_by))
         assert [text for text in found if text] == [text for text in expected if text]
-
-
-def test_paths_that_lead_nowhere(tmp_path: Path, make_config: MakeConfig) -> None:
-    for path, message in [
-        (tmp_path / "none.txt", r"none.txt matches no file"),
-        (tmp_path / "*.parquet", r"\*.parquet matches no file"),
-        (tmp_path, r"matches no file; of a directory name the files"),
-    ]:
-        with pytest.raises(DataError, match=message):
-            opened(make_config(path))
 
 
 def test_a_hub_branch_is_resolved_once(
@@ -249,18 +213,6 @@ def test_unchanged_files_are_not_read_again(
     facts = file_facts([path], tmp_path / "cache")
     monkeypatch.setattr(file_index, "_read_facts", lambda _: pytest.fail("read again"))
     assert file_facts([path], tmp_path / "cache") == facts
-
-
-def test_an_index_of_another_version_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one")
-    facts = file_facts([path], tmp_path)
-    index = tmp_path / "file_index.json"
-    stored = json.loads(index.read_text())
-    stored["version"] += 1
-    stored["files"][str(path)][2] = "another kind of hash"
-    index.write_text(json.dumps(stored))
-    assert file_facts([path], tmp_path) == facts
 
 
 def test_a_local_directory_is_no_dataset_of_the_hub(

@@ -120,19 +120,6 @@ def test_the_files_of_a_tokenizer_are_all_that_it_takes(directory: Path, tmp_pat
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
 
 
-def test_a_corpus_is_prepared_with_it(directory: Path, corpus_file: Path, make_config: Any) -> None:
-    data = prepare(make_config(corpus_file, tokenizer=str(directory)))
-    assert data.manifest.vocab_size == 600
-    assert data.manifest.eos_id == 1
-    assert sorted(p.suffix for p in data.directory.glob("tokenizer*")) == [".json", ".json"]
-    stream = data.split("train")
-    text = data.tokenizer().decode(stream.tokens(0, len(stream)).tolist())
-    assert corpus_file.read_text().splitlines()[3] in text
-    (data.directory / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"No such file or directory\); delete"):
-        data.check()
-
-
 def test_what_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"has neither tokenizer\.model nor tokenizer\.json"):
         located(tmp_path)

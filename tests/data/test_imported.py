@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from diffllm.data.imported import FilesStream, ImportedData
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_data import TokenData
 from diffllm.data.token_files import HEADER, MAGIC, TokenFile, WithEnds, open_tokens
-from diffllm.evaluation.load import own_data
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
@@ -193,16 +191,6 @@ def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
     assert after.directory != before.directory
     write_index(path, lengths)
     assert prepare(make(path)).manifest == before.manifest
-
-
-def test_run_on_other_tokens_is_not_evaluated(make: Make, tmp_path: Path) -> None:
-    cfg = SimpleNamespace(data=make(FILES / NAMES[0]), prepare=None)
-    data = prepare(cfg.data)
-    (tmp_path / "run.json").write_text(json.dumps({"corpus": data.manifest.corpus}))
-    assert own_data(tmp_path, cfg) == data
-    (tmp_path / "run.json").write_text(json.dumps({"corpus": "another"}))
-    with pytest.raises(ConfigError, match=r"the corpus that .* is not what the run was trained on"):
-        own_data(tmp_path, cfg)
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])

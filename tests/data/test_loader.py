@@ -94,12 +94,6 @@ def test_a_step_reads_the_same_whatever_the_layout(
     assert steps == [expected_step(step) for step in range(9)]
 
 
-def test_an_epoch_reads_every_sample_once(make_loader: MakeLoader) -> None:
-    read = [s for inputs, _ in islice(make_loader(), 25) for s in samples_of(inputs)]
-    assert sorted(read[:SAMPLES]) == sorted(read[SAMPLES:]) == list(range(SAMPLES))
-    assert read[:SAMPLES] != read[SAMPLES:]
-
-
 @pytest.mark.parametrize("consumed", [0, 1, 4, 11])
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (1, 6, 2), (3, 2, 0)]

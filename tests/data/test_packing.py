@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -261,16 +260,6 @@ def test_a_step_reads_the_same_whatever_the_layout(
     steps = len(samples) // (world_size * micro_batch_size)
     read = [torch.stack(next(each), dim=1) for _ in range(steps) for each in loaders]
     assert torch.equal(torch.cat(read), expected)
-
-
-def test_they_travel_without_tokens_and_plan(sequences: PackedSequences) -> None:
-    everything = np.arange(len(sequences))
-    inputs, targets = sequences.read(everything)
-    sent = pickle.dumps(sequences)
-    assert len(sent) < 4000
-    again = pickle.loads(sent).read(everything)
-    assert torch.equal(again[0], inputs)
-    assert torch.equal(again[1], targets)
 
 
 @pytest.mark.parametrize("name", list(packing.ARRAYS))

@@ -1,7 +1,5 @@
-import errno
 import hashlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -112,16 +110,6 @@ def test_a_corpus_without_text_is_refused(
     assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
 
 
-def test_documents_that_are_all_the_same_are_refused(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("the same\nthe same")
-    with pytest.raises(DataError, match=r"fewer than two distinct .*data.sample_by=paragraph"):
-        prepare(make_config(corpus, vocab_size=280))
-    assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
-
-
 def test_the_end_of_a_single_document_is_held_out(
     tmp_path: Path, make_config: MakeConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,19 +164,6 @@ def test_what_changes_tokens_changes_the_directory(
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
-def test_a_second_run_needs_neither_datasets_nor_torch(tmp_path: Path, corpus_file: Path) -> None:
-    cache = tmp_path / "cache"
-    assert start_preparing(corpus_file, cache).wait() == 0
-    script = PREPARE + "\nassert not {'datasets', 'torch'} & set(sys.modules)\n"
-    warm = subprocess.run(
-        [sys.executable, "-c", script, str(corpus_file), str(cache), "all"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (warm.returncode, warm.stderr) == (0, "")
-
-
 def test_processes_that_prepare_one_cache_agree(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
@@ -217,44 +192,6 @@ def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_f
     stdout, stderr = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, stderr
     assert (Path(stdout.strip()) / "manifest.json").is_file()
-
-
-def test_a_cache_directory_that_cannot_be_made_is_named(
-    tmp_path: Path, corpus_file: Path, make_config: MakeConfig
-) -> None:
-    cache = corpus_file / "cache"
-    with pytest.raises(DataError, match=rf"data.cache_dir={cache}: Not a directory"):
-        prepare(make_config(corpus_file, cache_dir=str(cache)))
-
-
-def test_prepare_on_a_file_system_without_flock_says_so(
-    tmp_path: Path, corpus_file: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    cache = tmp_path / "cache"
-    with pytest.raises(DataError, match=rf"cache_dir={cache}: .*lock: its file system has no"):
-        prepare(make_config(corpus_file, cache_dir=str(cache)))
-
-
-def test_a_disk_that_fills_up_is_one_line(
-    tmp_path: Path, corpus_file: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file-size limit stands in for a full disk: the same call fails, in the same place."""
-    resource = pytest.importorskip("resource")
-    data = prepare(make_config(corpus_file))
-    smallest = min(path.stat().st_size for path in data.directory.glob("train-*.bin"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    changed = make_config(corpus_file, heldout_fraction=0.001)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (smallest // 2, hard))
-        with pytest.raises(DataError, match=r"data.cache_dir=.*: File too large$"):
-            prepare(changed)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert prepare(changed).manifest.splits["train"].documents > 0
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from sample_texts import sample_documents
 
 import diffllm
-from diffllm.cli.prepare import prepare_command
 from diffllm.config.yaml_file import with_recipe
 from diffllm.core.errors import ConfigError
-from diffllm.data.preparation.prepare import prepare
 
 RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("*.yaml"))
 
@@ -23,27 +20,6 @@ def test_our_recipes_are_mixtures(path):
     assert f"data=data/recipes/{path.name}" in path.read_text(), "the command"
     for source in cfg.data.sources.values():
         assert (source.source == "hub") == bool(source.dataset)
-
-
-def test_a_recipe_of_local_files_is_prepared(tmp_path, monkeypatch, capsys):
-    (recipe,) = (path for path in RECIPES if path.stem == "local")
-    monkeypatch.chdir(tmp_path)
-    for name in ("code", "prose"):
-        (tmp_path / "mydata" / name).mkdir(parents=True)
-    texts = sample_documents(80)
-    lines = "".join(f'{{"content": "{text}"}}\n' for text in texts)
-    (tmp_path / "mydata/code/a.jsonl").write_text(lines)
-    (tmp_path / "mydata/prose/a.txt").write_text("\n\n".join(texts))
-    words = [f"data={recipe}", "model=tiny", "steps=100", "data.vocab_size=400"]
-    words.append(f"data.cache_dir={tmp_path / 'cache'}")
-    data = prepare(diffllm.load_config(words).data)
-    assert list(data.sources) == ["code", "prose"]
-    assert data.sources["prose"].manifest.splits["train"].documents > 40
-    capsys.readouterr()
-    prepare_command(words)
-    code, prose = capsys.readouterr().out.split("\n\n")
-    assert code.startswith(f"code\n{data.sources['code'].directory}\n")
-    assert prose.startswith(f"prose\n{data.sources['prose'].directory}\n")
 
 
 def test_the_command_line_wins_over_a_recipe(tmp_path):

@@ -1,4 +1,3 @@
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,12 +28,6 @@ def test_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) 
     assert tokens.tolist() == list(range(start, stop))
 
 
-def test_shards_are_full_but_the_last(stream: TokenStream, tmp_path: Path) -> None:
-    manifest = Manifest.load(tmp_path / "stream")
-    assert [shard.tokens for shard in manifest.splits["train"].shards] == [97] * 10 + [30]
-    assert len(stream) == 1000
-
-
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (990, 1001)])
 def test_a_range_outside_the_stream_is_refused(stream: TokenStream, start: int, stop: int) -> None:
     with pytest.raises(IndexError, match="of a stream of 1000"):
@@ -49,13 +42,6 @@ def test_the_dtype_holds_the_vocabulary(
 ) -> None:
     assert token_dtype(vocab_size) == np.dtype(dtype)
     assert make_stream([0, vocab_size - 1], vocab_size).tokens(0, 2).tolist() == [0, vocab_size - 1]
-
-
-def test_a_stream_travels_without_its_tokens(stream: TokenStream) -> None:
-    stream.tokens(0, 1000)
-    packed = pickle.dumps(stream)
-    assert len(packed) < 4000
-    assert pickle.loads(packed).tokens(500, 503).tolist() == [500, 501, 502]
 
 
 def test_a_truncated_shard_is_named(stream: TokenStream, tmp_path: Path) -> None:

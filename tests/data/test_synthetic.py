@@ -99,16 +99,6 @@ def test_parts_and_settings_decide_the_documents(
     assert len(identities) == 5
 
 
-def test_tokens_are_prepared_and_a_saved_config_is_read(tmp_path: Path) -> None:
-    cfg = load_config(
-        [*WORDS, f"data.cache_dir={tmp_path}", "data.level={pairs: 4}", "data.vocab_size=320"]
-    )
-    data = prepare(cfg.data)
-    assert 0 < data.manifest.splits["train"].share_predicted < 0.6
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
-    assert load_run_config(tmp_path).data == cfg.data
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -3,7 +3,7 @@ import inspect
 import io
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from diffllm.core.errors import DataError
 from diffllm.data import tokenizer
-from diffllm.data.config import DataConfig
-from diffllm.data.preparation.prepare import prepare, train_tokenizer, training_sample
+from diffllm.data.preparation.prepare import train_tokenizer, training_sample
 from diffllm.data.text.corpus import Corpus, TextsPart
 from diffllm.data.tokenizer import Tokenizer
 
@@ -84,11 +83,6 @@ def test_a_text_that_a_model_changes_first_is_not_cut(
     assert foreign._parts(text) == [text]
 
 
-def test_eos_is_no_text(code_tokenizer: Tokenizer) -> None:
-    ids = code_tokenizer.encode("one")
-    assert code_tokenizer.decode([*ids, code_tokenizer.eos_id, *ids]) == "oneone"
-
-
 def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
     hashes = set()
     for threads in (1, 2):
@@ -129,16 +123,6 @@ def test_the_training_sample_lies_evenly_over_the_corpus() -> None:
     counts = {letter: taken.count(letter) for letter in set(taken)}
     assert len(counts) == 20
     assert max(counts.values()) <= 4096 * 2
-
-
-def test_a_model_of_the_users_is_used(
-    tmp_path: Path, corpus_file: Path, make_config: Callable[..., DataConfig]
-) -> None:
-    model = _train(tmp_path / "own.model", vocab_size=450)
-    data = prepare(make_config(corpus_file, tokenizer=str(model)))
-    assert data.manifest.vocab_size == 450
-    assert data.manifest.pieces_hash == Tokenizer.from_file(model).pieces_hash
-    assert data.tokenizer().pieces_hash == data.manifest.pieces_hash
 
 
 def test_unusable_models_are_named(tmp_path: Path) -> None:

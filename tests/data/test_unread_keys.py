@@ -26,16 +26,3 @@ def test_a_key_that_nothing_reads(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["data.paths=[a.jsonl,b.txt]", "data.sample_by=line"],
-        ["data.paths=['texts/*']", "data.sample_by=line", "data.text_column=body"],
-        ["data.dataset=a/b", "data.split=test", "data.text_column=body"],
-        [MIXTURE.replace("]}", "], text_column: body}")],
-    ],
-)
-def test_a_key_that_is_read(words: list[str]) -> None:
-    load_config(words)

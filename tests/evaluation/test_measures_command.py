@@ -127,19 +127,3 @@ def test_a_model_that_has_diverged_is_refused_in_one_line(
         assert "step-00000000: the " in error
         assert "not finite" in error
         assert not (own / "evaluation" / "step-00000000" / f"{name}.jsonl").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["gated", "diff_v1"])
-def test_every_measure_of_a_mixture_with_masked_documents(
-    tmp_path: Path, attention: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moe = ("model.moe.n_experts=4", "model.moe.expert_dim=16", "model.moe.n_shared=1")
-    words = ("seq_len=64", f"attention={attention}", "data.mask_documents=true", *moe)
-    made(tmp_path / "run", *data_words(tmp_path), *words)
-    words = ("suite=checkpoint", "limit=8", "--json")
-    assert main(["evaluate", f"run={tmp_path / 'run'}", *words]) == 0
-    said = json.loads(capsys.readouterr().out)
-    scores = {score["of"]: score for score in said["quantise"]["scores"]}
-    assert len({score["value"] for score in scores.values()}) == len(scores) == 15
-    assert abs(scores["weights 8 per channel"]["value"]) < 0.1

@@ -1,7 +1,6 @@
 """Fake quantisation, element by element, and the evaluation `quantise`."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,15 +213,3 @@ def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
         assert score.examples == 9
         assert score.more["loss"] == pytest.approx(plain, rel=1e-5)
     assert scores["weights 4 per channel"].value != scores["both 4 per channel and token"].value
-
-
-def test_three_sequences_have_scores_without_intervals(tmp_path: Path) -> None:
-    made(tmp_path / "run", *data_words(tmp_path), "seq_len=32")
-    subject = subject_of(tmp_path / "run")
-    settings = QUANTISE.settings(subject, Asked(limit=3))
-    lines = QUANTISE.lines(subject, settings)
-    assert len(lines) == 3 * len(ARMS)
-    scores = QUANTISE.scores(settings, lines)
-    assert all(score.interval is None and "loss" in score.more for score in scores)
-    assert len(scores) == len(ARMS) - 1
-    assert scores[0].more["level"] == {"bits": 8, "rounded": "weights per channel"}

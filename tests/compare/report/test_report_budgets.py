@@ -9,7 +9,6 @@ from scipy.special import stdtrit
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.curves import read_curve, seed_noise
-from diffllm.compare.report.page import page
 from diffllm.compare.report.runs import Series
 
 TOKENS = 8 * 32
@@ -134,9 +133,3 @@ def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
     floor = seed_noise(rows)
     means = [np.mean([run.values for run in row.runs], axis=0) for row in rows]
     assert np.mean(np.abs(means[1] - means[0]) <= floor.values) == pytest.approx(0.95, abs=0.012)
-
-
-def test_the_page_has_the_table_and_the_floor(tmp_path):
-    text = page(compared(tmp_path))
-    for said in ("At equal cost", "At equal FLOPs", "At equal seconds", "noise floor"):
-        assert said in text

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -177,27 +176,6 @@ def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
 # What is printed
 
 
-def test_the_terminal_says_what_the_files_do(swept, capsys):
-    sweep(Path("cmp3"), {"diff_v2": [3.0, 3.1]}, "steps=40")
-    write_run(Path("cmp3/unfinished"), "attention=diff_v1", loss=None)
-    code, out, _ = report(capsys, "cmp1", "cmp3")
-    assert code == 0
-    lines = out.splitlines()
-    line = next(line for line in lines if line.startswith("diff_v2 steps=20"))
-    assert line.split() == [
-        *("diff_v2", "steps=20", "3.950", "(3.315", "to", "4.585)"),
-        *("-0.150", "(-0.785", "to", "+0.485)", "2", line.split()[-1]),
-    ]
-    assert "An interval that holds 0 shows no difference." in out
-    assert (
-        "2 groups of rows that cannot be compared with each other; they differ in steps:" in lines
-    )
-    assert any(re.fullmatch(r"  A  .*: steps=20", line) for line in lines)
-    assert "  B  cmp3: steps=40" in lines
-    assert "note: cmp3/unfinished has not finished: step 10 of 20" in out
-    assert "…" not in out
-
-
 # Runs that cannot be read
 
 
@@ -218,25 +196,6 @@ def test_a_damaged_run_is_a_note(swept, capsys, name, text):
     assert len(notes) == 1
     assert name in notes[0]
     assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
-
-
-@pytest.mark.parametrize("text", [b"", b"nonsense", b'{"step": 1}\n\n[]\n'])
-def test_damaged_metrics_keep_the_loss(swept, capsys, text):
-    Path("cmp1/standard-seed1/metrics.jsonl").write_bytes(text)
-    code, out, _ = report(capsys, "cmp1")
-    assert code == 0
-    assert "4.100 (" in out
-
-
-def test_a_run_without_a_config_or_that_may_not_be_read_is_a_note(swept, capsys):
-    Path("cmp1/standard-seed1/config.yaml").unlink()
-    other = Path("cmp1/diff_v2-seed1/config.yaml")
-    other.unlink()
-    other.mkdir()
-    code, out, _ = report(capsys, "cmp1")
-    assert code == 0
-    assert "cmp1/standard-seed1 is left out" in out
-    assert "cmp1/diff_v2-seed1 is left out" in out
 
 
 def test_only_damaged_runs_are_an_error(swept, capsys):

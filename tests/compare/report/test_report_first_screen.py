@@ -1,11 +1,9 @@
 """The first things that a report says: sentences, intervals, folded parts, texts and commands."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-import sample_comparison as sample
 from runs.written import loaded, metric_lines, parameters, sweep, write_run
 from test_report_page import Reader, figures_of, words_of
 
@@ -13,10 +11,8 @@ from diffllm.compare.report import comparison_text
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.notes import finding
 from diffllm.compare.report.page import page, table_text
-from diffllm.compare.report.tables import fold_constant, table_columns
 from diffllm.config.compose import variant_config, variants
-from diffllm.config.help import first_paragraph, variant_line
-from diffllm.model.attention.base import AttentionConfig
+from diffllm.config.help import variant_line
 
 LOSSES = {"standard": [4.0, 4.2], "gated": [4.1, 4.4], "diff_v2": [3.8, 4.0]}
 
@@ -44,15 +40,6 @@ def test_the_first_sentence_is_the_gap(swept):
     assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
 
 
-def test_sentence_of_one_run_has_its_loss(tmp_path):
-    write_run(tmp_path / "a", "attention=gated", loss=4.5)
-    (row,) = compare(loaded([tmp_path / "a"])).rows
-    assert finding(row) == "gated held-out loss 4.500, 1 seed"
-    row.loss = None
-    row.runs[0].summary = None
-    assert finding(row) == "gated: not finished"
-
-
 def test_a_comparison_as_text(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
@@ -76,22 +63,6 @@ def test_a_comparison_as_text(swept, tmp_path):
     wide = comparison_text([swept, tmp_path / "b"]).splitlines()
     assert max(len(line) for line in wide if not line.startswith("note: ")) <= 100
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
-
-
-def test_columns_that_say_nothing_are_folded_into_a_sentence():
-    found = sample.compared(("standard", "gated"), 2, 20)
-    for row in found.rows:
-        row.values |= {"hidden_kurtosis": 0.0, "seconds": 61.0}
-    columns, said = fold_constant(table_columns(found.rows, found.baseline))
-    titles = [column.title for column in columns]
-    assert "Kurtosis" not in titles
-    assert {"Gradient spikes", "Context RMS", "Time"} <= set(titles)
-    assert len(set(titles)) == len(titles)
-    assert "Kurtosis" in said[0]
-    assert re.match(r"The same in all rows: .*Tokens .*, Seeds 2\.", said[1])
-    page_of = Reader(page(found)).text
-    assert " ".join(said) in page_of
-    assert "1:01" in page_of
 
 
 def test_texts_commands_and_times_are_on_the_page(tmp_path):
@@ -129,21 +100,6 @@ def test_every_variant_is_explained_in_a_line_of_its_own():
     assert all(lines)
     assert len(set(lines)) == len(lines)
     assert max(map(len, lines)) < 160
-
-
-def test_a_variant_without_a_comment_is_explained_by_its_class():
-    class Mine(AttentionConfig):
-        """My attention,
-        in two lines.
-
-        And more.
-        """
-
-    class Bare(AttentionConfig):
-        pass
-
-    assert variant_line("no_such_yaml", Mine()) == "My attention, in two lines."
-    assert first_paragraph(Bare) == ""
 
 
 def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_path):

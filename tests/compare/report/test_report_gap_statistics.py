@@ -12,11 +12,10 @@ from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps, row_styles
-from diffllm.compare.report.notes import holm_sentence, p_text
+from diffllm.compare.report.notes import holm_sentence
 from diffllm.compare.report.page import page, table_text
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import csv_text, gap_table, table_columns
-from diffllm.core.printing import Cell
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
@@ -96,15 +95,6 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     fills = [mark.get_markerfacecolor() for mark in marks]
     assert fills == [styles[1].colour, SURFACE, SURFACE]
-
-
-def test_the_folded_table_says_what_the_tests_are_of(four, shown):
-    gated = gap_cells(four)[0]
-    assert (gated["Row"].text, gated["Row"].small) == ("gated", ("against standard",))
-    assert (gated["Pairs"].text, gated["p, Holm"].tag) == ("4", "")
-    assert gated["Diverged, 95%, and p"] == Cell("no run")
-    assert "Statistics of the gaps" in shown
-    assert "over all gaps of this page that have a test: 3." in shown
 
 
 def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
@@ -200,9 +190,3 @@ def test_few_seeds_or_documents_have_no_such_interval_and_the_page_says_why(tmp_
     )
     few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))
     assert "it takes 20 documents, these are 5" in few.rows[1].no_documents
-
-
-def test_a_p_is_written_with_two_digits():
-    assert [p_text(p) for p in (None, 1.0, 0.4321, 0.0312, 0.00123, 1e-9)] == [
-        "–", "1.00", "0.43", "0.031", "0.0012", "<0.0001",
-    ]  # fmt: skip

@@ -17,12 +17,10 @@ from tiers import slow_but
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of, row_styles
-from diffllm.compare.report.notes import settings
-from diffllm.compare.report.numbers import compact, fixed, percent, short
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Metrics, Run, Series
-from diffllm.compare.report.tables import PAGE, table_columns
+from diffllm.compare.report.tables import table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell
 from diffllm.statistics.estimates import Estimate
@@ -168,20 +166,6 @@ def test_differences_and_notes_are_shown_and_leave_no_gap():
     assert "not comparable" not in four
 
 
-def test_sections_appear_with_their_metrics_only():
-    with_probes, without = (html_of(case) for case in ("four variants", "nine rows"))
-    for title in ("Update norm", "Skipped updates", "Entropy of attention", "Gradient norm, ffn"):
-        assert title in with_probes
-        assert title not in without
-    explained = Reader(with_probes).text.partition("Columns of the tables")[2]
-    for name in ("loss", "gap", "seeds", "loss_events_per_1000", "context_rms_max"):
-        assert PAGE[name].meaning in explained
-    assert "Mean lambda" in html_of("one run")
-    assert "Mean lambda" not in html_of("not finite")
-    assert "Gap to" not in html_of("one run")
-    assert Reader(html_of("not finite")).text.count("not finite") >= 3
-
-
 def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     """Cells of every column by its title."""
     columns = table_columns(comparison.rows, comparison.baseline)
@@ -206,26 +190,6 @@ def test_a_gap_says_whether_it_shows_a_difference():
     assert [cell.tag for cell in cells_of(comparison)["Held-out loss"]] == [tags(0, 0)[1]] * 2
     row.gap, row.baseline, base.is_baseline = None, None, False
     assert "Gap to standard" not in cells_of(comparison)
-
-
-def test_settings_are_those_of_all_runs():
-    comparison = sample.sweep_of_rates()
-    for row in comparison.rows:
-        for run in row.runs:
-            run.cfg.optim.lr = row.keys["optim.lr"]
-    shown = settings(comparison.rows)
-    assert shown["optim.lr"] == "0.0003 or 0.001 or 0.003"
-    assert shown["steps"] == "600"
-    assert shown["device"] == "CPU"
-    assert "optim.lr0.0003 or 0.001 or 0.003" in Reader(page(comparison)).text
-
-
-def test_finished_runs_are_counted():
-    comparison = sample.compared(("standard", "gated"), 3, 10)
-    row = comparison.rows[1]
-    row.runs[0].summary, row.values["seeds"] = None, 2
-    assert "2 rows × 3 seeds: 5 of 6 runs finished" in page(comparison)
-    assert [cell.text for cell in cells_of(comparison)["Seeds"]] == ["3", "2 of 3"]
 
 
 def test_variants_keep_their_colours():
@@ -356,12 +320,3 @@ def test_a_logarithmic_scale_stays_one_with_a_zero():
     comparison = CASES["four variants"]()
     comparison.rows[0].runs[0].series("train/update_norm").values[7] = 0.0
     assert "Logarithmic scale; values that are not above 0 leave a gap." in page(comparison)
-
-
-def test_numbers_as_written():
-    assert [compact(x) for x in (573_440, 11_030_000, 1.5e9, None)] == [
-        "573.4k", "11.03M", "1.5B", "–",
-    ]  # fmt: skip
-    assert fixed(-0.02, signed=True) == "−0.0200"
-    assert [short(x) for x in (12345.6, 1e-7, 0.0, float("inf"))] == ["12,300", "1e−7", "0", "–"]
-    assert percent(0.0015) == "0.15%"

@@ -117,13 +117,6 @@ def test_the_baseline_is_the_one_asked_for(four):
     assert alone.rows[0].gap is None
 
 
-def test_other_variants_come_after_the_four_by_name(tmp_path):
-    names = ["standard_sink", "diff_v2", "diff_v1_clamped", "gated", "standard", "gated_headwise"]
-    assert labels(compare(written(tmp_path, *((name,) for name in names)))) == [
-        *("standard", "gated", "diff_v2", "diff_v1_clamped", "gated_headwise", "standard_sink")
-    ]
-
-
 # Swept keys
 
 
@@ -224,16 +217,6 @@ def test_each_row_has_a_gap_to_the_like_row_of_the_baseline(tmp_path, case):
         assert not said(found, "diff_v2", "makes runs of equal size")
 
 
-def test_values_of_swept_keys_are_in_rows_and_columns(tmp_path):
-    field = "model.attention.lambda_value"
-    found = compare(written(tmp_path, *PLAIN, ("diff_v2_lambda_fixed", 3.8), (THIRD, 3.7)))
-    assert [row.keys[field] for row in found.rows] == [None, 0.5, 0.3, 0.5]
-    (tmp_path / "rates").mkdir()
-    found = compare(written(tmp_path / "rates", ("gated optim.lr=1e-3",), ("gated optim.lr=0.1",)))
-    assert [row.keys["optim.lr"] for row in found.rows] == [1e-3, 0.1]
-    assert [row.values["optim.lr"] for row in found.rows] == [1e-3, 0.1]
-
-
 @pytest.mark.parametrize(
     "override",
     slow_but(["optim.weight_decay=0"], [
@@ -249,25 +232,6 @@ def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
     assert [set(row.keys) for row in found.rows] == [{"attention", key}] * 4
     assert all(f" {key.rpartition('.')[2]}=" in row.label for row in found.rows)
     assert list(gaps(found).values()) == [None, None, -0.1, -0.1]
-
-
-def test_keys_are_called_by_their_last_part_unless_two_share_it(tmp_path):
-    fewer = "model.vocab_size=1024 data.vocab_size=1000"
-    none = {"tokenizer": None}
-    found = compare(written(tmp_path, ("gated", 4.0, none), (f"gated {fewer}", 4.0, none)))
-    assert labels(found) == [
-        "gated data.vocab_size=1000 model.vocab_size=1024",
-        "gated data.vocab_size=2048 model.vocab_size=2048",
-    ]
-
-
-def test_a_model_size_is_called_by_its_choice(tmp_path):
-    sizes = [(f"{variant} model={size}",) for size in ("tiny", "mini") for variant, _ in PLAIN]
-    found = compare(written(tmp_path, *sizes))
-    assert sorted(labels(found)) == sorted(words for (words,) in sizes)
-    assert {"model.dim", "model.n_layers"} <= set(found.differences)
-    assert list(gaps(found).values()) == [None, 0, None, 0]
-    assert [row.group for row in found.rows] == ["A", "A", "B", "B"]
 
 
 OF_NO_EFFECT = [
@@ -351,30 +315,6 @@ def test_a_fact_that_forbids_a_comparison_is_named(tmp_path, fact):
     assert all(row.gap is None for row in found.rows)  # the only like pair has no common seed
 
 
-@pytest.mark.parametrize(
-    ("override", "fact"),
-    [
-        ("data.paths=[other.txt]", "corpus"),
-        ("data.vocab_size=1000", "tokenizer"),
-        ("precision=bf16", "compute_dtype"),
-    ],
-)
-def test_a_key_behind_another_fact_is_what_the_label_says(tmp_path, override, fact):
-    base = f"standard {FILES}"
-    found = compare(written(tmp_path, (base,), (f"{base} {override}", 4.0, {fact: "other"})))
-    key, _, value = override.partition("=")
-    assert sorted(found.differences) == sorted([fact, key])
-    assert all(list(row.keys) == ["attention", key] for row in found.rows)
-    assert any(label == f"standard {key.rpartition('.')[2]}={value}" for label in labels(found))
-
-
-def test_a_tokenizer_that_follows_from_the_corpus_is_not_in_the_label(tmp_path):
-    other = {"corpus": "1" * 64, "tokenizer": "2" * 64}
-    found = compare(written(tmp_path, ("standard",), ("standard", 4.0, other)))
-    assert list(found.differences) == ["corpus", "tokenizer"]
-    assert labels(found) == ["standard corpus=11111111", "standard corpus=c0c0c0c0"]
-
-
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
@@ -448,20 +388,6 @@ def test_another_run_never_changes_a_gap(tmp_path, override):
     after = compare([*runs, *written(tmp_path, *others)])
     two = {(row.keys["attention"], row.loss): row.gap for row in after.rows if row.loss.seeds == 2}
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
-
-
-def test_groups_with_more_variants_come_first(tmp_path):
-    paths = [write_run(tmp_path / "0", "attention=standard", "steps=10", loss=5.0)]
-    paths += sweep(tmp_path / "pair", {"standard": [4.0], "gated": [3.9]}, "seq_len=64")
-    paths += sweep(tmp_path / "three", {"standard": [4.0], "gated": [3.9], "diff_v2": [3.8]})
-    found = compare(loaded(paths))
-    assert [(group.letter, len(group.rows), group.values) for group in found.groups] == [
-        ("A", 3, {"seq_len": "32", "steps": "20"}),
-        ("B", 2, {"seq_len": "64", "steps": "20"}),
-        ("C", 1, {"seq_len": "32", "steps": "10"}),
-    ]
-    assert found.rows == [row for group in found.groups for row in group.rows]
-    assert [row.gap is not None for row in found.rows] == [False, True, True, False, True, False]
 
 
 def test_long_labels_become_letters_that_say_what_differs(tmp_path):

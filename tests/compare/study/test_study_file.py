@@ -112,17 +112,6 @@ def test_a_bad_study_is_refused_with_its_key(tmp_path, old, new, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", [["run", "--dry-run"], ["run"], ["verdict"]])
-def test_each_command_ends_a_bad_study_in_one_line(tmp_path, capsys, command):
-    path, out = written(tmp_path, GOOD.replace("arm: v2", "arm: v3")), tmp_path / "out"
-    assert main(["study", command[0], str(path), f"out={out}", *command[1:]]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith("error: ")
-    assert "rule.arm=v3 is no arm" in printed.err
-    assert (printed.err.count("\n"), printed.out) == (1, "")
-    assert not out.exists()
-
-
 @pytest.mark.parametrize("text", ["", "[]", "\x00"])
 def test_a_file_without_a_mapping_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match=r"study\.yaml(:| is not YAML)"):

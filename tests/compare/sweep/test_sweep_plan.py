@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from diffllm.cli.train import train_command
-from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue, why
-from diffllm.compare.sweep.command import print_outcomes, write_comparison
+from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
+from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job, last_error
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep, split_overrides
 from diffllm.config import load_config
@@ -145,29 +145,6 @@ def test_the_report_is_a_table_with_reasons(
     ]
 
 
-def test_comparison_that_fails_is_one_line_after_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("cannot\nread s")
-
-    report = "diffllm.compare.report"
-    monkeypatch.setattr(f"{report}.comparison.read", lambda paths: ("compared", None))
-    monkeypatch.setattr(f"{report}.page.whole_text", lambda comparison: "the table")
-    monkeypatch.setattr(f"{report}.page.write", fails)
-    write_comparison(Path("s"))
-    assert capsys.readouterr().out == ("\nthe table\n\nno comparison of the runs: cannot read s\n")
-    written = (Path("s/report.html"), Path("s/report.csv"))
-    monkeypatch.setattr(f"{report}.page.write", lambda *_: written)
-    monkeypatch.setattr(f"{report}.wandb_gaps.record_gaps", fails)
-    write_comparison(Path("s"))
-    page = "\nthe table\n\ncomparison s/report.html, s/report.csv\n"
-    assert capsys.readouterr().out == f"{page}no gaps in wandb: cannot read s\n"
-    monkeypatch.setattr(f"{report}.wandb_gaps.record_gaps", lambda *_: True)
-    write_comparison(Path("s"))
-    assert capsys.readouterr().out == page
-
-
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -228,21 +205,6 @@ def test_the_rank_that_failed_first_is_the_reason() -> None:
     assert first_failed(ended).reason == "out of memory"
     assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
     assert first_failed([Ending("finished", "", 2.0)] * 2).state == "finished"
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        (
-            "Job 7_0 (task: 0) ... (state: CANCELLED by 0)",
-            "ended by the scheduler (CANCELLED by 0)",
-        ),
-        ("...\nsubmitit.UncompletedJobError: Job not requeued.\n---", "Job not requeued"),
-        ("nothing known", "gave no result"),
-    ],
-)
-def test_why_a_job_gave_no_result(said: str, expected: str) -> None:
-    assert why(RuntimeError(said)) == expected
 
 
 # A stand-in for squeue
