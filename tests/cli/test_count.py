@@ -1,7 +1,6 @@
 """The cost of a model against the equations, and what `diffllm count` prints of it."""
 
 import json
-import re
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -168,12 +167,6 @@ def test_the_command_says_what_was_matched(capsys):
         "target_flops": target["flops_per_token"],
         "difference_percent": pytest.approx(difference),
     }
-    assert tools.main(words) == 0
-    out = capsys.readouterr().out
-    assert f"matched to diff_v2: {target['total_params']:,} parameters at ffn_dim 384\n" in out
-    assert re.search(rf"^total +{counts['total_params']:,}$", out, re.M)
-    assert re.search(rf"^over target +{re.escape(f'{difference:+.3f}%')}$", out, re.M)
-    assert re.search(rf"^ffn_dim +{counts['ffn_dim']:,}$", out, re.M)
 
 
 # --compare
@@ -206,7 +199,6 @@ ffn_dim                      432      384     -48
 MFLOPs a token               4.9      5.7  +15.6%
 KV bytes a token             512        =
 """
-FIVE = ("standard", "gated", "diff_v1", "diff_v2", "standard_1p5x_heads")
 
 
 def printed(capsys, *words):

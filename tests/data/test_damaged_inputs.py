@@ -121,6 +121,7 @@ FORMS = ("txt.gz", "txt.zst", "jsonl.gz", "jsonl.zst")
 SAME_TEXTS = {
     "crlf.jsonl": LINES.replace(b"\n", b"\r\n"),
     "no end.jsonl": LINES[:-1],
+    "other suffix.ndjson.gz": gzip.compress(LINES),
     "blank lines.jsonl": LINES.replace(b"\n", b"\n \t\n\n"),
     "spaces.jsonl": LINES.replace(b"{", b" \t{").replace(b"}", b"} "),
     "mark.jsonl": b"\xef\xbb\xbf" + LINES,

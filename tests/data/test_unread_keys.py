@@ -14,6 +14,7 @@ UNREAD = [
         "data.split=test is not read with data.source=files",
     ),
     (["data=stdlib", "data.sample_by=line"], "data.sample_by=line is not read with"),
+    (["data=packages", "data.prompt_column=x"], "data.prompt_column=x is not read with"),
     (["data.dataset=a/b", "data.sample_by=line"], "data.sample_by=line is not read with"),
     ([MIXTURE, "data.text_column=body"], "data.text_column=body is not read with"),
     ([MIXTURE, "data.split=test"], "data.split=test is not read with"),

@@ -96,8 +96,8 @@ def test_axes_do_not_overlap_and_maps_are_squares(length, heads, kind):
 def make_run(tmp_path):
     """A run with weights as they are drawn, after step 0."""
 
-    def make(variant="diff_v2", seq_len=32):
-        words = (f"attention={variant}", f"seq_len={seq_len}")
+    def make(variant="diff_v2"):
+        words = (f"attention={variant}", "seq_len=32")
         return write_weights(tmp_path / "run", small_tokenizer(), *words)
 
     return make
