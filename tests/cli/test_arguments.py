@@ -61,13 +61,3 @@ def test_parse_refuses_a_word_with_its_key(words, message):
     with pytest.raises(ConfigError) as caught:
         parse(Plain, words, "")
     assert str(caught.value).startswith(message)
-
-
-def test_help_lists_keys_and_flags_and_exits(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse(Composing, ["--help"], "what it does")
-    assert not stop.value.code
-    out = capsys.readouterr().out
-    assert out.startswith("what it does\n\n  gpus=")
-    assert "ranks (required)" in out
-    assert "  --json" in out

@@ -26,46 +26,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def heavy_after(code: str, place: Path) -> set[str]:
-    """The heavy libraries that a new process has imported after this code, which must not fail."""
+@pytest.mark.parametrize(
+    ("words", "allowed"),
+    [
+        (["--help"], set()),
+        (["--version"], set()),
+        (["checkpoints", "run=run"], set()),
+        (["checkpoints", "run=run", "verify=false"], set()),
+        (["power", "out", "gap=0.02"], {"torch", "scipy"}),
+        (["study", "run", "study.yaml", "out=out", "--dry-run"], {"torch"}),
+        (["study", "verdict", "study.yaml", "out=out"], {"torch", "scipy", "matplotlib"}),
+        (["report", "out"], {"torch", "scipy", "matplotlib"}),
+    ],
+)
+def test_command_imports_only_the_heavy_libraries_that_it_uses(
+    place: Path, words: list[str], allowed: set[str]
+) -> None:
+    """Commands that read a config import torch, because the variant's file defines its class."""
+    code = f"from diffllm.cli import main\nassert main({words}) == 0"
     script = f"import sys\n{code}\nprint('\\n', *sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=place, capture_output=True, text=True, check=True
     )
-    return {*HEAVY} & {*done.stderr.split()}
-
-
-def heavy_after_command(words: list[str], place: Path) -> set[str]:
-    return heavy_after(f"from diffllm.cli import main\nassert main({words}) == 0", place)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--help"],
-        ["--version"],
-        ["checkpoints", "run=run"],
-        ["checkpoints", "run=run", "verify=false"],
-    ],
-)
-def test_command_that_reads_no_config_imports_no_heavy_library(
-    place: Path, words: list[str]
-) -> None:
-    assert heavy_after_command(words, place) == set()
-
-
-@pytest.mark.parametrize(
-    ("words", "allowed"),
-    [
-        (["power", "out", "gap=0.02"], {"scipy"}),
-        (["study", "run", "study.yaml", "out=out", "--dry-run"], set()),
-        (["study", "verdict", "study.yaml", "out=out"], {"scipy", "matplotlib"}),
-        (["report", "out"], {"scipy", "matplotlib"}),
-    ],
-)
-def test_command_that_reads_configs_imports_only_torch_and_what_it_uses(
-    place: Path, words: list[str], allowed: set[str]
-) -> None:
-    """A config of a run is read with the class of its variant, which the file of the variant
-    defines next to its module. So these commands import torch, but not its checkpoints."""
-    assert heavy_after_command(words, place) <= {"torch", *allowed}
+    assert {*HEAVY} & {*done.stderr.split()} <= allowed

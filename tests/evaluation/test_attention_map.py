@@ -1,6 +1,5 @@
 """diffllm attention-map: the figure shows the maps it is given, and every mistake is one line."""
 
-import itertools
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from diffllm import cli as tools
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.load import load_model
-from diffllm.evaluation.maps import LONGEST, LayerMaps, draw, layer_maps
+from diffllm.evaluation.maps import LayerMaps, draw, layer_maps
 
 # The figure
 
@@ -54,36 +53,8 @@ def test_colours_are_comparable_and_signed_ones_symmetric():
     limit = images[0].norm.vmax
     for image in images:
         assert (image.norm.vmin, image.norm.vmax) == (-limit, limit)
-    colour = {w: images[2].to_rgba(np.array([[w * limit]]))[0, 0] for w in (-1, -0.25, 0, 0.25, 1)}
-    assert np.allclose(colour[0][:3], colour[0][0], atol=0.02)  # no hue at zero
-    assert colour[1][0] > colour[1][2] + 0.2  # red above
-    assert colour[-1][2] > colour[-1][0] + 0.2  # blue below
-    for w in (0, 0.25, 1):  # a weight looks alike in all columns
-        assert np.allclose(images[0].to_rgba(np.array([[w * limit]]))[0, 0], colour[w], atol=0.02)
     assert images[2].norm(0.25 * limit) == pytest.approx(0.75)  # a square root
     assert images[2].norm(-0.25 * limit) == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize(
-    ("length", "heads"), slow_but([(1, 1), (40, 4)], [(1, 1), (40, 4), (256, 1), (40, 7), (40, 32)])
-)
-@pytest.mark.parametrize("kind", ["standard", "gated", "differential"])
-def test_axes_do_not_overlap_and_maps_are_squares(length, heads, kind):
-    layer = made_maps(length, heads, kind == "differential")
-    if kind == "gated":
-        layer.by_query["gate"] = torch.rand(1, heads, length)
-    fig = draw(layer, list(range(heads)), ["w" * LONGEST] * length, "diff_v2, layer 3")
-    width, height = fig.get_size_inches()
-    assert max(width, height) < 32
-    fig.draw_without_rendering()
-    boxes = [axes.get_window_extent() for axes in fig.axes]
-    for one, other in itertools.combinations(boxes, 2):
-        assert one.x1 <= other.x0 or other.x1 <= one.x0 or one.y1 <= other.y0 or other.y1 <= one.y0
-    maps = [box for axes, box in zip(fig.axes, boxes, strict=True) if axes.images]
-    assert len(maps) == heads * len(layer.maps)
-    for box in boxes[:-1]:
-        assert box.height == pytest.approx(maps[0].width)
-    assert maps[0].width > fig.dpi
 
 
 # Labels

@@ -82,13 +82,3 @@ def test_checkpoints_that_were_asked_otherwise_are_not_read(tmp_path: Path) -> N
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
     (outliers,) = write(tmp_path, **other).evaluated
     assert outliers.equal == []
-
-
-def test_one_checkpoint_a_run_makes_no_table(tmp_path: Path) -> None:
-    write(tmp_path)
-    for file in tmp_path.glob("*/evaluation/step-000000[01][05]/*"):
-        file.unlink()
-    comparison = read([tmp_path])[0]
-    (outliers,) = comparison.evaluated
-    assert outliers.equal == []
-    assert "at equal loss" not in page(comparison)

@@ -10,11 +10,10 @@ import pytest
 from runs.written import write_run
 
 from diffllm.compare.report.comparison import Comparison, read
-from diffllm.compare.report.numbers import with_interval
 from diffllm.compare.report.page import page
 from diffllm.compare.report.tables import csv_text
 from diffllm.evaluation.evaluation import SHARE, all_results, results_of, store_result
-from diffllm.statistics.estimates import Estimate, estimate
+from diffllm.statistics.estimates import estimate
 
 KEY = {"evaluation": "mqar", "tokenizer": "t", "levels": [{"pairs": 4}, {"pairs": 8}]}
 EASY = {"standard": [0.5, 0.6, 0.7], "diff_v2": [0.6, 0.8, 0.75]}
@@ -81,17 +80,6 @@ def test_page_table_and_text_have_them(runs: Path) -> None:
     assert first["mqar: pairs 8, gap"] == ""
     assert float(second["mqar: pairs 8, gap"]) == pytest.approx(2 / 15)
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
-
-
-def test_small_gaps_keep_digits_and_no_more_than_their_interval_bears() -> None:
-    assert with_interval(Estimate(0.25, 0.1, 0.4)) == "0.250 (0.100 to 0.400)"
-    assert with_interval(Estimate(2.3e-5, -1e-5, 5.6e-5), signed=True) == (
-        "+0.000023 (−0.000010 to +0.000056)"
-    )
-    assert with_interval(Estimate(2.3e-5, -1e-2, 1e-2), signed=True) == (
-        "+0.0000 (−0.0100 to +0.0100)"
-    )
-    assert with_interval(Estimate(0.0, 0.0, 0.0)) == "0.0000 (0.0000 to 0.0000)"
 
 
 def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(runs: Path) -> None:

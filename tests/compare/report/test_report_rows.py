@@ -145,11 +145,6 @@ SWEPT = {
         None,
         {"standard lr=0.001": None, "diff_v2 lr=0.002": None},
     ),
-    "fields of a variant are not swept": (
-        [*PLAIN, *VALUES],
-        None,
-        {"standard": None, "diff_v2": -0.1, "diff_v2_lambda_fixed": -0.2, "diff_v2_no_lambda": 0.1},
-    ),
     "an override of a field is swept": (
         [*PLAIN, *VALUES, (THIRD, 3.7)],
         None,

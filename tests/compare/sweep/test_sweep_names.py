@@ -6,7 +6,6 @@ import pytest
 
 from diffllm.compare.sweep.plan import (
     combinations,
-    label_value,
     name_run,
     short_labels,
     split_overrides,
@@ -52,12 +51,6 @@ def test_paths_are_told_apart() -> None:
     assert len(set(found)) == 4
     assert re.fullmatch(r"paths_a_b.txt-\w{6}", found[0])
     assert found[2] == "paths_b.txt"
-
-
-def test_long_values_end_in_a_hash() -> None:
-    one, other = (label_value("prompt", "x" * 300 + last) for last in "ab")
-    assert one != other
-    assert len(one) < 60
 
 
 @pytest.mark.parametrize(
