@@ -277,9 +277,14 @@ def open_to_write(path: Path) -> int:
     return descriptor
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file of a run as `replace_file`; raises CheckpointError if it fails."""
+def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
+    """Replace a file of a run as `replace_file`; raises CheckpointError if it fails.
+
+    The nearest `new_parents` directories are created if they are missing.
+    """
     try:
+        for parent in reversed(path.parents[:new_parents]):
+            parent.mkdir(exist_ok=True)
         replace_file(path, content)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error

@@ -170,11 +170,9 @@ def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> 
     """Count the predicted tokens of `heldout_documents`; raises DataError for none."""
     if tokens is not None and not tokens >= len(stream):  # a NaN is refused, too
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
-    elif stream.masked:
+    else:
         starts = range(0, len(stream), BLOCK)
         count = sum(int(stream.loss_mask(i, min(i + BLOCK, len(stream))).sum()) for i in starts)
-    else:
-        count = len(stream)
     if not count:
         raise DataError("the held-out documents have no token that is to be predicted")
     return count
@@ -212,13 +210,3 @@ def heldout_batches(
             yield cut.read(places)
         else:
             yield chosen.read(borders, places, seq_len)[:2]
-
-
-def predicts_something(
-    stream: Stream, seq_len: int, sequences: int, eos_id: int | None = None
-) -> bool:
-    """Whether `heldout_batches` has any target; raises as it does."""
-    if not stream.masked:
-        return True
-    batches = heldout_batches(stream, seq_len, 1, sequences, eos_id=eos_id)
-    return any(bool((targets >= 0).any()) for _, targets in batches)

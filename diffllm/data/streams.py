@@ -30,10 +30,8 @@ class FileArray:
         """Open the file; raises DataError if it is too short or not of whole numbers. `offset` is
         in bytes, `advice` ends error messages."""
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
-        try:
+        with usable(path):
             stream = open_regular(path, 2**63, follow=True)
-        except (OSError, ValueError) as error:
-            raise self._unusable(getattr(error, "strerror", None) or str(error)) from error
         weakref.finalize(self, stream.close)
         self._file = stream.fileno()
         found = os.fstat(self._file)
@@ -73,15 +71,13 @@ class FileArray:
     def _read(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, self.dtype)
         place, filled = self.offset + start * self.dtype.itemsize, 0
-        try:
+        with usable(self.path):
             while filled < out.nbytes:  # a system call reads 2 GiB at most
                 read = os.preadv(self._file, [out.view(np.uint8)[filled:].data], place + filled)
                 if not read:
                     raise self._unusable("cut off since it was opened")
                 filled += read
             now = os.fstat(self._file)
-        except OSError as error:
-            raise self._unusable(error.strerror or str(error)) from error
         if (now.st_size, now.st_mtime_ns) != self._written:
             raise self._unusable("changed since it was opened")
         return out

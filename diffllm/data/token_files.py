@@ -116,12 +116,8 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
 def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     """Open NAME.bin and NAME.idx; raises DataError."""
     index = path.with_suffix(".idx")
-    try:
-        with open_regular(index, 2**63, follow=True) as file:
-            head = file.read(HEADER.size)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{index}: {reason}; {path.name} needs its index") from error
+    with usable(index), open_regular(index, 2**63, follow=True) as file:
+        head = file.read(HEADER.size)
     magic, version, code, sequences, marks = HEADER.unpack(head.ljust(HEADER.size))
     if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
         raise DataError(f"{index} is no index of Megatron's of version 1 and a known type")
@@ -155,8 +151,6 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
             raise DataError(f"{metadata}: tokens of {size!r} bytes are not known; 2 or 4")
     content = FileArray(path, DATATROVE_TYPES[size])
     index = path.with_name(f"{path.name}.index")
-    if not index.is_file():
-        raise DataError(f"{index}: no such file; {path.name} needs its index")
     ends = FileArray(index, "<u8")
     if not len(ends):
         raise DataError(f"{index}: it has no documents")

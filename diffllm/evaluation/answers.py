@@ -296,9 +296,7 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
     count, seed = counter(tokenizer), settings["seed"]
     kept = []
     for i, level in enumerate(settings["levels"]):
-        for candidate in (
-            c for each in task.examples(level, 1, seed, count) for c in each.candidates
-        ):
+        for candidate in next(iter(task.examples(level, 1, seed, count))).candidates:
             said = tokenizer.decode(tokenizer.encode(candidate))
             if said.strip() != candidate.strip():
                 raise ConfigError(

@@ -116,11 +116,7 @@ def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) ->
     """Write a result and its checksum; raises CheckpointError."""
     texts = [f"{json.dumps(line)}\n" for line in lines]
     head = json.dumps({**first, "sha256": checksum(first, texts)})
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
-    write_atomic(file, "".join([f"{head}\n", *texts]))
+    write_atomic(file, "".join([f"{head}\n", *texts]), new_parents=2)
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:

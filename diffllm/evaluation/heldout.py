@@ -142,11 +142,7 @@ class DocumentLosses:
         file = path_of(run, step)
         content = io.BytesIO()
         np.savez(content, **{f.name: getattr(self, f.name) for f in fields(self)})
-        try:
-            file.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
-        write_atomic(file, content.getvalue())
+        write_atomic(file, content.getvalue(), new_parents=1)
 
 
 def path_of(run: Path, step: int) -> Path:

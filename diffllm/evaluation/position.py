@@ -60,23 +60,20 @@ class Position(Evaluation):
         starts = chosen.starts.tolist()
         ends = (chosen.starts + np.minimum(chosen.lengths, longest)).tolist()
         texts = [stream.tokens(*place).tolist() for place in zip(starts, ends, strict=True)]
-        nats: list[list[float]] = [[] for _ in texts]
+        nats: dict[int, list[float]] = {}
         with track(self.name, len(texts)) as advance:
             for places in by_length(range(len(texts)), lambda i: len(texts[i]), TOKENS):
                 losses = token_nats(subject, [texts[i] for i in places], eos_id)
-                for i, of_text in zip(places, losses, strict=True):
-                    nats[i] = of_text
+                nats |= zip(places, losses, strict=True)
                 advance(len(places))
         found = []
-        for start, text, of_text in zip(starts, texts, nats, strict=True):
-            if not all(map(math.isfinite, of_text)):
+        for i, (start, text) in enumerate(zip(starts, texts, strict=True)):
+            if not all(map(math.isfinite, nats[i])):
                 raise CheckpointError(
                     f"{subject.checkpoint}: the loss of held-out tokens is not finite"
                 )
-            predicted = [True] * len(text)
-            if stream.masked:
-                predicted = stream.loss_mask(start, start + len(text)).tolist()
-            found.append({"start": start, **sums(text, of_text, predicted)})
+            predicted = stream.loss_mask(start, start + len(text)).tolist()
+            found.append({"start": start, **sums(text, nats[i], predicted)})
         return found
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:

@@ -9,7 +9,7 @@ from diffllm.config.origin import named_in, origin_of
 from diffllm.config.schema import is_allowed
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
-from diffllm.data.heldout import predicts_something
+from diffllm.data.heldout import heldout_batches
 from diffllm.data.mixture import Prepared
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
@@ -50,7 +50,9 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
                 )
     for name, part, sequences in heldout_samples(cfg, data):
         eos_id = part.manifest.eos_id if cfg.data.whole_documents else None
-        if not predicts_something(part.split("heldout"), cfg.seq_len, sequences, eos_id):
+        stream = part.split("heldout")
+        batches = heldout_batches(stream, cfg.seq_len, 1, sequences, eos_id=eos_id)
+        if stream.masked and not any((targets >= 0).any() for _, targets in batches):
             raise DataError(
                 f"the held-out sample{f' of {name}' * bool(name)}, {sequences} sequences of "
                 f"{cfg.seq_len} tokens, has only context and nothing to predict, so there is no "

@@ -2,7 +2,7 @@
 syllables without meaning, as "bako": equally long, and unknown to tokenizers."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
 from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
@@ -31,20 +31,14 @@ OBJECTS = (
 )  # fmt: skip
 
 
-def words(rng: random.Random, count: int, pool: Sequence[int] | None = None) -> list[str]:
-    """Draw different words, from the numbers in `pool` or all; raises ValueError for too many."""
-    every = range(len(SYLLABLES) ** 2)
-    numbers = every if pool is None else pool
-    if len(numbers) > len(every):
-        raise ValueError(f"there are {len(every):,} words, not {len(numbers):,}")
-    if len(numbers) < count:
-        raise ValueError(f"{count:,} different words are wanted of {len(numbers):,}")
-    places = (divmod(number, len(SYLLABLES)) for number in rng.sample(numbers, count))
+def words(rng: random.Random, count: int, level: Level) -> list[str]:
+    """Draw different words, of which the level may limit the number; raises ValueError."""
+    every = len(SYLLABLES) ** 2
+    known = int(level.get("words", every))
+    if not count <= known <= every:
+        raise ValueError(f"{count:,} different words are wanted of {known:,} (at most {every:,})")
+    places = (divmod(number, len(SYLLABLES)) for number in rng.sample(range(known), count))
     return [SYLLABLES[first] + SYLLABLES[second] for first, second in places]
-
-
-def pool(level: Level) -> range | None:
-    return range(int(level["words"])) if "words" in level else None
 
 
 @task("icl", shots=(4, 8, 16, 32, 64, 128))
@@ -110,24 +104,22 @@ class Mqar(Task):
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
         pairs = int(level["pairs"])
-        drawn = words(rng, 2 * pairs, pool(level))
+        drawn = words(rng, 2 * pairs, level)
         keys, values = drawn[:pairs], drawn[pairs:]
         asked = rng.sample(range(pairs), rng.randint(1, min(QUERIES, pairs // 2)))
         told = [f" {keys[i]} {values[i]}" for i in range(pairs)]
-        answered = [f" {keys[i]} {values[i]}" for i in asked[:-1]]
-        last = asked[-1]
+        *before, last = asked
+        answered = [told[i] for i in before]
         # Values told again would be answers by frequency.
-        open_ones = [i for i in range(pairs) if i not in asked]
-        candidates, answer = shuffled_candidates(
-            rng, f" {values[last]}", [f" {values[i]}" for i in open_ones]
-        )
+        others = [f" {values[i]}" for i in range(pairs) if i not in asked]
+        candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
         prompt = ",".join([*told, *answered, f" {keys[last]}"])
         return Example(prompt, candidates, answer, {"place": last / max(1, pairs - 1)})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Make pairs, and repeat all in another order; values are predicted."""
         pairs = int(level["pairs"])
-        drawn = words(rng, 2 * pairs, pool(level))
+        drawn = words(rng, 2 * pairs, level)
         told = list(zip(drawn[:pairs], drawn[pairs:], strict=True))
         asked = [(f", {key}", f" {value}") for key, value in rng.sample(told, pairs)]
         first, *others = chain.from_iterable(asked)
@@ -180,7 +172,7 @@ class Needle(Task):
 
     def told(self, rng: random.Random, level: Level, count: Count) -> tuple[str, dict[str, str]]:
         needles, asked = int(level["needles"]), int(level["asked"])
-        cities = [name.capitalize() for name in words(rng, needles, pool(level))]
+        cities = [name.capitalize() for name in words(rng, needles, level)]
         drawn = rng.sample(range(10**DIGITS), needles)
         needle_of = {
             city: f"{number:0{DIGITS}d}" for city, number in zip(cities, drawn, strict=True)
@@ -195,13 +187,10 @@ class Needle(Task):
             if left < 0:
                 break
             hay.append(straw)
-        places = [round((i + 0.5) * len(hay) / needles) for i in range(needles)]
-        text: list[str] = []
-        for i, straw in enumerate(hay):
-            text += [said[n] for n, place in enumerate(places) if place == i]
-            text.append(straw)
-        text += [said[n] for n, place in enumerate(places) if place >= len(hay)]
-        return " ".join(text), needle_of
+        straws = len(hay)
+        for n in reversed(range(needles)):  # the last first, so that earlier places stay the same
+            hay.insert(round((n + 0.5) * straws / needles), said[n])
+        return " ".join(hay), needle_of
 
     def asked(
         self, rng: random.Random, level: Level, text: str, needle_of: dict[str, str], last: int

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diffllm.core.errors import DataError, printable
 from diffllm.core.files import read_json, replace_file
 from diffllm.data.progress import held, track
-from diffllm.data.verified import identity_of, settled_identity
+from diffllm.data.verified import identity_of, settled_identity, usable
 
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
@@ -55,11 +55,11 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
     """Return facts about `paths`, in order, reading only new or changed files; raises DataError."""
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
-    if _unknown(paths, index):
+    if not all(_is_known(path, index) for path in paths):
         cache_dir.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{index_path}.lock"), f"hashes files for {cache_dir}"):
             index = _read_index(index_path)
-            unknown = _unknown(paths, index)
+            unknown = [path for path in paths if not _is_known(path, index)]
             with (
                 track("hashing the corpus", len(unknown)) as advance,
                 ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing lets other threads run
@@ -75,23 +75,15 @@ def combined_hash(parts: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
 
 
-def _unknown(paths: Sequence[Path], index: dict[str, FileFacts]) -> list[Path]:
-    unknown = []
-    for path in paths:
-        facts = index.get(str(path))
-        try:
-            identity = identity_of(path)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}") from error
-        if facts is None or facts.identity != identity:
-            unknown.append(path)
-    return unknown
+def _is_known(path: Path, index: dict[str, FileFacts]) -> bool:
+    with usable(path):
+        return str(path) in index and index[str(path)].identity == identity_of(path)
 
 
 def _read_facts(path: Path) -> FileFacts:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     is_utf8, is_blank, block = True, True, b"begin"
-    try:
+    with usable(path):
         identity = settled_identity(path)  # before reading: a change meanwhile then shows
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -103,8 +95,6 @@ def _read_facts(path: Path) -> FileFacts:
                     decoder.decode(block, final=not block)
                 except UnicodeDecodeError:
                     is_utf8 = False
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
     return FileFacts(size, identity, digest.hexdigest(), is_utf8, is_blank)
 
 
