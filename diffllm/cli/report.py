@@ -33,8 +33,7 @@ class ReportArguments:
 def report_command(argv: list[str]) -> None:
     args = parse(ReportArguments, argv, REPORT)
     from diffllm.compare.report.comparison import read
-    from diffllm.compare.report.page import whole_text, write
-    from diffllm.compare.report.wandb_gaps import record_gaps
+    from diffllm.compare.report.page import record_gaps, whole_text, write
 
     comparison, home = read([Path(word) for word in args.run], args.baseline or None)
     written = write(comparison, Path(args.out) if args.out else home)

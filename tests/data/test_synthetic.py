@@ -108,7 +108,10 @@ def test_parts_and_settings_decide_the_documents(
         ("data.level={pairs: 1048577}", "pairs=1048577 must be one of pairs"),
         ("data.level={pairs: 9000}", "data.level={'pairs': 9000}: mqar has no examples"),
         ("data.level={pairs: 4, words: 7}", "no examples: 8 different words are wanted of 7"),
-        ("data.level={pairs: 4, words: 8101}", "no examples: 8 different words are wanted of 8,101 (at most 8,100)"),
+        (
+            "data.level={pairs: 4, words: 8101}",
+            "no examples: 8 different words are wanted of 8,101 (at most 8,100)",
+        ),
         ("data.examples=0", "data.examples"),
     ],
 )

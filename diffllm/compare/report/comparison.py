@@ -123,9 +123,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
     if found.paired is not None:
         row.gap, row.baseline, base.is_baseline = found.paired.estimate, base, True
         row.documents, row.no_documents = over_documents(row, base)
-    own, theirs = (
-        {seed for seed, loss in side.losses.items() if loss is not None} for side in (row, base)
-    )
+    own, theirs = row.measured.keys(), base.measured.keys()
     if own and theirs and own != theirs:
         common, others = (
             ", ".join(str(seed) if seed == init else f"{seed} (init_seed {init})"
@@ -140,10 +138,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
     """Return the gap over the documents and seeds that both rows have, or why there is none."""
-    own, others = (
-        {run.seeds: run for run in side.finished if run.final_loss is not None}
-        for side in (row, base)
-    )
+    own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())
     if why := withheld(len(seeds), LEAST_DOCUMENTS):
         return None, why

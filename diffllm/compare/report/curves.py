@@ -182,9 +182,8 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     both = [*row.runs, *row.baseline.runs]
     if len({str([run.facts.get(fact) for fact in budget.facts]) for run in both}) > 1:
         return None
-    bases = {run.seeds: run for run in row.baseline.runs if run.final_loss is not None}
-    own = [run for run in row.runs if run.final_loss is not None and run.seeds in bases]
-    pairs = [(run, bases[run.seeds]) for run in own]
+    bases = row.baseline.measured
+    pairs = [(run, bases[seeds]) for seeds, run in row.measured.items() if seeds in bases]
     curves = [(spent_curve(a, budget), spent_curve(b, budget)) for a, b in pairs]
     known = [(a, b) for a, b in curves if a is not None and b is not None]
     if not known or len(known) < len(curves):

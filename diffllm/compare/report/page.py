@@ -1,13 +1,15 @@
-"""A comparison as one HTML file without scripts or network, and as text for a terminal."""
+"""A comparison as one HTML file without network, as text for a terminal, and as a wandb run."""
 
 import os
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
+
 from diffllm.compare.report import tables
 from diffllm.compare.report.comparison import Comparison
-from diffllm.compare.report.curves import POINTS
+from diffllm.compare.report.curves import POINTS, gap_band, rows_of_gaps, seed_noise
 from diffllm.compare.report.figures import RC, RowStyle, row_styles
 from diffllm.compare.report.notes import (
     divergence,
@@ -25,6 +27,7 @@ from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Column, Table
+from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
 MOST = 12
 
@@ -129,6 +132,7 @@ def texts(rows: list[Row], styles: list[RowStyle]) -> list[tuple[str, str]]:
 
 WIDTH = 100
 NOTES = 10
+KIND = "comparison"
 
 
 def whole_text(comparison: Comparison) -> str:
@@ -170,3 +174,31 @@ def row_cells(row: Row) -> list[str]:
     seeds = f"{row.seeds}" if row.seeds == len(row.runs) else f"{row.seeds} of {len(row.runs)}"
     seeds += f", {row.diverged} diverged" if row.diverged else ""
     return [row.label, loss, gap, seeds, compact(row.values.get("parameters"))]
+
+
+def record_gaps(comparison: Comparison, directory: Path) -> bool:
+    """Record `gap/<row>`, its `low` and `high`, and `gap/noise_floor` over `tokens`; return whether
+    anything was recorded. Mode and project are those of the first row's runs."""
+    rows = [row for row in comparison.rows if row.gap]
+    bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}
+    cfg = comparison.rows[0].runs[0].cfg.wandb
+    if not bands or resolve_mode(cfg) == "disabled":
+        return False
+    lines: dict[int, dict[str, float]] = {}
+
+    def note(name: str, tokens: np.ndarray, values: np.ndarray) -> None:
+        for x, value in zip(tokens.tolist(), values.tolist(), strict=True):
+            lines.setdefault(int(x), {})[name] = value
+
+    for label, band in bands.items():
+        for end, values in (("", band.mean), ("/low", band.low), ("/high", band.high)):
+            note(f"gap/{label}{end}", band.x, values)
+    if floor := seed_noise(rows_of_gaps(comparison.rows)):
+        note("gap/noise_floor", floor.tokens, floor.values)
+    facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
+    choices = {"attention": KIND, "model": KIND}
+    run = WandbRun(cfg, directory, choices, directory.name, facts, None, over_tokens=("gap/*",))
+    for step, (tokens, line) in enumerate(sorted(lines.items())):
+        run.log({"step": step, "tokens": tokens, **line})
+    run.finish({f"gap/{row.label}": row.gap.mean for row in rows if row.gap})
+    return True

@@ -102,6 +102,11 @@ class Row:
         return Rate(round(count), round(judged)) if round(judged) else None
 
     @property
+    def measured(self) -> dict[tuple[int, int], Run]:
+        """Runs with a final loss, by seed."""
+        return {run.seeds: run for run in self.runs if run.final_loss is not None}
+
+    @property
     def losses(self) -> dict[tuple[int, int], float | None]:
         """By seed; None for a diverged run."""
         return {run.seeds: run.final_loss for run in self.ended}
@@ -123,8 +128,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         rows.append(row)
 
     def order(row: Row) -> list[tuple[int, Any]]:
-        variant, *others = row.keys.values()
-        return [variant_order(variant), *map(value_order, others)]
+        return [variant_order(row.keys["attention"]), *map(value_order, row.keys.values())]
 
     return sorted(rows, key=order)
 

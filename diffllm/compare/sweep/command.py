@@ -145,8 +145,7 @@ def write_comparison(directory: Path) -> None:
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read
-        from diffllm.compare.report.page import whole_text, write
-        from diffllm.compare.report.wandb_gaps import record_gaps
+        from diffllm.compare.report.page import record_gaps, whole_text, write
 
         comparison, _ = read([directory])
         echo(f"\n{whole_text(comparison)}\n")

@@ -6,7 +6,7 @@ from wandb_file import OfflineRun
 
 from diffllm.cli import main
 from diffllm.compare.report.comparison import read
-from diffllm.compare.report.wandb_gaps import record_gaps
+from diffllm.compare.report.page import record_gaps
 
 
 @pytest.fixture
