@@ -31,6 +31,10 @@ COMMANDS = {
 MODULES = {
     "consolidate": "convert", "export": "convert", "import": "convert", "power": "study",
 }  # fmt: skip
+REMOVED_COMMANDS = {
+    "dashboard": "group the runs of a wandb workspace by run.choices.attention (docs/training.md)",
+}
+"""What to do instead of a removed command."""
 NO_PLUGINS = ("train", "noise-floor")
 """Commands whose plugins=[...] is not imported here."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
@@ -65,6 +69,8 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
 
 
 def run_command(name: str, words: list[str]) -> int:
+    if name in REMOVED_COMMANDS:
+        raise UserError(f"diffllm {name} was removed: {REMOVED_COMMANDS[name]}")
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""

@@ -19,6 +19,13 @@ BOOLEANS = {"true": True, "false": False}
 OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 
+REMOVED_ARGUMENTS = {
+    "wandb": "take the scores from --json, or compare them with diffllm report",
+    "probe": "name ended runs for the speed: pilot=DIR",
+}
+"""What to do instead of an argument that a command had."""
+
+
 def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
     """Make a field of a command's dataclass.
 
@@ -113,6 +120,8 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
             yield name, text
         elif rest and not plain:
             yield rest, word
+        elif name in REMOVED_ARGUMENTS:
+            raise ConfigError(f"{name}= was removed; {REMOVED_ARGUMENTS[name]}")
         else:
             close = difflib.get_close_matches(name, known, n=1)
             if not equals and "run" in known and os.path.isdir(word):

@@ -53,6 +53,19 @@ def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_
     assert load_run_config(run) == load_config(["model=tiny"])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dashboard", "entity=a"], "diffllm dashboard was removed: group the runs of a wandb "),
+        (["evaluate", "run=a", "wandb=true"], "wandb= was removed; take the scores from --json"),
+        (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name ended runs"),
+    ],
+)
+def test_removed_command_or_argument_names_its_replacement(words, said, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
 def test_removed_key_in_experiment_names_key_and_experiment():
     file = Path("mine/experiment/x.yaml")
     file.parent.mkdir(parents=True)
