@@ -24,8 +24,6 @@ PREPARE = """
 import sys
 from diffllm.data.preparation import encoding
 from diffllm.data.preparation import prepare as preparation
-from diffllm.data.preparation import tokens
-from diffllm.data import progress
 from diffllm.data.config import DataConfig, SampleBy
 corpus, cache, stage = sys.argv[1:]
 if stage != "all":

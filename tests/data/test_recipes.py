@@ -41,11 +41,6 @@ def test_unknown_source_and_unknown_key_of_a_source_are_refused(tmp_path, key):
         diffllm.load_config([f"data={path}", "model=tiny", "steps=1", word])
 
 
-def test_a_source_without_a_mixture_is_unknown():
-    with pytest.raises(ConfigError, match=r"^unknown key data\.sources\.web"):
-        diffllm.load_config(["model=tiny", "steps=1", "data.sources.web.weight=1"])
-
-
 def test_one_source_can_be_a_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
