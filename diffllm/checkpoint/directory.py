@@ -46,10 +46,7 @@ class CheckpointConfig:
     def validate(self) -> None:
         check_bounds("checkpoint.", self)
         if self.steps < 1 and not self.seconds:
-            raise ConfigError(
-                f"checkpoint.interval={self.interval} must be steps, as in 100, or a time above 0, "
-                "as in 90s, 30min or 1.5h"
-            )
+            raise ConfigError(f"checkpoint.interval={self.interval} must be as 100, 90s or 30min")
 
 
 T = TypeVar("T")
@@ -93,10 +90,7 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
             damaged += [f"{path} ({listed(problems)})"] if path.exists() else []
             continue
         for name in damaged:
-            to_stderr(
-                f"warning: damaged checkpoint {name} is ignored; continuing from {path.name} "
-                "instead"
-            )
+            to_stderr(f"warning: damaged checkpoint {name} is ignored; continuing from {path.name}")
         return path
     if damaged:
         raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")

@@ -59,9 +59,7 @@ class RecordUnpickler(pickle.Unpickler):
             return enum_member
         if name in RECORDS.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"{shown(module)}.{shown(name)} is not allowed in a checkpoint's index"
-        )
+        raise pickle.UnpicklingError(f"{shown(module)}.{shown(name)} is not allowed in an index")
 
 
 class TensorReader(FileSystemReader):

@@ -140,9 +140,9 @@ class Checkpointer:
         except AgreedError:
             raise
         except Exception as error:
+            why = failure_reason(error)
             raise CheckpointError(
-                f"the ranks lost each other over a checkpoint under {self.directory}: "
-                f"{failure_reason(error)}"
+                f"the ranks lost each other in {self.directory}: {why}"
             ) from error
 
     def settle(self, seconds: float) -> None:

@@ -183,8 +183,5 @@ def steps_to_train(cfg: TrainConfig) -> int:
         sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)
         key, steps = "epochs", cfg.epochs * sequences / cfg.global_batch_size
     if steps < 1:
-        raise ConfigError(
-            f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size="
-            f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens"
-        )
+        raise ConfigError(f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size")
     return int(steps)

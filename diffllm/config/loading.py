@@ -58,13 +58,11 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
         cfg = typed_config(composed)
     if cfg.plugins != plugins_in(words):
         raise ConfigError(
-            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML: only those of the command line "
-            "are imported, so name them there"
+            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML, not the command line"
         )
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
             check_choice(f"model.match_{by}_to={target}", target, variants())
-            own = cfg.run.choices["attention"]
-            cfg.run.matched = match(cfg.model, own, target, variant_config(target), by)
+            cfg.run.matched = match(cfg.model, target, variant_config(target), by)
             cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
     return cfg

@@ -52,11 +52,7 @@ class Matched:
 
 
 def match(
-    model: ModelConfig,
-    variant: str,
-    target: str,
-    target_attention: AttentionConfig,
-    by: str = "params",
+    model: ModelConfig, target: str, target_attention: AttentionConfig, by: str = "params"
 ) -> Matched:
     """Solve the feed-forward (or expert) width that gives `model` the total of another attention.
 
@@ -83,10 +79,8 @@ def match(
                 break
         else:
             raise ConfigError(
-                f"{key}: attention={variant} cannot come within {float(TOLERANCE):.1%} of the "
-                f"{wanted:,.0f} {unit} that {target} has at model.{name}={start}; the "
-                f"closest total is {own[by]:,.0f}, at model.{name}={width}: "
-                f"start from a larger model.{name}"
+                f"{key}: cannot come within {float(TOLERANCE):.1%} of {wanted:,.0f} {unit}; the "
+                f"closest is {own[by]:,.0f}, at model.{name}={width}: use a larger model.{name}"
             )
     return Matched(
         target=target, target_params=round(goal["params"]), target_ffn_dim=start,

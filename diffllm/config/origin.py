@@ -78,10 +78,7 @@ def origin_of(path: Path) -> Origin:
     if (path / CONFIG).is_file():
         directory = ModelDirectory(path)
         return Origin(path, directory.model, directory=directory)
-    why = "it does not exist" if not path.is_dir() else "it has no config.yaml and no config.json"
-    raise CheckpointError(
-        f"{path} is neither a run, one of its checkpoints, nor a directory of transformers: {why}"
-    )
+    raise CheckpointError(f"{path} is neither a run, one of its checkpoints nor a model directory")
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:

@@ -51,10 +51,7 @@ def check_shared(words: list[str], where: str) -> None:
     check_interpolations(words, f"{where}: ")
     for word in words:
         if re.match(r"[\s+~]*(plugins|hydra)\b", word):
-            raise ConfigError(
-                f"{where}: {word}: a file cannot set plugins or Hydra's own keys; only the command "
-                "line imports plug-ins, with plugins=[my_variant]"
-            )
+            raise ConfigError(f"{where}: {word}: a file cannot set plugins or Hydra's own keys")
 
 
 def check_secrets(words: list[str]) -> None:
@@ -63,10 +60,7 @@ def check_secrets(words: list[str]) -> None:
         key, _, value = word.partition("=")
         key = key.strip().lstrip("+~")
         if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value.replace("\\", "")):
-            raise ConfigError(
-                f"{key}: secrets come from the environment (WANDB_API_KEY, "
-                "HF_TOKEN), never from the configuration, which is written to disk"
-            )
+            raise ConfigError(f"{key}: secrets come from the environment, as WANDB_API_KEY")
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:
@@ -162,10 +156,7 @@ def explain(error: Exception, words: list[str]) -> str:
             return f"{where}the first line of its YAML must be '# @package _global_'"
         return where + unknown_key(name, [k for k in known if not name.startswith(f"{k}.")])
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
-        return (
-            f"{where}nothing has registered {schema[1]}={schema[2]}; plugins=[module] imports the "
-            "Python module that does"
-        )
+        return f"{where}nothing has registered {schema[1]}={schema[2]}; plugins=[module] imports it"
     if file:
         return f"{where}{f'{key[1]}: ' if key else ''}{text[file.end() :]}"
     blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))

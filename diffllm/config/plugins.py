@@ -156,9 +156,7 @@ def plugins_in(words: list[str]) -> list[str]:
         inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else "?"
         names = [name.strip().strip("'\"") for name in inside.split(",")] if inside.strip() else []
         if not all(map(NAME.fullmatch, names)):
-            raise ConfigError(
-                f"plugins={text} must be a list of modules or entry points: plugins=[my_variant]"
-            )
+            raise ConfigError(f"plugins={text} must be a list of modules, as [my_variant]")
     return names
 
 
@@ -167,10 +165,7 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
     the `conf/` next to each; raises ConfigError."""
     for directory in named_directories:
         if not yamls(directory):
-            raise ConfigError(
-                f"--config-dir {directory}: no YAML is in {', '.join(f'{g}/' for g in GROUPS)}, "
-                "the directories of the config groups"
-            )
+            raise ConfigError(f"--config-dir {directory}: no YAML is in {'/, '.join(GROUPS)}/")
         add_directory(directory)
     for name in plugins_in(words):
         spec = imported(name)
@@ -201,8 +196,7 @@ def imported(name: str) -> ModuleSpec:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
-                f"plugins=[{name}]: there is no module {missing}, and no installed package offers "
-                "a plugin of this name; PYTHONPATH=<its directory> lets Python find it"
+                f"plugins=[{name}]: there is no module {missing}; set PYTHONPATH to its directory"
             ) from None
         frames = traceback.extract_tb(error.__traceback__)
         where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
@@ -218,9 +212,7 @@ def plugin_module(name: str) -> str:
         is_module = name in sys.modules or importlib.util.find_spec(name) is not None
         modules += [name] * is_module
     if len(modules) > 1:
-        raise ConfigError(
-            f"plugins=[{name}] could be any of {', '.join(modules)}; name the module in full"
-        )
+        raise ConfigError(f"plugins=[{name}] must name one of {', '.join(modules)} in full")
     return modules[0] if modules else name
 
 
@@ -246,9 +238,7 @@ def add_directory(directory: Path) -> None:
         return
     for other in (ours, *_DIRECTORIES):
         if both := sorted(yamls(directory) & yamls(other)):
-            raise ConfigError(
-                f"{directory / both[0]} has the name of {other / both[0]}; give it another"
-            )
+            raise ConfigError(f"{directory / both[0]} has the name of {other / both[0]}")
     _DIRECTORIES.append(directory)
 
 

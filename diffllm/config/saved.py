@@ -62,10 +62,9 @@ def load_run_config(path: Path) -> TrainConfig:
             content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
         if not isinstance(content, dict):
             raise ValueError("it is not a mapping of keys to values")
-        if "${" in repr(content):  # OmegaConf would resolve it, also from the environment
-            raise ValueError("it has an interpolation, not a value")
-        if "'???'" in repr(content):  # OmegaConf would take the default
-            raise ValueError("it has the value ???, which means that a value is missing")
+        # OmegaConf would resolve the first, also from the environment, and replace the second.
+        if wrong := [text for text in ("${", "'???'") if text in repr(content)]:
+            raise ValueError(f"it has {wrong[0]} in place of a value")
         content = without_removed(content)
         check_registered(path, content)
         if "attention" in (schemas := content["run"].get("schemas", {})):

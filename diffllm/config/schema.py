@@ -139,16 +139,11 @@ class TrainConfig:
     def validate(self) -> None:
         """Raise ConfigError for values and combinations that cannot run on any machine."""
         check_bounds("", self)
-        if self.data.tokenizer is None and self.data.vocab_size > self.model.vocab_size:
-            raise ConfigError(
-                f"data.vocab_size={self.data.vocab_size} exceeds "
-                f"model.vocab_size={self.model.vocab_size}"
-            )
+        pieces, most = self.data.vocab_size, self.model.vocab_size
+        if self.data.tokenizer is None and pieces > most:
+            raise ConfigError(f"data.vocab_size={pieces} exceeds model.vocab_size={most}")
         if self.model.seq_len != self.seq_len:
-            raise ConfigError(
-                f"model.seq_len={self.model.seq_len} must be seq_len={self.seq_len}, "
-                "which it follows: set seq_len alone"
-            )
+            raise ConfigError(f"model.seq_len={self.model.seq_len} must be seq_len={self.seq_len}")
         self.model.validate()
         self.data.validate()
         self.prepare.validate()
@@ -167,25 +162,20 @@ class TrainConfig:
             own = moe.n_experts // expert
             if all(size % shard for size in (own, moe.expert_dim, self.model.dim)):
                 raise ConfigError(
-                    f"the {own} experts of a rank (model.moe.n_experts={moe.n_experts}, "
-                    f"parallel.expert={expert}) cannot be sharded: parallel.shard={shard} must "
-                    f"divide {own}, model.moe.expert_dim={moe.expert_dim} or "
-                    f"model.dim={self.model.dim}"
+                    f"parallel.shard={shard} must divide the {own} experts of a rank, "
+                    f"model.moe.expert_dim={moe.expert_dim} or model.dim={self.model.dim}"
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """Return (sequences a forward pass, forward passes a step) of one of `world_size` ranks."""
-        if self.global_batch_size % world_size:
-            raise ConfigError(
-                f"global_batch_size={self.global_batch_size} cannot be shared by "
-                f"{world_size} ranks: it must be a multiple of {world_size}"
-            )
-        share = self.global_batch_size // world_size
+        batch = self.global_batch_size
+        if batch % world_size:
+            raise ConfigError(f"global_batch_size={batch} cannot be shared by {world_size} ranks")
+        share = batch // world_size
         micro = self.micro_batch_size or share
         if share % micro:
             raise ConfigError(
-                f"micro_batch_size={micro} must divide the {share} sequences that each of "
-                f"{world_size} ranks gets from global_batch_size={self.global_batch_size}"
+                f"micro_batch_size={micro} must divide the {share} sequences per rank"
             )
         return micro, share // micro
 
@@ -288,8 +278,7 @@ def check_number(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value} must fit into 64 bits")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise ConfigError(
-            f"{key}={value} is not within float32: 0, or between {SMALLEST_FLOAT:.4g} and "
-            f"{LARGEST_FLOAT:.4g} in size"
+            f"{key}={value} must be 0, or {SMALLEST_FLOAT:.4g} to {LARGEST_FLOAT:.4g}"
         )
 
 
@@ -298,6 +287,5 @@ def check_text(key: str, value: str) -> None:
     one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
     if broken or not (one_line or key in FREE_TEXT):
         raise ConfigError(
-            f"{key}={value[:20]!r} must be one line of UTF-8 without control characters, not empty "
-            f"and of at most {LONGEST_TEXT} characters"
+            f"{key}={value[:20]!r} must be one line of 1 to {LONGEST_TEXT} printable characters"
         )

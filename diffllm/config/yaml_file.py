@@ -49,9 +49,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         try:
             return int(text, 0) if node.tag.endswith("int") else self.construct_yaml_float(node)
         except ValueError:
-            raise ValueError(
-                f"has the number {text[:40]}; write it in decimals, or text in quotes"
-            ) from None
+            raise ValueError(f"has the number {text[:40]}; use decimals, or quotes") from None
 
 
 for kind in ("int", "float"):

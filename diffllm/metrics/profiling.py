@@ -30,10 +30,7 @@ class ProfileConfig:
         if self.steps and not (
             len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= steps
         ):
-            raise ConfigError(
-                f"profile.steps={self.steps} must be a first and a last step, as [10,12] is, up to "
-                f"steps={steps}"
-            )
+            raise ConfigError(f"profile.steps={self.steps} must be [first,last], up to {steps}")
 
 
 class StepProfiler:

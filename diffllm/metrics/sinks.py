@@ -27,10 +27,7 @@ class MetricsConfig:
 
 def check_installed(cfg: MetricsConfig) -> None:
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "metrics.tensorboard=true needs the tensorboard package: "
-            'pip install "diffllm[tensorboard]"'
-        )
+        raise ConfigError("metrics.tensorboard=true needs pip install 'diffllm[tensorboard]'")
 
 
 class EventFiles:
@@ -100,9 +97,7 @@ class MetricsFile:
         self.waiting.append(json.dumps(finite).encode() + b"\n")
         problem = self._write_waiting()
         if problem and not known:
-            to_stderr(
-                f"warning: {self.path} cannot be written, lines are kept until it can: {problem}"
-            )
+            to_stderr(f"warning: {self.path} cannot be written, lines are kept: {problem}")
 
     def _write_waiting(self) -> str | None:
         """Write waiting lines in order; return the error if one fails."""

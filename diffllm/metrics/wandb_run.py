@@ -60,9 +60,7 @@ class WandbConfig:
     def validate(self) -> None:
         for tag in self.tags:
             if not 1 <= len(tag) <= LONGEST_TAG:
-                raise ConfigError(
-                    f"wandb.tags: {tag!r} has {len(tag)} characters; a tag has 1 to {LONGEST_TAG}"
-                )
+                raise ConfigError(f"wandb.tags: {tag!r} must have 1 to {LONGEST_TAG} characters")
 
 
 def resolve_mode(cfg: WandbConfig) -> str:

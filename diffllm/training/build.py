@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,14 +118,9 @@ def allocated(
     dtype: torch.dtype = choices["precision"].value
     one = meshes.one_rank
     weights: Weights = OneRank(model, dtype) if one else Sharded(model, cfg.parallel.reduce)
-    optimizer = build_optimizer(weights.params, cfg.optim)
-    guard = Guard(cfg.train.skip_step, window128().window, WINDOW128_SIGMAS, device)
     of_model = model.choices(device, dtype, documents=document_end is not None)
     choices = {**choices, **weights.choices, **of_model}
     micro_batch_size, micro_batches = cfg.micro_batches(dist.get_world_size())
-    documents = None
-    if document_end is not None:
-        documents = partial(masked_documents, document_end, device)
     return Training(
         cfg=cfg,
         device=device,
@@ -134,20 +128,18 @@ def allocated(
         model=model,
         weights=weights,
         params=weights.params,
-        optimizer=optimizer,
-        guard=guard,
+        optimizer=build_optimizer(weights.params, cfg.optim),
+        guard=Guard(cfg.train.skip_step, window128().window, WINDOW128_SIGMAS, device),
         choices=choices,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
         tokens=cfg.global_batch_size * cfg.seq_len,
         compiled=choices["compile"].value,
-        documents=documents,
+        documents=None
+        if document_end is None
+        else lambda inputs: Documents.of(inputs, document_end).to(device),
         ignores_targets=ignores_targets,
     )
-
-
-def masked_documents(end: int, device: torch.device, inputs: Tensor) -> Documents:
-    return Documents.of(inputs, end).to(device)
 
 
 WORTH_COMPILING = 5e13
@@ -186,8 +178,7 @@ def chosen_compile(
     if device.type == "cuda":
         return AutoSetting(True, "a GPU runs long enough")
     if kept is None and flops < WORTH_COMPILING:
-        reason = f"{flops:.0e}, compiling needs {WORTH_COMPILING:.0e} training FLOPs per rank"
-        return AutoSetting(False, f"short run: {reason}")
+        return AutoSetting(False, f"short run: {flops:.0e} training FLOPs per rank")
     if kept is False:
         return AutoSetting(False, KEPT)
     if fault := compiler_fault():

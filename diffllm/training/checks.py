@@ -33,20 +33,16 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     """Raise DataError if the corpus is too short for one sequence, has more pieces than the model,
     or has nothing to predict in a sample that is evaluated."""
-    if (pieces := data.manifest.vocab_size) > cfg.model.vocab_size:
-        raise DataError(
-            f"the corpus has tokens of {pieces:,} pieces, more than "
-            f"model.vocab_size={cfg.model.vocab_size}"
-        )
+    if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
+        raise DataError(f"the corpus has {pieces:,} pieces, more than model.vocab_size={most}")
     for source, part in {"": data, **data.sources}.items():
         for name, split in part.manifest.splits.items():
             if split.tokens < cfg.seq_len + 1:
                 whose = f" of {source}" * bool(source)
                 more = ", a larger data.heldout_fraction" * (name == "heldout")
                 raise DataError(
-                    f"the {name} split{whose} has {split.tokens} tokens, fewer than one sequence "
-                    f"needs (seq_len + 1 = {cfg.seq_len + 1}); use more text{more} or a smaller "
-                    "seq_len"
+                    f"the {name} split{whose} has {split.tokens} tokens, fewer than seq_len + 1 = "
+                    f"{cfg.seq_len + 1}; use more text{more} or a smaller seq_len"
                 )
     for name, part, sequences in heldout_samples(cfg, data):
         eos_id = part.manifest.eos_id if cfg.data.whole_documents else None
@@ -54,10 +50,8 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
         batches = heldout_batches(stream, cfg.seq_len, 1, sequences, eos_id=eos_id)
         if stream.masked and not any((targets >= 0).any() for _, targets in batches):
             raise DataError(
-                f"the held-out sample{f' of {name}' * bool(name)}, {sequences} sequences of "
-                f"{cfg.seq_len} tokens, has only context and nothing to predict, so there is no "
-                "eval/loss; use a larger eval.sequences, or hold out more text with "
-                "data.heldout_fraction"
+                f"the held-out sample{f' of {name}' * bool(name)} has {sequences} sequences and "
+                "nothing to predict; use a larger eval.sequences or data.heldout_fraction"
             )
 
 
@@ -68,8 +62,7 @@ def check_named(cfg: TrainConfig) -> None:
     if attention is not expected:
         raise ConfigError(
             f"model.attention is of class {attention.__name__}, but the config was composed with "
-            f"attention={name}, which is {expected.__name__}: register the class with @schema, "
-            "give it a YAML in conf/attention/ and compose with attention=<its name>"
+            f"attention={name}, which is {expected.__name__}; compose with attention=<its name>"
         )
 
 
@@ -82,10 +75,7 @@ def weights_of(cfg: TrainConfig) -> Path | None:
     if path is None:
         return None
     if cfg.model.init_match is not InitMatch.none:
-        raise ConfigError(
-            f"model.init_match={cfg.model.init_match.name} scales initial values, which "
-            f"resume={cfg.resume} replaces"
-        )
+        raise ConfigError(f"resume={cfg.resume} needs model.init_match=none")
     origin = origin_of(path)
     there, here = type(origin.model.attention), type(cfg.model.attention)
     if there is not here:
@@ -111,6 +101,5 @@ def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
         raise ConfigError(
-            f"the data is of another tokenizer than {path}, so its ids mean other pieces; "
-            f"to train all the same: run.allow_changes=[{allowed}]"
+            f"the data is of another tokenizer than {path}; run.allow_changes=[{allowed}] allows it"
         )

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
-from diffllm.config.saved import differences, load_run_config
+from diffllm.config.saved import differences
 from diffllm.config.schema import NO_WAY_ON, Changes, changes_text, is_allowed, what_differs
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import (
@@ -56,9 +56,7 @@ class RunDirectory:
         """Compare the config with the existing run, if any; write no file."""
         check_own_files(self.path)
         if self.cfg.resume == "never" and self.has_run:
-            raise ConfigError(
-                f"{self.path} holds a run and resume=never; choose another run.name or resume=auto"
-            )
+            raise ConfigError(f"{self.path} holds a run and resume=never; use another run.name")
         if not self.config_file.is_file():
             if self.has_run:
                 raise ConfigError(f"{self.path} holds files but no config.yaml: not a run of ours")
@@ -66,13 +64,9 @@ class RunDirectory:
         changes = differences(self.path, self.cfg)
         allowed = self.cfg.run.allow_changes
         if refused := [key for key in changes if not is_allowed(key, allowed)]:
-            experiment = load_run_config(self.path).run.choices["experiment"]
-            other = experiment != self.cfg.run.choices["experiment"]
-            made = f", made with experiment={experiment}" if other else ""
             raise ConfigError(
-                f"{self.path} is a run with {what_differs(changes)}{made}; choose "
-                "another run.name, or go on with "
-                f"run.allow_changes=[{','.join([*allowed, *refused])}]"
+                f"{self.path} is a run with {what_differs(changes)}; choose another run.name, or "
+                f"go on with run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
         done = steps_made(self.path) or 0
@@ -137,15 +131,11 @@ def check_own_files(run: Path) -> None:
     """Raise CheckpointError for a link in place of a file, or a file in place of a directory."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
-            raise CheckpointError(
-                f"{file} {wrong}; move it away, or choose another run.name or run.dir"
-            )
+            raise CheckpointError(f"{file} {wrong}; move it away, or choose another run.name")
     for name in DIRECTORIES:
         place = run / name
         if os.path.lexists(place) and not place.is_dir():
-            raise CheckpointError(
-                f"{place} is not a directory: move it away, or mount the disk that it links to"
-            )
+            raise CheckpointError(f"{place} is not a directory: move it away, or mount its disk")
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
@@ -171,10 +161,7 @@ def choose_path(cfg: TrainConfig) -> Path:
     """Return run.dir or outputs/[<sweep>/]<name>; the default name is variant and time."""
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
-        raise ConfigError(
-            f"run.sweep={cfg.run.sweep} is a sweep: -m goes on with it, and run.name=... with one "
-            "of its runs"
-        )
+        raise ConfigError(f"run.sweep={cfg.run.sweep} is a sweep: -m goes on with it")
     if name is None:
         chosen = cfg.run.choices
         kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]

@@ -114,8 +114,8 @@ def train_claimed(
         trained = train(t, state, data, here, out, tasks)
         if trained.diverged:
             here.display.print(
-                f"diverged: stopped after step {state.step}, saved: {trained.diverged}; a smaller "
-                "optim.lr, other data or train.skip_step=off would go another way"
+                f"diverged: stopped after step {state.step}, saved: {trained.diverged}; "
+                "try a smaller optim.lr"
             )
         elif not trained.stopped:
             losses, late = measure_documents(t, data, here)

@@ -105,21 +105,16 @@ def continuation(
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
                 f"{run} has saved step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} has no checkpoint: is its disk mounted? To train without "
-                f"it: another run.name, resume=CHECKPOINT, or delete {run} to begin anew"
+                f"{run / 'checkpoints'} has no checkpoint: mount its disk, or delete {run}"
             )
         return None, None  # killed before its first checkpoint, or new
     saved = read_state(checkpoint)
     if saved["loop"] is None:
         raise CheckpointError(
-            f"{checkpoint} holds parameters alone, so no run can resume from it; "
-            f"resume={OF_WEIGHTS}{checkpoint} starts one from them"
+            f"{checkpoint} holds parameters alone; resume={OF_WEIGHTS}{checkpoint} starts from them"
         )
     if (made := step_of(checkpoint)) > cfg.steps:
-        raise ConfigError(
-            f"{checkpoint} has made {made} steps already, more than steps={cfg.steps}: choose "
-            f"another run.name, or steps={made} or more"
-        )
+        raise ConfigError(f"{checkpoint} needs steps={made} or more, not steps={cfg.steps}")
     return checkpoint, saved
 
 

@@ -22,7 +22,7 @@ def shape(size):
 
 def matched(model, own, target):
     model = replace(model, attention=cached_variant(own))
-    return match(model, own, target, cached_variant(target))
+    return match(model, target, cached_variant(target))
 
 
 def by_trying(model, own, target):
@@ -92,9 +92,9 @@ def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target
         reached = [n for n in MODULI if 200 * closest[n] <= wanted]
         if off(start) and not reached:
             with pytest.raises(ConfigError, match=r"cannot come within 0\.5% of .* FLOPs a token"):
-                match(mine, own, target, cached_variant(target), by="flops")
+                match(mine, target, cached_variant(target), by="flops")
             continue
-        found = match(mine, own, target, cached_variant(target), by="flops")
+        found = match(mine, target, cached_variant(target), by="flops")
         assert (found.by, found.target_params) == ("flops", total_params(model, target, start))
         assert found.target_flops == pytest.approx(wanted, rel=1e-12)
         assert found.flops == pytest.approx(
@@ -130,10 +130,10 @@ def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
     model = load_config(["model=tiny"]).model
     closest = total_params(model, "diff_v2", 8)
     message = str(caught.value)
-    assert message.startswith("model.match_params_to=standard: attention=diff_v2 cannot come")
-    assert f"the {total_params(model, 'standard', 8):,} parameters" in message
-    assert f"closest total is {closest:,}, at model.ffn_dim=8:" in message
-    assert message.endswith("start from a larger model.ffn_dim")
+    assert message.startswith("model.match_params_to=standard: cannot come within")
+    assert f"of {total_params(model, 'standard', 8):,} parameters" in message
+    assert f"closest is {closest:,}, at model.ffn_dim=8:" in message
+    assert message.endswith("use a larger model.ffn_dim")
     load_config([*words, "model.ffn_dim=256"])
 
 

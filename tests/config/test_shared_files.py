@@ -157,7 +157,7 @@ def test_command_line_with_another_resolver_or_an_escaped_one_is_refused(word):
 @pytest.mark.parametrize("load", [of_study, lambda word: of_study(arm=word), of_sweeper, of_sweep])
 @pytest.mark.parametrize("mark", ["", "+", "++"])
 def test_file_that_names_a_plugin_is_refused_and_imports_nothing(load, mark):
-    with pytest.raises(ConfigError, match=r"a file cannot set plugins .* only the command line"):
+    with pytest.raises(ConfigError, match=r"a file cannot set plugins"):
         load(f"{mark}plugins=[{PLUGIN}]")
     assert PLUGIN not in sys.modules
 

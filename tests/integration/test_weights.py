@@ -100,7 +100,7 @@ def test_what_differs_is_named(corpus, sources, tmp_path):
 NO_FITS = {
     "a variant": ("weights:{run}", ["attention=diff_v2"], "attention=diff_v2 out=... converts"),
     "layers": ("weights:{export}", ["model.n_layers=1"], "of another model: layers.1"),
-    "scaled": ("weights:{run}", ["model.init_match=write"], "scales initial values"),
+    "scaled": ("weights:{run}", ["model.init_match=write"], "needs model.init_match=none"),
     "tokens": (
         "weights:{run}",
         ["data.tokenizer=null", "data.vocab_size=310"],

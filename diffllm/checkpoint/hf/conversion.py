@@ -46,10 +46,7 @@ def to_diff_v2(
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
-        raise ConfigError(
-            "attention=diff_v2 is made of softmax attention without a sink; the source has "
-            f"{attention}"
-        )
+        raise ConfigError(f"attention=diff_v2 needs softmax without a sink, not {attention}")
     scale = attention.context_scale
     heads = query_heads(model)
     new = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
@@ -72,13 +69,9 @@ def to_diff_v2(
 def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not DiffV2Config or attention.head_norm:
-        raise ConfigError(
-            f"attention=standard is made of DIFF V2 without a head norm; the source has {attention}"
-        )
-    new = replace(
-        model,
-        attention=StandardConfig(query_heads=2.0, context_scale=attention.context_scale),
-    )
+        raise ConfigError(f"attention=standard needs DIFF V2 without a head norm, not {attention}")
+    softmax = StandardConfig(query_heads=2.0, context_scale=attention.context_scale)
+    new = replace(model, attention=softmax)
     of_lambda = {Lambda.sigmoid: "w_lambda.weight", Lambda.raw: "w_lambda.weight",
                  Lambda.scalar: "lambda_logit"}  # fmt: skip
     own = of_lambda.get(attention.lambda_form)
@@ -112,10 +105,7 @@ def split_output(
     else:
         assert of_lambda is not None
         if form is not Lambda.scalar and of_lambda.any():
-            raise ConfigError(
-                "attention=standard needs a lambda that no token changes; w_lambda is not zero: "
-                f"its largest entry is {of_lambda.abs().max():.3g}"
-            )
+            raise ConfigError("attention=standard needs a constant lambda: w_lambda is not zero")
         logits = of_lambda if form is Lambda.scalar else torch.zeros(heads)
         lam = logits if form is Lambda.raw else torch.sigmoid(logits)
     first = wo.unflatten(1, (heads, -1))  # (D, H, d)

@@ -255,9 +255,7 @@ class ModelDirectory:
         if self.architecture != ARCHITECTURE:  # an expert has tensors of its own
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
         if len(self._places) < least:  # a forged config could describe billions
-            raise CheckpointError(
-                f"{path} has {len(self._places)} tensors; its {CONFIG} describes at least {least}"
-            )
+            raise CheckpointError(f"{path} has {len(self._places)} tensors, not {least} or more")
         layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
         self._made = {tensor.name: tensor for tensor in layout.imported}
         self._check({tensor.name: tensor for tensor in layout.exported})
@@ -289,10 +287,7 @@ class ModelDirectory:
                 continue
             if pieces <= self.model.vocab_size:
                 return file
-            refused = (
-                f"{file} has {pieces:,} pieces, more than the {self.model.vocab_size:,} rows of "
-                "the embedding"
-            )
+            refused = f"{file} has {pieces:,} pieces, more than the {self.model.vocab_size:,} rows"
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
@@ -301,8 +296,7 @@ class ModelDirectory:
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
                 raise CheckpointError(
-                    f"{self.path} has neither {WEIGHTS} nor {INDEX}; pickles are not read, because "
-                    "they may run code: save the model as safetensors"
+                    f"{self.path} has neither {WEIGHTS} nor {INDEX}; pickles are not read"
                 )
             with readable(self.path / INDEX):
                 files = read_json(self.path / INDEX, follow=True).get("weight_map")
@@ -338,7 +332,5 @@ class ModelDirectory:
         for name, shape in expected.items():
             found = self._places[name].get_slice(name)
             if found.get_shape() != shape or found.get_dtype() not in FLOATS:
-                raise CheckpointError(
-                    f"{self.path}: {name} is {found.get_dtype()} {found.get_shape()}, and {CONFIG} "
-                    f"asks for {shape} of dtype {', '.join(FLOATS)}"
-                )
+                about = f"{found.get_dtype()} {found.get_shape()}"
+                raise CheckpointError(f"{self.path}: {name} is {about}, not {shape} of {FLOATS}")

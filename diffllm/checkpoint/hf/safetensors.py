@@ -30,9 +30,7 @@ def check_form(dtype: str, max_shard_size: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):
-        raise ConfigError(
-            f"max_shard_size={max_shard_size} must be a size above 0, as in 500MB or 5GB"
-        )
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a size above 0, as 500MB")
 
 
 @contextmanager
