@@ -1,17 +1,16 @@
 """The checkpoints of a run: when they are written, which exist, can be used and are kept."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 from diffllm.checkpoint.manifest import faults, read_manifest
 from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError, UserError, listed
+from diffllm.core.files import fresh
 from diffllm.core.printing import to_stderr
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -141,9 +140,7 @@ def remove(path: Path) -> None:
 
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that stands where the one of the same step belongs, and say so."""
-    aside, number = path.with_name(f"damaged-{path.name}"), count(2)
-    while os.path.lexists(aside):
-        aside = path.with_name(f"damaged-{path.name}-{next(number)}")
+    aside = fresh(path.with_name(f"damaged-{path.name}"))
     path.rename(aside)
     to_stderr(f"warning: {path} was in the way of a new checkpoint; it is now {aside.name}")
 

@@ -145,11 +145,6 @@ class Checkpointer:
                 f"the ranks lost each other in {self.directory}: {why}"
             ) from error
 
-    def settle(self, seconds: float) -> None:
-        if self.pending:
-            with contextlib.suppress(Exception):
-                self.pending.result(seconds)
-
     def close(self) -> None:
         try:
             self.wait()

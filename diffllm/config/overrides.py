@@ -40,10 +40,8 @@ def check_interpolations(words: list[str], where: str = "") -> None:
     """Raise ConfigError, before it is resolved, for an interpolation of anything but a key."""
     for word in words:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
-            raise ConfigError(
-                f"{where}{word.partition('=')[0]}: only ${{key}} and ${{of_steps:share,most}} can "
-                "be interpolated; the shell inserts a variable of the environment, as in seed=$SEED"
-            )
+            at = f"{where}{word.partition('=')[0]}"
+            raise ConfigError(f"{at}: only ${{key}} and ${{of_steps:...}} can be interpolated")
 
 
 def check_shared(words: list[str], where: str) -> None:

@@ -144,13 +144,11 @@ class TrainConfig:
             raise ConfigError(f"data.vocab_size={pieces} exceeds model.vocab_size={most}")
         if self.model.seq_len != self.seq_len:
             raise ConfigError(f"model.seq_len={self.model.seq_len} must be seq_len={self.seq_len}")
-        self.model.validate()
-        self.data.validate()
-        self.prepare.validate()
+        part: Any
+        for part in (self.model, self.data, self.prepare, self.checkpoint, self.wandb):
+            part.validate()
         self.optim.validate(self.steps)
         self.parallel.validate(self.model.moe.n_experts)
-        self.checkpoint.validate()
-        self.wandb.validate()
         self.profile.validate(self.steps)
 
     def check_world(self, world_size: int) -> None:

@@ -13,6 +13,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -365,3 +366,9 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def fresh(path: Path) -> Path:
+    """Return an unused path: `path`, or `path` with the first free number appended."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
+    return next(p for name in names if not os.path.lexists(p := path.with_name(name)))

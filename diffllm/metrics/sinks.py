@@ -27,7 +27,7 @@ class MetricsConfig:
 
 def check_installed(cfg: MetricsConfig) -> None:
     if cfg.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("metrics.tensorboard=true needs pip install 'diffllm[tensorboard]'")
+        raise ConfigError('metrics.tensorboard=true needs pip install "diffllm[tensorboard]"')
 
 
 class EventFiles:

@@ -6,7 +6,6 @@ import re
 import signal
 import time
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from diffllm.config.schema import NO_WAY_ON, Changes, changes_text, is_allowed, 
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import (
     check_length,
+    fresh,
     hold,
     missing,
     take_back,
@@ -178,12 +178,6 @@ def choose_path(cfg: TrainConfig) -> Path:
     check_length(place, f"run.sweep={cfg.run.sweep}")
     check_length(place / name, f"run.name={name}")
     return place / name
-
-
-def fresh(path: Path) -> Path:
-    """Return an unused path: `path`, or `path` with the first free number appended."""
-    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
-    return next(p for name in names if not os.path.lexists(p := path.with_name(name)))
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:

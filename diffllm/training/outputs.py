@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def open_sinks(
 
 
 def give_up(out: Outputs, error: UserError) -> None:
-    out.checkpoints.settle(SETTLE_S)
+    if pending := out.checkpoints.pending:
+        with suppress(Exception):
+            pending.result(SETTLE_S)
     if out.sinks:
         out.sinks.close()
         out.sinks.wandb.finish(exit_code=1)

@@ -161,10 +161,7 @@ def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> N
 
 def ended_text(summary: dict[str, Any]) -> str:
     if summary.get("stopped"):
-        return (
-            f"diverged and {stopped_text(summary)}; to resume it: a larger "
-            "train.max_consecutive_skips or other settings, with run.allow_changes"
-        )
+        return f"diverged and {stopped_text(summary)}; other settings need run.allow_changes"
     loss = summary.get("heldout_loss") or math.nan  # of older versions, not None
     ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "it diverged"
     more = "more steps= and run.allow_changes train it further"

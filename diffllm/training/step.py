@@ -113,7 +113,11 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         counted = counted.clamp_min(1)  # without targets the losses are 0, and 0 / 0 would be NaN
     done = forward_backward(t, batches, due, probe(t, step, due), counted)
     dist.all_reduce(done.losses)
-    means = mean_losses(done, t.tokens, counted)
+    over: Tensor | int = t.tokens
+    if counted is not None:
+        whole = torch.full_like(counted, t.tokens)
+        over = torch.stack([counted if name in OVER_TARGETS else whole for name in done.names])
+    means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
     grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
     if mesh.size(0) > 1:  # replicas' norms may differ by rounding; the decision must not
@@ -195,14 +199,6 @@ def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
         objective = objective + routing * (over_tokens - over_counted)
     return objective
-
-
-def mean_losses(done: Passed, tokens: int, counted: Tensor | None) -> dict[str, Tensor]:
-    over: Tensor | int = tokens
-    if counted is not None:
-        whole = torch.full_like(counted, tokens)
-        over = torch.stack([counted if name in OVER_TARGETS else whole for name in done.names])
-    return dict(zip(done.names, (done.losses / over).unbind(), strict=True))
 
 
 def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -277,17 +277,14 @@ class ModelDirectory:
     def tokenizer(self) -> Path:
         """The readable sentencepiece model, else the fast tokenizer; raises CheckpointError."""
         refused = f"{self.path} has neither {MODEL} nor {FAST}"
-        for file in (self.path / MODEL, self.path / FAST):
-            if not file.is_file():
-                continue
+        most = self.model.vocab_size
+        for file in filter(Path.is_file, (self.path / MODEL, self.path / FAST)):
             try:
-                pieces = Tokenizer.from_file(file).vocab_size
+                if (pieces := Tokenizer.from_file(file).vocab_size) <= most:
+                    return file
+                refused = f"{file} has {pieces:,} pieces, more than the {most:,} rows"
             except DataError as error:
                 refused = str(error)
-                continue
-            if pieces <= self.model.vocab_size:
-                return file
-            refused = f"{file} has {pieces:,} pieces, more than the {self.model.vocab_size:,} rows"
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
 from diffllm.compare.sweep.plan import SweepDirectory, experiment_words, plan_sweep, split_overrides
 from diffllm.core.errors import CheckpointError, UserError
+from diffllm.core.files import fresh
 from diffllm.core.printing import echo
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.records import read_ending, stopped_text
-from diffllm.training.directory import fresh
 
 Run = dict[str, Any]
 Place = tuple[SweepDirectory, ClusterLauncher | None]
