@@ -196,8 +196,7 @@ def draw_strip(axes: "Axes", values: np.ndarray, within: tuple[float, float], na
 
 
 def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") -> None:
-    seen, low, limit = np.asarray(colours.get_array()), *colours.get_clim()
-    over, under = bool(seen.max() > limit), bool(seen.min() < -limit)
+    low, limit = colours.get_clim()
     bar = fig.colorbar(
         colours,
         ax=list(grid.flat),
@@ -206,14 +205,13 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
         aspect=30,
         pad=0.1 / fig.get_figheight(),
         anchor=(0.0, 0.5),
-        extend={(0, 0): "neither", (1, 0): "max", (0, 1): "min", (1, 1): "both"}[over, under],
     )
     ticks = [tick for tick in (-limit, -limit / 4, 0, limit / 4, limit) if tick >= low]
     bar.set_ticks(ticks, labels=[f"{tick:.2g}" for tick in ticks])
     bar.ax.tick_params(labelsize=SMALL, length=1.5, width=0.4, pad=1.5)
     bar.outline.set_linewidth(0.4)
-    clipped = f", cut at the {PERCENTILE}th percentile" if over or under else ""
-    bar.set_label(f"weight, square-root scale{clipped}", size=SMALL, labelpad=1)
+    label = f"weight, square-root scale up to the {PERCENTILE}th percentile"
+    bar.set_label(label, size=SMALL, labelpad=1)
 
 
 def visible(piece: str) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,13 +118,10 @@ KINDS = {
 """Whether weights and activations have a scale for each row; None: they are not rounded."""
 
 
-def _arm(kind: str, bits: int) -> Arm:
-    weights, activations = (None if x is None else Rounding(bits, x) for x in KINDS[kind])
-    level = {"bits": bits, "rounded": kind}
-    return Arm(kind.replace(" ", f" {bits} ", 1), weights, activations, level)
-
-
-ARMS = [Arm(PLAIN), *(_arm(kind, bits) for kind in KINDS for bits in BITS)]
+ARMS = [Arm(PLAIN)]
+for kind, bits in product(KINDS, BITS):
+    w, x = (None if by_row is None else Rounding(bits, by_row) for by_row in KINDS[kind])
+    ARMS.append(Arm(kind.replace(" ", f" {bits} ", 1), w, x, {"bits": bits, "rounded": kind}))
 
 
 class Quantise(Evaluation):

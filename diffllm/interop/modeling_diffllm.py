@@ -240,11 +240,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-def repeated(x: Tensor, times: int) -> Tensor:
-    """Repeat each head of (B, K, S, d)."""
-    return x if times == 1 else x.repeat_interleave(times, dim=1)
-
-
 def eager_attention_forward(
     module: Any,
     query: Tensor,
@@ -262,7 +257,7 @@ def eager_attention_forward(
     to 0 and rows scaled to sum 1, and the second member's context is 0.
     """
     groups = module.num_key_value_groups
-    logits = query @ repeated(key, groups).transpose(2, 3) * scaling
+    logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
     elif attention_mask is not None:
@@ -272,13 +267,13 @@ def eager_attention_forward(
         logits = torch.cat((logits, column), dim=-1)
     maps = logits.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     if not module.settings.get("clamp"):
-        context = maps @ repeated(value, groups)
+        context = maps @ value.repeat_interleave(groups, dim=1)
         return context.transpose(1, 2).contiguous(), maps
     first, second = maps.unflatten(1, (-1, 2)).unbind(2)
     positive = (first - module.lambda_value() * second).clamp_min(0)
     total = positive.sum(-1, keepdim=True)
     weights = (positive / torch.where(total > 0, total, 1)).to(query.dtype)
-    context = weights @ repeated(value, groups // 2)
+    context = weights @ value.repeat_interleave(groups // 2, dim=1)
     context = torch.stack((context, torch.zeros_like(context)), dim=2).flatten(1, 2)
     return context.transpose(1, 2).contiguous(), maps
 
@@ -705,15 +700,8 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Map tokens (B, T) to logits (B, T, V), and with labels (B, T) to a loss."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        outputs = self.model(*given, use_cache=use_cache, **kwargs)
         hidden_states = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden_states[:, kept])

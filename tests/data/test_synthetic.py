@@ -110,7 +110,7 @@ def test_parts_and_settings_decide_the_documents(
         ("data.level={pairs: 4, words: 7}", "no examples: 8 different words are wanted of 7"),
         (
             "data.level={pairs: 4, words: 8101}",
-            "no examples: 8 different words are wanted of 8,101 (at most 8,100)",
+            "8 different words are wanted of 8,101",
         ),
         ("data.examples=0", "data.examples"),
     ],

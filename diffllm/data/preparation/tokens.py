@@ -83,24 +83,22 @@ class TokensJob:
             return ", ".join(sorted({parts[i].name for i in todo if counts.state[i] == READING}))
 
         reporter = Reporter(before)
-        with reporter.bar:
-            if before:
-                to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
+        if before:
+            to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
 
-            def tick() -> None:
-                done = sum(sizes[number] for number in todo if counts.state[number] == DONE)
-                share = min(before + done / sum(sizes), 1.0)
-                reporter.show(share, sum(counts.text_bytes), sum(counts.tokens), reading())
+        def tick() -> None:
+            done = sum(sizes[number] for number in todo if counts.state[number] == DONE)
+            share = min(before + done / sum(sizes), 1.0)
+            reporter.show(share, sum(counts.text_bytes), sum(counts.tokens), reading())
 
-            work = partial(encoding.work, counts=counts, threads=threads)
-            try:
-                work_through(todo, work, processes, tick)
-            except BrokenProcessPool as error:
-                raise DataError(
-                    "a process of the preparation was killed, perhaps because memory ran out, "
-                    f"while these were read: {reading() or 'nothing'}; run the same command "
-                    "again to resume"
-                ) from error
+        work = partial(encoding.work, counts=counts, threads=threads)
+        try:
+            work_through(todo, work, processes, tick)
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process of the preparation was killed, perhaps because memory ran out, while "
+                f"these were read: {reading() or 'nothing'}; run the same command again to resume"
+            ) from error
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         records = self.records()

@@ -11,12 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
-
 from diffllm.core.bounds import bounded, check_bounds
-from diffllm.core.console import Console
-from diffllm.core.errors import printable
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -99,30 +94,21 @@ def available_cores() -> int:
 
 
 class Reporter:
-    """A bar on a terminal, else a line per minute; `before` is the share at the start."""
+    """Writes a line per minute to stderr; `before` is the share at the start."""
 
     def __init__(self, before: float) -> None:
-        console = Console(stderr=True)
-        self._before = before
-        self.bar = Progress(
-            TextColumn("tokenising"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.description}"),
-            console=console, transient=True, disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task = self.bar.add_task("", total=1.0)
-        self._started = time.monotonic()
+        self._before, self._started = before, time.monotonic()
         self._next_line = self._started + EVERY
 
     def show(self, share: float, text_bytes: int, tokens: int, reading: str) -> None:
         now = time.monotonic()
-        seconds = max(now - self._started, 1e-9)
+        if now < self._next_line:
+            return
+        self._next_line += EVERY
+        seconds = now - self._started
         said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
         said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
         if share - self._before >= 1e-3:
             left = round(seconds * (1 - share) / (share - self._before))
             said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-        said += f"; reading {reading[:100]}"
-        self.bar.update(self._task, completed=share, description=escape(printable(said)))
-        if self.bar.disable and now >= self._next_line:
-            self._next_line += EVERY
-            to_stderr(f"{share:4.0%}  {said}")
+        to_stderr(f"{share:4.0%}  {said}; reading {reading[:100]}")

@@ -13,7 +13,7 @@ from diffllm.core.errors import DataError, printable
 from diffllm.core.files import open_regular
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
-from diffllm.data.text.corpus import Corpus, Part, TextBatch, columns_of, reason
+from diffllm.data.text.corpus import Corpus, Part, TextBatch, reason
 from diffllm.data.text.file_index import (
     COMPRESSIONS,
     TEXT_FORMATS,
@@ -76,10 +76,9 @@ def parts_of(
     least = max(PART_BYTES, sum(each.size for each in facts) // MOST_PARTS)
     groups: list[list[Slice]] = []
     size = least
-    columns = tuple(columns_of(cfg))
     for path, of_file, form in zip(paths, facts, formats, strict=True):
         with naming(path):
-            slices = list(slices_of(path, of_file, form, cfg.sample_by, columns, least))
+            slices = list(slices_of(path, of_file, form, cfg, least))
         for part in slices:
             if size >= least:
                 groups.append([])

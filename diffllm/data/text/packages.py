@@ -50,7 +50,8 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
     identity = texts_hash([facts[path] for path in kept])
     note = "" if identity == REFERENCE_SHA256 else difference(hashes)
-    return corpus_of(cfg, facts, kept, f"source of {', '.join(REFERENCE)}", identity, note)
+    corpus = corpus_of(cfg, facts, kept, f"source of {', '.join(REFERENCE)}", identity)
+    return replace(corpus, note=note)
 
 
 @source("stdlib")
@@ -71,12 +72,7 @@ def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFa
 
 
 def corpus_of(
-    cfg: DataConfig,
-    facts: dict[Path, FileFacts],
-    kept: Sequence[Path],
-    where: str,
-    identity: str,
-    note: str = "",
+    cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
 ) -> Corpus:
     """Make a corpus of the files `kept`, one document each; `facts` includes skipped files."""
     of_kept = [facts[path] for path in kept]
@@ -86,7 +82,6 @@ def corpus_of(
         identity=identity,
         list_parts=lambda: parts_of(kept, of_kept, ["text"] * len(kept), whole),
         check=partial(check_all, kept, of_kept),
-        note=note,
         skipped_empty=sum(each.is_blank for each in facts.values()),
         skipped_undecodable=sum(not each.is_utf8 for each in facts.values()),
     )

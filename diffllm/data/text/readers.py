@@ -15,8 +15,15 @@ import pyarrow
 import pyarrow.parquet
 
 from diffllm.core.errors import DataError
-from diffllm.data.config import SampleBy
-from diffllm.data.text.corpus import ROWS, TextBatch, check_columns, kinds_of_rows, reason
+from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.text.corpus import (
+    ROWS,
+    TextBatch,
+    check_columns,
+    columns_of,
+    kinds_of_rows,
+    reason,
+)
 from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 
 COMPRESSED_TEXT = 4
@@ -38,14 +45,10 @@ class Slice:
 
 
 def slices_of(
-    path: Path,
-    facts: FileFacts,
-    form: str,
-    sample_by: SampleBy,
-    columns: tuple[str, ...],
-    least: int,
+    path: Path, facts: FileFacts, form: str, cfg: DataConfig, least: int
 ) -> Iterator[Slice]:
     """Cut a "parquet", "json" or "text" file into slices of at least `least` bytes, if possible."""
+    columns = tuple(columns_of(cfg))
     start = path, facts, columns
     if form == "parquet":
         for size, first, last in row_groups(path, columns, least):
@@ -54,8 +57,8 @@ def slices_of(
     compressed = path.suffix.lower() in COMPRESSIONS
     size = facts.size * (COMPRESSED_TEXT if compressed else 1)
     read = _read_lines if form == "text" else _read_json_lines
-    if form == "text" and sample_by is not SampleBy.line:
-        read = _read_text if sample_by is SampleBy.document else _read_paragraphs
+    if form == "text" and cfg.sample_by is not SampleBy.line:
+        read = _read_text if cfg.sample_by is SampleBy.document else _read_paragraphs
     elif form == "json" and begins_with(path) == b"[":
         read = _read_json_array
     elif not compressed:
