@@ -5,10 +5,9 @@ Shapes: n documents, N tokens in total, r sequences of T tokens, b per batch, W 
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ import torch
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.sequences import Batch, StreamSequences
-from diffllm.data.streams import Stream, document_ends, end_behind, read_joined
+from diffllm.data.streams import Stream, document_ends, end_behind, spans
 from diffllm.data.tokenizer import Tokenizer
 
 BLOCK = 2**22
@@ -91,23 +90,18 @@ class HeldoutDocuments:
             if row >= len(borders) - 1:
                 break
             start, stop = int(borders[row]), int(borders[row + 1])
-            tokens = self._read(max(start - 1, 0), stop, np.int64, self.stream.tokens)
+            read = [self.stream.tokens(*place) for place in self._places(max(start - 1, 0), stop)]
+            tokens = np.concatenate(read)
             inputs[i, : stop - start] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
-            targets[i, : stop - start] = tokens[start - stop :]
-            if self.stream.masked:
-                mask = self._read(start, stop, np.bool_, self.stream.loss_mask)
-                targets[i, : stop - start][~mask] = -1
+            mask = [self.stream.loss_mask(*place) for place in self._places(start, stop)]
+            targets[i, : stop - start] = np.where(np.concatenate(mask), tokens[start - stop :], -1)
             own = np.searchsorted(self.ends, np.arange(start, stop), side="right")
             owners[i, : stop - start] = own
         return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(owners)
 
-    def _read(
-        self, start: int, stop: int, dtype: Any, read: Callable[[int, int], np.ndarray]
-    ) -> np.ndarray:
-        at = self.starts
-        return read_joined(
-            self.ends, start, stop, dtype, lambda i, a, b: read(int(at[i]) + a, int(at[i]) + b)
-        )
+    def _places(self, start: int, stop: int) -> list[tuple[int, int]]:
+        parts = [(int(self.starts[i]), a, b) for i, a, b in spans(self.ends, start, stop)]
+        return [(first + a, first + b) for first, a, b in parts]
 
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1

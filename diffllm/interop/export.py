@@ -214,22 +214,13 @@ tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})
 {rows}
 
 These are the numbers of one run; it has not been evaluated on any task, nor for safety.{carried}
-
-## Citation
-
-```bibtex
-@software{{diffllm,
-  title = {{diffllm: what an attention variant does to a language model}},
-  version = {{{version}}},
-}}
-```
 """
-RESULTS = (
-    ("training loss, mean of the last steps", "train_loss", " nats a token"),
-    ("held-out loss", "heldout_loss", " nats a token"),
-    ("held-out bits a byte", "heldout_bits_per_byte", ""),
-)
-"""Rows of a card: title, key in summary.json, unit."""
+RESULTS = {
+    "train_loss": "training loss, mean of the last steps, in nats per token",
+    "heldout_loss": "held-out loss, in nats per token",
+    "heldout_bits_per_byte": "held-out bits per byte",
+}
+"""Rows of a card: keys in summary.json, and titles."""
 CARRIED = """ `modeling_diffllm.py`
 computes the model in transformers 5.4 or later; `trust_remote_code=True` runs it, and so does
 `import diffllm.interop`."""
@@ -248,9 +239,8 @@ def write_card(
         "hash of the data": facts.get("corpus"),
     }
     if summary is not None and summary.get("steps") == state["step"]:
-        for title, key, unit in RESULTS:
-            value = summary.get(key)
-            rows[title] = None if value is None else f"{value:.4f}{unit}"
+        known = {key: summary[key] for key in RESULTS if summary.get(key) is not None}
+        rows |= {RESULTS[key]: f"{value:.4f}" for key, value in known.items()}
         rows["held-out tokens"] = summary.get("heldout_tokens")
     carried = layout.architecture == ARCHITECTURE
     card = CARD.format(
@@ -261,7 +251,6 @@ def write_card(
         remote=", trust_remote_code=True" if carried else "",
         rows="\n".join(f"| {k} | {v} |" for k, v in rows.items() if v is not None),
         carried=CARRIED if carried else "",
-        version=(facts.get("diffllm") or {}).get("version", ""),
     )
     (directory / "README.md").write_text(card)
 

@@ -257,7 +257,6 @@ def test_progress_is_a_line_that_names_the_files_being_read(
             told.touch()
 
     monkeypatch.setattr(workers, "EVERY", 0.02)
-    monkeypatch.setattr(workers, "TICK", 0.001)
     monkeypatch.setattr(workers, "to_stderr", read_aloud)
     job = TokensJob(
         replace(base, list_parts=lambda: [Stalled(1000)]),

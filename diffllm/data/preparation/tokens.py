@@ -21,8 +21,8 @@ from diffllm.data.preparation.workers import (
     READING,
     Counts,
     PrepareConfig,
-    Reporter,
     available_cores,
+    report,
     work_through,
 )
 from diffllm.data.progress import held
@@ -82,14 +82,14 @@ class TokensJob:
         def reading() -> str:
             return ", ".join(sorted({parts[i].name for i in todo if counts.state[i] == READING}))
 
-        reporter = Reporter(before)
+        started = time.monotonic()
         if before:
             to_stderr(f"resuming: {len(todo)} of {len(parts)} parts are left")
 
         def tick() -> None:
             done = sum(sizes[number] for number in todo if counts.state[number] == DONE)
             share = min(before + done / sum(sizes), 1.0)
-            reporter.show(share, sum(counts.text_bytes), sum(counts.tokens), reading())
+            report(counts, share, before, time.monotonic() - started, reading())
 
         work = partial(encoding.work, counts=counts, threads=threads)
         try:

@@ -15,9 +15,8 @@ from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-TICK = 0.25
 EVERY = 60.0
-"""Seconds between two lines of the report; TICK: between two checks of the workers."""
+"""Seconds between two lines of the report."""
 READING, DONE = 1, 2
 
 _do: Callable[[int], None]
@@ -44,18 +43,19 @@ class Counts:
 def work_through(
     numbers: Sequence[int], do: Callable[[int], None], processes: int, tick: Callable[[], None]
 ) -> None:
-    """Call `do` with each number, in forked processes, and `tick` every TICK seconds; raises what a
-    worker raised, or BrokenProcessPool. No worker is left."""
+    """Call `do` with each number, in forked processes, and `tick` every EVERY seconds; raises the
+    error of a worker, or BrokenProcessPool. No worker is left."""
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
     try:
         left = {pool.submit(work, number) for number in numbers}
         while left:
-            done, left = wait(left, TICK, FIRST_EXCEPTION)
+            done, left = wait(left, EVERY, FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            tick()
+            if left:
+                tick()
     except BaseException:
         for child in multiprocessing.active_children():
             if child not in others:
@@ -93,22 +93,12 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Reporter:
-    """Writes a line per minute to stderr; `before` is the share at the start."""
-
-    def __init__(self, before: float) -> None:
-        self._before, self._started = before, time.monotonic()
-        self._next_line = self._started + EVERY
-
-    def show(self, share: float, text_bytes: int, tokens: int, reading: str) -> None:
-        now = time.monotonic()
-        if now < self._next_line:
-            return
-        self._next_line += EVERY
-        seconds = now - self._started
-        said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
-        said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
-        if share - self._before >= 1e-3:
-            left = round(seconds * (1 - share) / (share - self._before))
-            said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-        to_stderr(f"{share:4.0%}  {said}; reading {reading[:100]}")
+def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
+    """Write the finished share to stderr, with rates; `before` is the share of `seconds` ago."""
+    text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
+    said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
+    said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
+    if share - before >= 1e-3:
+        left = round(seconds * (1 - share) / (share - before))
+        said += f"; ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    to_stderr(f"{share:4.0%}  {said}; reading {reading[:100]}")

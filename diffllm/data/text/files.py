@@ -99,17 +99,17 @@ def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn every error of the block into a DataError that names the file."""
+def naming(source: Path | str) -> Iterator[None]:
+    """Turn every error of the block into a DataError that names the file or data set."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        packed = COMPRESSIONS.get(path.suffix.lower())
+        packed = COMPRESSIONS.get(os.path.splitext(source)[1].lower())
         broken = packed and isinstance(error, OSError) and not error.errno
         what = f"cannot be unpacked as {packed}: " if broken else ""
-        raise DataError(f"{path}: {what}{reason(error)}") from error
+        raise DataError(f"{source}: {what}{reason(error)}") from error
 
 
 def paths_of(cfg: DataConfig) -> list[Path]:

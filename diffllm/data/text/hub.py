@@ -22,9 +22,9 @@ from diffllm.data.text.corpus import (
     check_columns,
     columns_of,
     kinds_of_rows,
-    reason,
 )
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.text.files import naming
 from diffllm.data.verified import usable
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
     to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
     # A slice of a split cannot be streamed: it is copied into the cache.
     streaming = "[" not in cfg.split
-    try:
+    with naming(where):
         rows = library().load_dataset(
             cfg.dataset, streaming=streaming, cache_dir=str(copies), **options
         )
@@ -72,8 +72,6 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
             kinds = {name: str(getattr(k, "dtype", k)) for name, k in rows.features.items()}
         else:
             kinds = kinds_of_rows(islice(rows, 1))
-    except Exception as error:
-        raise DataError(f"{where}: {reason(error)}") from error
     check_columns(kinds, columns, where)
     if not streaming:
         size, rows = int(rows.data.nbytes), rows.select_columns(columns)
@@ -88,11 +86,9 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
 
 
 def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Iterator[TextBatch]:
-    try:
+    with naming(name):
         for table in rows.with_format("arrow").iter(ROWS):
             yield TextBatch(*(table.column(column).to_pylist() for column in columns))
-    except Exception as error:
-        raise DataError(f"{name}: {reason(error)}") from error
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
@@ -105,10 +101,8 @@ def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str
         from huggingface_hub import HfApi
 
         to_stderr(f"waiting for the hub's commit of {dataset}")
-        try:
+        with naming(f"data.dataset={dataset}"):
             info = HfApi().dataset_info(dataset, revision=revision, timeout=ANSWERS_WITHIN)
-        except Exception as error:
-            raise DataError(f"data.dataset={dataset}: {reason(error)}") from error
         stored.parent.mkdir(parents=True, exist_ok=True)
         with locked(Path(f"{stored}.lock")):
             if not stored.exists():  # the first process to resolve wins
