@@ -52,9 +52,7 @@ def attention_map_command(argv: list[str]) -> None:
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
     for layer, shown in zip(layers, maps, strict=True):
         if not all(m.isfinite().all() for m in shown.maps.values()):
-            raise CheckpointError(
-                f"layer {layer} of {run} gives weights that are not finite numbers"
-            )
+            raise CheckpointError(f"layer {layer} of {run} gives weights that are not finite")
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     for layer, shown in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)

@@ -38,10 +38,8 @@ def checkpoints_command(argv: list[str]) -> int:
             listed.append(checkpoint_facts(path, args.verify))
     if args.json:
         echo_json(listed)
-    elif listed:
-        echo(table_of(listed))
     else:
-        echo("no checkpoint yet")
+        echo(table_of(listed) if listed else "no checkpoint yet")
     return int(any(one["state"] == "damaged" for one in listed))
 
 

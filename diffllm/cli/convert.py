@@ -59,28 +59,26 @@ python train.py resume=weights:outputs/llama-v2 data.paths=[a.parquet] seq_len=2
 PARAMETERS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 LARGEST_FILE = 2**30
 """Limit in bytes of what is copied beside the parameters."""
-STEP = "checkpoint; 0 is the newest whole one"
-DTYPE = "float32 or bf16"
-SHARD_SIZE = "of a file, as in 500MB or 5GB"
+
+
+@dataclass(kw_only=True)
+class FormatArguments(RunArguments):
+    step: int = argument("checkpoint; 0 is the newest whole one", 0)
+    dtype: str = argument("float32 or bf16", "float32")
+    max_shard_size: str = argument("of a file, as in 500MB or 5GB", "5GB")
 
 
 @dataclass
-class ConsolidateArguments(RunArguments):
-    step: int = argument(STEP, 0)
+class ConsolidateArguments(FormatArguments):
     out: str = argument("directory; empty: in the run", "", path=True)
-    dtype: str = argument(DTYPE, "float32")
-    max_shard_size: str = argument(SHARD_SIZE, "5GB")
     overwrite: bool = argument("replace files that are there", False)
 
 
 @dataclass
-class ExportArguments(RunArguments):
+class ExportArguments(FormatArguments):
     out: str = argument("new directory", path=True)
-    step: int = argument(STEP, 0)
     format: str = argument("hf: of the transformers library", "hf")
-    dtype: str = argument(DTYPE, "float32")
     own: bool = argument("our own modelling file even where another fits", False)
-    max_shard_size: str = argument(SHARD_SIZE, "5GB")
 
 
 @dataclass
@@ -169,7 +167,5 @@ def import_command(argv: list[str]) -> None:
     out = Path(args.out)
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     model = origin.model
-    echo(
-        f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}\n"
-        f"python train.py resume=weights:{shlex.quote(str(out))} data.paths=[...] goes on from it"
-    )
+    echo(f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}")
+    echo(f"python train.py resume=weights:{shlex.quote(str(out))} data.paths=[...] goes on from it")

@@ -36,16 +36,12 @@ class CountArguments:
 
 def count_command(argv: list[str]) -> None:
     args = parse(CountArguments, argv, __doc__)
-    configs: dict[str, TrainConfig] = {}
     if args.compare:
-        for name in compared(args.compare, args.overrides):
-            try:
-                configs[name] = load_config([*args.overrides, f"attention={name}"])
-            except ConfigError as error:
-                raise ConfigError(f"--compare: {name}: {error}") from error
+        names = compared(args.compare, args.overrides)
+        configs = {name: load_config([*args.overrides, f"attention={name}"]) for name in names}
     else:
         cfg = load_config(args.overrides)
-        configs[cfg.run.choices["attention"]] = cfg
+        configs = {cfg.run.choices["attention"]: cfg}
     counts = {name: count(cfg) for name, cfg in configs.items()}
     if args.json:
         echo_json(counts if args.compare else next(iter(counts.values())))
@@ -59,10 +55,7 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
     text = " --compare ".join(lists)
     names = text.split(",")
     if len(lists) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
-        raise ConfigError(
-            f"--compare={text} needs two or more different variants with a comma and no space "
-            "between, as in --compare standard,diff_v2"
-        )
+        raise ConfigError(f"--compare={text} needs several variants, as in standard,diff_v2")
     for name in names:
         check_choice(f"--compare: {name}", name, variants())
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]

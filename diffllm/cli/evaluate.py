@@ -48,10 +48,7 @@ class EvaluateArguments:
 
 def evaluate_command(argv: list[str]) -> None:
     if "suite=lm_eval" in argv:
-        raise ConfigError(
-            "suite=lm_eval was removed: use diffllm export run=RUN out=DIR, then "
-            "lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True --tasks ..."
-        )
+        raise ConfigError("suite=lm_eval was removed: use diffllm export, then lm_eval --model hf")
     args = parse(EvaluateArguments, argv, __doc__)
     if args.every and args.step:
         raise ConfigError(f"step={args.step} is one checkpoint, and every=true all")

@@ -28,9 +28,7 @@ def generate_command(argv: list[str]) -> None:
     prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:
-        raise ConfigError(
-            f"the prompt has {longest} tokens, but the model reads {model.cfg.seq_len} in all"
-        )
+        raise ConfigError(f"prompt has {longest} tokens; the model reads {model.cfg.seq_len}")
     texts = generate(
         model.to(device),
         prompts,

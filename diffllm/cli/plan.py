@@ -17,6 +17,8 @@ from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, nearest
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
 
+STATE = ("parameters", "gradients", "optimizer")
+
 
 @dataclass
 class PlanArguments(Cluster):
@@ -40,21 +42,17 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     micro, count = cfg.micro_batches(cluster.gpus)
     mesh = zip(("replicate", "shard", "expert"), cfg.parallel.sizes(cluster.gpus), strict=True)
     return {
-        "model": cfg.run.choices["model"],
-        "attention": cfg.run.choices["attention"],
+        **{group: cfg.run.choices[group] for group in ("model", "attention")},
         "parameters": step.n_params,
         "gpus": cluster.gpus,
         "gpu": cluster.device.name,
         "rank": cluster.rank,
         "mesh": dict(mesh),
-        "seq_len": cfg.seq_len,
-        "global_batch_size": cfg.global_batch_size,
+        **values(cfg, "seq_len", "global_batch_size"),
         "micro_batch_size": micro,
         "micro_batches": count,
         "memory": {
-            "parameters": step.parameters,
-            "gradients": step.gradients,
-            "optimizer": step.optimizer,
+            **values(step, *STATE),
             "activation_checkpointing": cfg.activation_checkpointing,
             "policies": {
                 str(policy).lower(): policy_numbers(made, made.steps[policy])
@@ -84,8 +82,8 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     }
 
 
-def values(made: RunPlan, *names: str) -> dict[str, float]:
-    return {name: getattr(made, name) for name in names}
+def values(of: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def policy_numbers(made: RunPlan, step: Step) -> dict[str, Any]:
@@ -142,10 +140,7 @@ def memory_table(made: RunPlan) -> Table:
     steps = [made.steps[policy] for policy in policies]
     blank = ("",) * 3
     rows: list[Sequence[str]] = [
-        *(
-            [name, *(gib(getattr(step, name)) for step in steps)]
-            for name in ("parameters", "gradients", "optimizer")
-        ),
+        *([name, *(gib(getattr(step, name)) for step in steps)] for name in STATE),
         ["activations of a forward pass", *(gib(step.activations) for step in steps)],
         blank,
         ["peak", *(gib(step.peak.total) for step in steps)],
@@ -180,16 +175,11 @@ def time_lines(made: RunPlan) -> list[str]:
         f"{made.communication_seconds:.3g} s to send",
     ]
     if made.mfu < cluster.mfu:
-        lines.append(
-            f"sending decides: {made.step_seconds:.3g} s a step, an MFU of {made.mfu:.2f}; "
-            "more tokens a rank and step would raise it"
-        )
+        lines.append(f"sending decides: {made.step_seconds:.3g} s a step, an MFU of {made.mfu:.2f}")
     lines.append(f"{made.tokens_per_s:,.0f} tokens a second")
     if made.seconds and cluster.tokens:
-        lines.append(
-            f"{made.seconds / DAY:,.1f} days and {made.seconds / 3600 * cluster.gpus:,.0f} "
-            f"GPU-hours for {cluster.tokens:.3g} tokens"
-        )
+        days, hours = made.seconds / DAY, made.seconds / 3600 * cluster.gpus
+        lines.append(f"{days:,.1f} days and {hours:,.0f} GPU-hours for {cluster.tokens:.3g} tokens")
     else:
         lines.append("tokens= gives days and GPU-hours")
     return lines

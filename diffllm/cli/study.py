@@ -44,20 +44,21 @@ diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
 
 
 @dataclass
-class VerdictArguments:
+class StudyArguments:
     study: list[str] = argument("STUDY.yaml, without study= too", [], words="plain")
     out: str = argument("directory of the study's runs", "", path=True)
-    json: bool = flag("the verdict as JSON alone")
     plugins: str = plugins_argument()
 
 
 @dataclass
-class StudyRunArguments:
-    study: list[str] = argument("STUDY.yaml, without study= too", [], words="plain")
-    out: str = argument("directory of the study's runs", "", path=True)
+class VerdictArguments(StudyArguments):
+    json: bool = flag("the verdict as JSON alone")
+
+
+@dataclass
+class StudyRunArguments(StudyArguments):
     dry_run: bool = flag("check all runs and say what they cost")
     pilot: list[str] = argument("ended runs that tell the speed", [], path=True)
-    plugins: str = plugins_argument()
 
 
 @dataclass
@@ -128,10 +129,8 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
     time = "a time that is not known: no run has ended here, and no pilot=DIR is given"
     if None not in (hours := [cost.hours for cost in found]):
         time = f"about {clock(3600 * sum(filter(None, hours)))} here, one run after another"
-    echo(
-        f"{runs} runs{f'; {ended} have ended' if ended else ''}. To go: {compact(tokens)} tokens, "
-        f"{compact(flops)} training FLOPs, {time}."
-    )
+    state = f"{runs} runs; {ended} have ended" if ended else f"{runs} runs"
+    echo(f"{state}. To go: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
 
 
 def judge_study(study: Study, out: Path, as_json: bool) -> None:
@@ -142,20 +141,16 @@ def judge_study(study: Study, out: Path, as_json: bool) -> None:
     files = write_verdict(found, out)
     if as_json:
         echo_json(found.numbers(), allow_nan=False)
-        return
-    echo(markdown(found))
-    for file in files:
-        echo(file)
+    else:
+        echo("\n".join([markdown(found), *map(str, files)]))
 
 
 def power_command(argv: list[str]) -> None:
     """Print the seeds, tokens and hours that a gap takes, as a table or as JSON."""
     args = vars(parse(PowerArguments, argv, POWER))
     wanted = {name: args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")}
-    if wanted["power"] <= wanted["alpha"]:
-        raise ConfigError(
-            f"power={wanted['power']:g} must lie between alpha={wanted['alpha']:g} and 1"
-        )
+    if (power := args["power"]) <= (alpha := args["alpha"]):
+        raise ConfigError(f"power={power:g} must lie between alpha={alpha:g} and 1")
     found, pairs = power_numbers([Path(word) for word in args["pilot"]], **wanted)
     if args["json"]:
         echo_json(found)
@@ -172,10 +167,8 @@ def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[st
     said = f"{found['pilot']}: {runs} finished runs of {plural(len(arms), 'arm')}"
     yield "pilot", f"{said}; {compact(found['tokens'])} tokens a run{seconds}"
     interval = f"(95%: {fixed(found['sd_low'])} to {fixed(found['sd_high'])})"
-    yield (
-        "seeds",
-        f"sd {fixed(found['sd'])} nats a token {interval}, {found['df']} degrees of freedom",
-    )
+    freedom = f"{found['df']} degrees of freedom"
+    yield "seeds", f"sd {fixed(found['sd'])} nats a token {interval}, {freedom}"
     yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
     if pairs:
         r, n = pairs.correlation, pairs.seeds

@@ -34,19 +34,24 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
         keys = [f"{key}/{rank}" for rank in range(world.size)]
         world.wait(keys)
         of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
-        different = []
-        for name in sorted({name for values in of_ranks for name in values}):
-            ranks_of: dict[str | None, list[int]] = {}
-            for rank, values in enumerate(of_ranks):
-                ranks_of.setdefault(values.get(name), []).append(rank)
-            rare_first = sorted(ranks_of.items(), key=lambda item: len(item[1]), reverse=True)[::-1]
-            parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in rare_first]
-            different += [f"{name} is {', '.join(parts)}"] * (len(parts) > 1)
-        if different:
+        if different := differences_of(of_ranks):
             raise LaunchError(f"the ranks do not agree on their {what}: {listed(different)}")
 
     if world.size > 1:
         world.broadcast_from_rank0(f"{key}/judged", judge)
+
+
+def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
+    """Describe each fact that differs between ranks, rare values first."""
+    different = []
+    for name in sorted({name for values in of_ranks for name in values}):
+        ranks_of: dict[str | None, list[int]] = {}
+        for rank, values in enumerate(of_ranks):
+            ranks_of.setdefault(values.get(name), []).append(rank)
+        rare_first = sorted(ranks_of.items(), key=lambda item: len(item[1]), reverse=True)[::-1]
+        parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in rare_first]
+        different += [f"{name} is {', '.join(parts)}"] * (len(parts) > 1)
+    return different
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -5,6 +5,7 @@ Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this or
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,21 +192,21 @@ def fill(
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
     """Scale `wo` as model.init_match says; return the factors that rank 0 measured by layer."""
-
-    def measured() -> list[float]:
-        first = samples_of(t.cfg, data)[range(SEQUENCES)]
-        if isinstance(first, DataError):
-            raise first
-        documents = t.documents(first[0]) if t.documents else None
-        tokens = first[0].to(t.device)
-        return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
-
-    factors = world.broadcast_from_rank0("init_match", measured)
+    factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():
         for i, factor in enumerate(factors):
             local(t.params[f"layers.{i}.attention.wo.weight"]).mul_(factor)
     t.weights.changed()
     return factors
+
+
+def measured_factors(t: Training, data: Prepared) -> list[float]:
+    first = samples_of(t.cfg, data)[range(SEQUENCES)]
+    if isinstance(first, DataError):
+        raise first
+    documents = t.documents(first[0]) if t.documents else None
+    tokens = first[0].to(t.device)
+    return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
 
 
 def start_from(t: Training, path: Path) -> dict[str, Any]:

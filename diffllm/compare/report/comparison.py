@@ -93,10 +93,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
     if wanted is not None and wanted not in variants:
-        raise ConfigError(
-            f"baseline={wanted} is the variant of none of these runs; choose from "
-            f"{', '.join(variants)}"
-        )
+        raise ConfigError(f"baseline={wanted} is in no run; choose from {', '.join(variants)}")
     default = variants[0] if len(rows) > 1 else None
     return wanted or ("standard" if "standard" in variants else default)
 
@@ -131,9 +128,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
             for seeds in (own & theirs, own ^ theirs)
         )  # fmt: skip
         what = f"is over seed {common} alone" if common else "is unknown"
-        notes.append(
-            f"The gap of {row.label} to {base.label} {what}: only one of them has seed {others}."
-        )
+        notes.append(f"The gap of {row.label} to {base.label} {what}: only one has seed {others}.")
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:

@@ -76,9 +76,7 @@ def at_end(row: Row, quantity: str) -> Band | None:
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
     logged = [(layers, series) for layers, series in logged if series.values.size]
-    if not logged:
-        return None
-    common = reduce(np.intersect1d, [series.tokens for _, series in logged])
+    common = reduce(np.intersect1d, [s.tokens for _, s in logged]) if logged else np.zeros(0)
     if not len(common):
         return None
     return over_seeds(

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from diffllm.compare.report.numbers import finite
+from diffllm.compare.report.numbers import ends, finite
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
@@ -74,10 +74,8 @@ def gathered(
             else:
                 others.append(str(run.path))
     if others:
-        notes.append(
-            f"{name}: {shortlist(others, 3)} left out, evaluated after other tokens, with another "
-            "tokenizer or at other levels than the first."
-        )
+        why = "evaluated after other tokens, with another tokenizer or at other levels"
+        notes.append(f"{name}: {shortlist(others, 3)} left out, {why}.")
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
@@ -147,14 +145,8 @@ def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> l
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
         every = [scores[of] for own in results for scores in own.values() if of in scores]
-        values = [
-            {
-                seeds: value
-                for seeds, scores in own.items()
-                if of in scores and (value := finite(scores[of].get("value"))) is not None
-            }
-            for own in results
-        ]
+        read = [{k: finite(s.get(of, {}).get("value")) for k, s in own.items()} for own in results]
+        values = [{seeds: x for seeds, x in own.items() if x is not None} for own in read]
         cells: list[ScoreCell | None] = []
         for own, base in zip(values, bases, strict=True):
             theirs = {} if base is None else values[base]
@@ -171,11 +163,10 @@ def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]
     for each in evaluated:
         at_equal = [(line, ", equal loss") for line in each.equal]
         for line, where in [*((line, "") for line in each.lines), *at_equal]:
-            cell, name = line.cells[row], f"{each.name}: {line.of}" if line.of else each.name
-            name += where
+            cell = line.cells[row]
+            name = each.name + (f": {line.of}" if line.of else "") + where
             gap = cell.gap if cell else None
             found[name] = cell.mean.mean if cell else None
             found[f"{name}, gap"] = gap.mean if gap else None
-            found[f"{name}, gap_low"] = gap.low if gap else None
-            found[f"{name}, gap_high"] = gap.high if gap else None
+            found |= ends(f"{name}, gap", gap)
     return found

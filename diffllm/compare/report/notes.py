@@ -98,10 +98,9 @@ def size_against(row: Row, base: Row) -> str:
 
 
 def finding(row: Row) -> str:
-    if row.gap is not None and row.baseline is not None:
-        base, seeds = row.baseline, row.gap.seeds
+    if row.gap is not None and (base := row.baseline):
         parts = [f"{row.label} {with_interval(row.gap, signed=True)} against {base.label}"]
-        parts += [plural(seeds, "seed"), size_against(row, base), divergence(row)]
+        parts += [plural(row.gap.seeds, "seed"), size_against(row, base), divergence(row)]
         return ", ".join(filter(None, [*parts, divergence(base, f" of {base.label}")]))
     if row.loss is None or finite(row.loss.mean) is None:
         return f"{row.label}: {divergence(row) or 'not finished'}"
@@ -114,10 +113,8 @@ def run_notes(run: Run) -> list[str]:
     notes = []
     where = f"step {run.last_step} of {run.cfg.steps}"
     if run.changes:
-        notes.append(
-            f"{run.path} was changed on its way ({'; '.join(run.changes)}): no gap is measured to "
-            "or from it."
-        )
+        changes = "; ".join(run.changes)
+        notes.append(f"{run.path} was changed on its way ({changes}): it has no gap.")
     if run.diverged:
         why = "its held-out loss is not a finite number"
         if run.gave_up:
@@ -189,11 +186,7 @@ def runs_summary(rows: list[Row]) -> str:
     runs = [run for row in rows for run in row.runs]
     finished = sum(run.summary is not None for run in runs)
     seeds = "/".join(dict.fromkeys(str(len(row.runs)) for row in rows))
-    parts = [
-        f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}: "
-        f"{finished} of {plural(len(runs), 'run')} finished"
-    ]
-    if known := [row.values["tokens"] for row in rows if row.values.get("tokens") is not None]:
-        ends = dict.fromkeys(map(compact, (min(known), max(known))))
-        parts.append(f"{' to '.join(ends)} tokens a run")
-    return "; ".join(parts) + "."
+    count = f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}"
+    tokens = [run.planned_tokens for run in runs]
+    ends = " to ".join(dict.fromkeys(map(compact, (min(tokens), max(tokens)))))
+    return f"{count}: {finished} of {plural(len(runs), 'run')} finished; {ends} tokens a run."

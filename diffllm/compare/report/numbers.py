@@ -87,3 +87,7 @@ def ascii_minus(text: str) -> str:
 def share_words(share: Share) -> str:
     low, high = share.interval
     return f"{percent(share.diverged / share.runs)}, {percent(low)} to {percent(high)}"
+
+
+def ends(name: str, found: Any) -> dict[str, Any]:
+    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}

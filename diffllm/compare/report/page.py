@@ -42,9 +42,7 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
         replace_file(directory / "report.html", html)
         replace_file(directory / "report.csv", table)
     except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be written ({error.strerror}); choose another with out=DIR"
-        ) from error
+        raise ConfigError(f"{directory}: {error.strerror}; choose another out=DIR") from error
     return directory / "report.html", directory / "report.csv"
 
 

@@ -154,10 +154,7 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
     for run in sorted(runs, key=age):
         if other := by_seed.get(run.seeds):
             why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
-            notes.append(
-                f"{other.path} is left out: {run.path} has the same keys and the same seed and is "
-                f"{why}."
-            )
+            notes.append(f"{other.path} is left out: {run.path} is {why}, with its keys and seed.")
         by_seed[run.seeds] = run
     return [by_seed[seeds] for seeds in sorted(by_seed)]
 
@@ -298,7 +295,5 @@ def keys_apart(groups: list[Group], incomparable: list[str], most: int) -> str:
 
 
 def apart_text(groups: list[Group], incomparable: list[str]) -> str:
-    return (
-        f"{len(groups)} groups of rows that cannot be compared with each other; they differ in "
-        f"{keys_apart(groups, incomparable, 5)}"
-    )
+    keys = keys_apart(groups, incomparable, 5)
+    return f"{len(groups)} groups of rows that cannot be compared; they differ in {keys}"

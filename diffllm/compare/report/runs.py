@@ -141,12 +141,12 @@ class Run:
         places, values = self.metrics.columns[name]
         return Series(self.metrics.tokens[places], values)
 
-    def reached(self, name: str, level: float) -> tuple[int, bool] | None:
+    def reached(self, name: str, level: float) -> tuple[int, bool]:
         """The tokens after which a metric first was at a level or above it, and whether it ever
-        was; without, those of its last value. None if it was never logged."""
+        was; without, those of its last value. Raises ConfigError if it was never logged."""
         tokens, values = self.series(name)
         if not len(tokens):
-            return None
+            raise ConfigError(f"{self.path} has no {name}")
         hit = np.flatnonzero(values >= level)
         return (int(tokens[hit[0]]), True) if len(hit) else (int(tokens[-1]), False)
 
@@ -251,12 +251,9 @@ def expand_glob(path: Path) -> list[Path]:
         if not os.access(path, os.R_OK | os.X_OK):
             raise ConfigError(f"{path} cannot be read: permission denied")
         return [path]
-    if path.exists():
-        raise ConfigError(f"{path} is a file; name the run's directory")
     matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
     if not matches:
-        magic = glob.has_magic(str(path))
-        raise ConfigError(f"{path} {'matches no directory' if magic else 'does not exist'}")
+        raise ConfigError(f"{path}: no such directory")
     return matches
 
 

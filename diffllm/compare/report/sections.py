@@ -162,9 +162,8 @@ class Figures:
         found = [(row, s) for row, s in zip(self.rows, self.styles, strict=True) if row.gap]
         title = f"Gap to {self.baseline} at the end"
         caption = (
-            "Held-out loss minus the baseline's, over the seeds that both have: mean, and 95% "
-            "interval where there are several. Left of 0 is better; an interval that holds 0 shows "
-            "no difference."
+            "Held-out loss minus the baseline's over common seeds: mean and 95% interval. Left of "
+            "0 is better; an interval that holds 0 shows no difference."
         )
         if self.tested:
             gaps = plural(self.tested, "gap")
@@ -177,16 +176,10 @@ class Figures:
 
     def gap(self) -> list[Card]:
         bands = [curves.gap_band(row) for row in self.rows]
-        caption = (
-            "Held-out loss minus that of the baseline's run with the same seeds: below 0 the row "
-            "is better than its baseline."
-        )
+        caption = "Held-out loss minus the baseline's at equal seeds; below 0 is better."
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
-            caption += (
-                " Grey: the noise floor, where 95% of gaps between rows of equal expectation would "
-                "lie, by the deviation between seeds."
-            )
+            caption += " Grey: the noise floor, 95% of gaps between rows of equal expectation."
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats a token", bands, floor=floor)
 

@@ -14,6 +14,7 @@ from diffllm.compare.report.numbers import (
     MISSING,
     clock,
     compact,
+    ends,
     finite,
     fixed,
     in_digits,
@@ -87,10 +88,6 @@ def row_values(row: Row) -> dict[str, Any]:
         "bits_per_byte": row.mean("heldout_bits_per_byte"),
         **{metric.quantity: row_value(row, metric) for metric in METRICS if metric.column},
     }
-
-
-def ends(name: str, found: Any) -> dict[str, Any]:
-    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
 
 
 def csv_text(rows: list[Row]) -> str:

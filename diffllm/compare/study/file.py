@@ -41,12 +41,10 @@ class Rule:
     alpha: float = bounded(0.05, above=0, below=0.5)
 
     def words(self, metric: str) -> str:
+        own, test = f"{metric} of {self.arm}", f"(log-rank test, one-sided, alpha {self.alpha:g})"
         if self.kind == "log_rank":
-            return (
-                f"{metric} of {self.arm} reaches {self.reaches:g} in fewer tokens than that of "
-                f"{self.against} (log-rank test, one-sided, alpha {self.alpha:g})"
-            )
-        gap = f"{metric} of {self.arm} minus that of {self.against}"
+            return f"{own} reaches {self.reaches:g} in fewer tokens than {self.against} {test}"
+        gap = f"{own} minus that of {self.against}"
         if self.kind == "equivalence":
             return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
         side, bound = ("below", self.below) if self.above is None else ("above", self.above)
@@ -164,10 +162,7 @@ def check_study(study: Study) -> None:
         check_grid("lr.grid", study.lr.grid)
         check_seeds("lr.seeds", study.lr.seeds, least=1)
         if both := sorted({*study.lr.seeds} & {*study.seeds}):
-            raise ConfigError(
-                f"lr.seeds: {', '.join(map(str, both))} would choose the learning rate and decide; "
-                "take other seeds"
-            )
+            raise ConfigError(f"lr.seeds={both} would choose the learning rate and decide")
 
 
 def check_numbers_of_runs(study: Study) -> None:
@@ -189,10 +184,8 @@ def check_rule(where: str, rule: Rule) -> None:
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
         allowed = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
-        raise ConfigError(
-            f"{where}: kind={rule.kind} takes {allowed}; it has "
-            f"{', '.join(filter(given.__contains__, names)) or 'none of them'}"
-        )
+        wrong = ", ".join(filter(given.__contains__, names)) or "none of them"
+        raise ConfigError(f"{where}: kind={rule.kind} takes {allowed}; it has {wrong}")
 
 
 def check_grid(where: str, grid: list[float]) -> None:
@@ -222,12 +215,10 @@ def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def check_metric(name: str) -> None:
-    if name in OF_THE_SUMMARY:
-        return
     if name == LR_SENSITIVITY:
         raise ConfigError(f"metric={name} takes lr_sweep: learning rates at which all arms run")
     try:
-        metric_of(name)
+        name in OF_THE_SUMMARY or metric_of(name)
     except KeyError:
         known = [*OF_THE_SUMMARY, *(metric.quantity for metric in METRICS if metric.column)]
         raise ConfigError(f"metric={name} is none of {', '.join(known)}") from None

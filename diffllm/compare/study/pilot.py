@@ -37,14 +37,10 @@ def power_numbers(
     spread, diverged = pooled(several), sum(row.diverged for row in rows)
     finished = [run.summary or {} for row in rows for run in row.finished]
     if spread is None:
-        raise ConfigError(
-            f"pilot: {comparison.title} needs at least 2 seeds of an arm with a finite loss; "
-            f"finished runs: {len(finished)}, diverged: {diverged}"
-        )
+        runs = f"{len(finished)} finished, {diverged} diverged"
+        raise ConfigError(f"pilot: {comparison.title} needs at least 2 seeds of an arm: {runs}")
     if not spread.sd:
-        raise ConfigError(
-            f"pilot: the seeds of {comparison.title} do not vary at all; no power follows"
-        )
+        raise ConfigError(f"pilot: the seeds of {comparison.title} do not vary: no power follows")
     times = [x for summary in finished if (x := finite(summary.get("seconds")))]
     seconds = float(np.mean(times)) if times else None
     tokens, paired = first.rows[0].runs[0].planned_tokens, pairs(several)

@@ -258,22 +258,15 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
     for planned in first_runs(study):
-        cfg = config_of_planned(planned)
-        try:
-            cfg.check_world(world_size)
-        except ConfigError as error:
-            raise ConfigError(f"arm {planned.arm}: {error}") from error
+        config_of_planned(planned).check_world(world_size)
     for path in (out / name for name in SweepDirectory(out).record["runs"]):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
     for planned in next_runs(study, out):
         path = out / planned.name
-        if not (path / "config.yaml").is_file():
-            continue
-        if problem := strayed(path, load_run_config(path), config_of_planned(planned)):
-            raise ConfigError(
-                f"{path} is a run with another config ({problem}); choose another out="
-            )
+        begun = load_run_config(path) if (path / "config.yaml").is_file() else None
+        if begun and (problem := strayed(path, begun, config_of_planned(planned))):
+            raise ConfigError(f"{path} is a run with another config ({problem}); use another out=")
 
 
 def first_runs(study: Study) -> list[Planned]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.report.numbers import compact
+from diffllm.compare.report.numbers import compact, ends
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, load_run
 from diffllm.compare.study.file import OF_THE_SUMMARY, Rule, Study
@@ -98,28 +98,18 @@ def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | N
 
 def times_of(study: Study, arm: StudyArm, rule: Rule) -> Times:
     assert rule.reaches is not None
-    found = []
-    for run in arm.runs:
-        when = run.reached(study.metric, rule.reaches)
-        if when is None:
-            raise ConfigError(f"{run.path} has no {study.metric}")
-        found.append(when)
-    return Times.of(found)
+    return Times.of(run.reached(study.metric, rule.reaches) for run in arm.runs)
 
 
 def arm_numbers(arm: StudyArm) -> dict[str, Any]:
-    mean = arm.mean
-    first = arm.runs[0] if arm.runs else None
+    mean, first = arm.mean, arm.runs[0] if arm.runs else None
     return {
         "variant": first and first.variant,
-        "parameters": first and first.facts.get("parameters"),
-        "flops_per_token": first and first.facts.get("flops_per_token"),
+        **{fact: first and first.facts.get(fact) for fact in ("parameters", "flops_per_token")},
         "tokens": first and first.planned_tokens,
         "rates": sorted({run.cfg.optim.lr for run in arm.runs}),
         "lr": arm.lr,
-        "mean": mean and mean.mean,
-        "low": mean and mean.low,
-        "high": mean and mean.high,
+        **{name: mean and getattr(mean, name) for name in ("mean", "low", "high")},
         "values": {str(seed): value for seed, value in arm.values.items()},
         "losses": {run.path.name: run.final_loss for run in arm.runs},
         "diverged": arm.diverged,
@@ -168,10 +158,7 @@ class Verdict:
             "verdict": self.verdict,
             "would_be": self.would_be,
             "reasons": self.reasons,
-            "claim": self.study.claim,
-            "source": self.study.source,
-            "metric": self.study.metric,
-            "scale": self.study.scale,
+            **{key: getattr(self.study, key) for key in ("claim", "source", "metric", "scale")},
             "study": str(self.study.path),
             "hash": self.study.hash,
             "rules": [tested_numbers(each) for each in self.tested],
@@ -292,10 +279,9 @@ def decide(
     if rule.kind == "difference" and p_adjusted is not None and p_adjusted < rule.alpha:
         return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
-    if close and close.inside and not diverged:
-        by_test = gap.zero_variance or rule.kind == "difference" or (p_adjusted or 0) < rule.alpha
-        if by_test:
-            return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
+    by_test = gap.zero_variance or rule.kind == "difference" or (p_adjusted or 0) < rule.alpha
+    if close and close.inside and not diverged and by_test:
+        return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
     if gap.zero_variance:
         return UNDERPOWERED, f"{gap.mean:+.4g} in every seed: without variance nothing is shown"
     if rule.kind == "equivalence":
@@ -336,10 +322,8 @@ def exploratory(
     edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
     problems = []
     if edited:
-        problems.append(
-            f"{len(edited)} of {len(marks)} runs began under another version of "
-            f"{study.path.name}, or outside of a study"
-        )
+        began = f"began under another version of {study.path.name}, or outside of a study"
+        problems.append(f"{len(edited)} of {len(marks)} runs {began}")
     waiting = [name for arm in arms for name in arm.missing]
     waiting += [run.name for choice in choices for run in choice.wanted]
     if waiting:
@@ -348,10 +332,10 @@ def exploratory(
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:
-    gap, other = tested.gap, tested.outcome
-    interval = gap.interval(1 - tested.rule.alpha) if gap else None
+    rule, gap, other = tested.rule, tested.gap, tested.outcome
+    interval = gap.interval(1 - rule.alpha) if gap else None
     return {
-        **vars(tested.rule),
+        **vars(rule),
         "verdict": tested.verdict,
         "reason": tested.reason,
         "gap": gap and gap.mean,
@@ -361,10 +345,6 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p": tested.p,
         "p_adjusted": tested.p_adjusted,
         "seed_correlation": other.correlation,
-        "gap_welch_low": other.welch and other.welch.low,
-        "gap_welch_high": other.welch and other.welch.high,
-        "diverged": {
-            tested.rule.arm: other.own.diverged,
-            tested.rule.against: other.base.diverged,
-        },
+        **ends("gap_welch", other.welch),
+        "diverged": {rule.arm: other.own.diverged, rule.against: other.base.diverged},
     }

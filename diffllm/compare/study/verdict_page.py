@@ -74,8 +74,7 @@ def arms_table(found: Verdict) -> Table:
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
         mean, interval = arm.mean, MISSING
-        rates = sorted({run.cfg.optim.lr for run in arm.runs})
-        rates = list(dict.fromkeys([*rates[:1], *rates[-1:]]))
+        rates = [run.cfg.optim.lr for run in arm.runs]
         if mean and mean.low is not None and mean.high is not None:
             interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
         rows.append(
@@ -85,7 +84,7 @@ def arms_table(found: Verdict) -> Table:
                 interval,
                 f"{len(arm.finite)}",
                 f"{arm.diverged} of {len(arm.runs)}",
-                " to ".join(f"{lr:g}" for lr in rates) or MISSING,
+                range_text(rates, "{:g}".format) if rates else MISSING,
             ]
         )
     return Table.of(heads, rows, left=range(len(heads)))
@@ -96,10 +95,9 @@ def power_words(study: Study) -> str:
         return "The study file states no power."
     gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
     alpha = study.rule.alpha / len(study.rules)
-    if study.test == "paired":
-        chance = paired_power(gap, sd * 2**0.5, seeds, alpha, sides=1)
-    else:
-        chance = welch_power(gap, sd, seeds, alpha, sides=1)
+    paired = study.test == "paired"
+    test, error = (paired_power, sd * 2**0.5) if paired else (welch_power, sd)
+    chance = test(gap, error, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
     return (
         f"With {plural(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
@@ -193,9 +191,8 @@ def origin(numbers: dict[str, Any]) -> str:
     python, torch, device = (
         ", ".join(facts[name]) or "not recorded" for name in ("python", "torch", "device")
     )
-    return (
-        f"Corpus hash {corpus or 'not recorded'}. Python {python}, torch {torch}, device {device}."
-    )
+    made_by = f"Python {python}, torch {torch}, device {device}"
+    return f"Corpus hash {corpus or 'not recorded'}. {made_by}."
 
 
 def markdown(found: Verdict) -> str:

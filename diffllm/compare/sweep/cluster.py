@@ -45,9 +45,7 @@ class ClusterLauncher:
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
-            raise ConfigError(
-                f"hydra/launcher={name} does not exist; choose from basic, {', '.join(LAUNCHERS)}"
-            )
+            raise ConfigError(f"hydra/launcher={name}: choose from basic, {', '.join(LAUNCHERS)}")
         if name == "basic":
             if len(words) > len(names):
                 raise ConfigError(f"{words[-1]} needs hydra/launcher=submitit_slurm")
@@ -55,10 +53,7 @@ class ClusterLauncher:
         if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
             raise ConfigError(f'hydra/launcher={name} needs pip install "diffllm[slurm]"')
         if ranks > 1:
-            raise ConfigError(
-                f"hydra/launcher={name} starts the processes of each run itself: start the sweep "
-                "without torchrun, with hydra.launcher.tasks_per_node"
-            )
+            raise ConfigError(f"hydra/launcher={name} starts ranks itself: run without torchrun")
         with hydra():
             try:
                 overrides = [*words, sweep, "hydra.job.name=${run.sweep}"]

@@ -121,12 +121,9 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
         if ending.state == "failed":
             echo(f"{'':<{width}}  log {job.log}")
     if unfinished:
-        echo(
-            f"{unfinished} of {len(jobs)} runs did not finish"
-            f"{f', {failed} failed' if failed else ''}; the same command with "
-            f"run.sweep={directory.path.name} goes on with them, and `diffllm report "
-            f"{directory.path}` compares the others"
-        )
+        lost = f", {failed} failed" if failed else ""
+        again = f"the same command with run.sweep={directory.path.name} goes on with them"
+        echo(f"{unfinished} of {len(jobs)} runs did not finish{lost}; {again}")
     return unfinished
 
 

@@ -65,10 +65,8 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
         elif key in ("run.name", "run.dir", "run.swept") or (swept and key.startswith("run.")):
             raise ConfigError(f"{word}: a sweep names its runs itself, in one run.sweep=<name>")
         elif key.split(".")[0].split("/")[0] == "hydra":
-            raise ConfigError(
-                f"{word}: of Hydra's keys a sweep takes hydra/launcher and hydra.launcher.*, with "
-                "one value each, and its values from keys like seed=0,1,2"
-            )
+            allowed = "hydra/launcher and hydra.launcher.*, with one value each"
+            raise ConfigError(f"{word}: of Hydra's keys a sweep takes {allowed}")
         else:
             own[override.get_key_element()] = override
     return list(own.values()), launcher
@@ -83,9 +81,7 @@ def split_values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [word]
     if not override.is_discrete_sweep():
-        raise ConfigError(
-            f"{word}: a sweep needs single values: {key}=1,2,3 or choice(...) or range(...)"
-        )
+        raise ConfigError(f"{word}: a sweep needs single values: {key}=1,2,3 or choice(...)")
     try:
         values = list(override.sweep_string_iterator())
     except (HydraException, ValueError) as error:
@@ -209,10 +205,8 @@ def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -
         return swept
     if set(swept) <= set(keys) <= set(given):
         return keys
-    raise ConfigError(
-        f"{directory.path} is a sweep over {', '.join(keys) or 'nothing'}, not over "
-        f"{', '.join(swept) or 'nothing'}; choose another run.sweep"
-    )
+    over = ", ".join(keys) or "nothing"
+    raise ConfigError(f"{directory.path} is a sweep over {over}; choose another run.sweep")
 
 
 def check_runs(

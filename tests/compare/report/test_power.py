@@ -84,9 +84,9 @@ def test_diverged_and_unlike_runs_are_said(power, tmp_path):
         (["pilot=@two", "gap=0.1", "power=0.01"], "between alpha=0.05 and 1"),
         (["pilot=@two", "gap=0.1", "sides=3"], "sides=3 must be at most 2"),
         (["pilot=@two"], "missing gap="),
-        (["pilot=@nothing", "gap=0.1"], "does not exist"),
+        (["pilot=@nothing", "gap=0.1"], "no such directory"),
         (["pilot=@one", "gap=0.1"], "needs at least 2 seeds"),
-        (["pilot=@unfinished", "gap=0.1"], "finished runs: 0, diverged: 0"),
+        (["pilot=@unfinished", "gap=0.1"], "0 finished, 0 diverged"),
         (["pilot=@same", "gap=0.1"], "do not vary"),
     ],
 )

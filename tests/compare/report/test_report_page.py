@@ -156,7 +156,7 @@ def test_a_legend_of_many_rows_names_variants():
 
 def test_differences_and_notes_are_shown_and_leave_no_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
-    assert "2 groups of rows that cannot be compared with each other; they differ in steps." in text
+    assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
     assert "diff_v2-0 has not finished: step 400 of 400" in text
     assert text.count("Rows are not comparable: they differ in steps.") >= 2

@@ -79,7 +79,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
             "runs (arms x seeds x learning rates): 15,009 are too many; at most 10,000",
         ),
         ("steps: 10", "extend: 21", "lr.extend=21 must be at most 20"),
-        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds: 1 would choose the learning rate and"),
+        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds=[1] would choose the learning rate and"),
         (GRID, "grid: [2e-3, 1e-3]", "two or more increasing rates"),
         (GRID, "grid: [0, 1e-3]", "increasing rates above 0"),
         (
