@@ -134,7 +134,12 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
             stats |= {**expert_load(done.routed), "router_bias_range": t.model.router_bias_range()}
     update_norm = None if before is None else change_norm(t.params, before, mesh)
     share = None if counted is None else counted / t.tokens
-    losses = weighted_losses(cfg, means)
+    weights = {
+        "train/z_loss": cfg.model.z_loss,
+        "train/balance_loss": cfg.model.moe.balance_loss,
+        "train/router_z_loss": cfg.model.moe.router_z_loss,
+    }
+    losses = {name: w * means[name] for name, w in weights.items() if w and name in means}
     return StepResult(means["nll"], losses, skipped, grad_norms, update_norm, stats, share)
 
 
@@ -199,12 +204,3 @@ def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
         routing = moe.balance_loss * out.routed.balance + moe.router_z_loss * out.routed.z
         objective = objective + routing * (over_tokens - over_counted)
     return objective
-
-
-def weighted_losses(cfg: TrainConfig, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    weights = {
-        "train/z_loss": cfg.model.z_loss,
-        "train/balance_loss": cfg.model.moe.balance_loss,
-        "train/router_z_loss": cfg.model.moe.router_z_loss,
-    }
-    return {name: w * means[name] for name, w in weights.items() if w and name in means}
