@@ -1,7 +1,7 @@
 """Tokens of other libraries as a corpus, read in place."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,27 +32,24 @@ from diffllm.data.tokenizer import Tokenizer, located, write_tokenizer
 from diffllm.data.verified import usable
 
 
+@dataclass(eq=False)
 class FilesStream:
-    """A range of the tokens of several files; cheap to pickle."""
+    """A range of the tokens of several files; cheap to pickle. Opening the files raises DataError,
+    also for a changed index."""
 
+    split: str
+    paths: Sequence[str]
+    tokenizer: tuple[int, int]
+    """Vocabulary size and EOS id."""
+    start: int
+    stop: int
+    """[start, stop) in tokens of all files."""
+    indexes: Mapping[str, FileFacts] = field(default_factory=dict)
     masked = False
 
-    def __init__(
-        self,
-        split: str,
-        paths: Sequence[str],
-        tokenizer: tuple[int, int],
-        start: int,
-        stop: int,
-        indexes: Mapping[str, FileFacts] | None = None,
-    ) -> None:
-        """Open the files; raises DataError, also for a changed index. `tokenizer` is vocabulary
-        size and EOS id, [start, stop) a range in tokens of all files, `indexes` facts of the index
-        files."""
-        self.state = (split, list(paths), tokenizer, start, stop, dict(indexes or {}))
-        self.split, self.start, self.stop = split, start, stop
-        self.whole = JoinedTokens([open_tokens(Path(path), *tokenizer) for path in paths])
-        for path, facts in (indexes or {}).items():  # after opening: an open array notices a change
+    def __post_init__(self) -> None:
+        self.whole = JoinedTokens([open_tokens(Path(p), *self.tokenizer) for p in self.paths])
+        for path, facts in self.indexes.items():  # after opening: an open array notices a change
             with usable(Path(path)):
                 check_unchanged(Path(path), facts)
 
@@ -67,7 +64,7 @@ class FilesStream:
         return np.ones(stop - start, np.bool_)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FilesStream, self.state
+        return FilesStream, tuple(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True)

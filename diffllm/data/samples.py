@@ -221,10 +221,9 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
         for split, count in zip(splits, tokens, strict=True)
         if count * split.share_predicted
     ]
-    known = [(count, bits) for count, bits in read if bits is not None]
-    if not known or len(known) < len(read):
+    if not read or not all(bits for _, bits in read):
         return None
-    return sum(count for count, _ in known) / sum(count / bits for count, bits in known)
+    return sum(count for count, _ in read) / sum(count / bits for count, bits in read if bits)
 
 
 Samples = ShuffledSequences | MixedSequences

@@ -88,13 +88,11 @@ class Tokenizer:
         parts, start = [], 0
         while len(text) - start > 2 * PART:
             cut = start + PART
-            while (
-                cut < len(text) and text[cut - 1 : cut + 1].replace(" ", SPACE_MARK) in self._pairs
-            ):
+            while text[cut - 1 : cut + 1].replace(" ", SPACE_MARK) in self._pairs:
                 cut += 1
             parts.append(text[start:cut])
             start = cut
-        return [*parts, text[start:]] if start < len(text) else parts
+        return [*parts, text[start:]]
 
     @cached_property
     def _pairs(self) -> frozenset[str]:

@@ -73,25 +73,24 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
         return empty, error
 
 
+@dataclass
 class DocumentSums:
     """Sums of the losses of `count` documents, which may lie in sequences of several ranks."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        count: int,
-        device: torch.device,
-        documents: Callable[[Tensor], Documents] | None = None,
-    ):
-        self.model, self.documents = model, documents
-        self.sums = torch.zeros(count, dtype=torch.float64, device=device)
+    model: nn.Module
+    count: int
+    device: torch.device
+    documents: Callable[[Tensor], Documents] | None = None
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(self.count, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def add(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
         """Add this rank's (inputs, targets, document of each target), (B, T) int64 each, on the
         CPU. Ranks must add equally many batches. Negative targets are ignored."""
         inputs, targets, owners = batch
-        device = self.sums.device
+        device = self.device
         masked = self.documents(inputs) if self.documents else None
         losses = self.model(inputs.to(device), targets.to(device), documents=masked, by_token=True)
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())

@@ -598,17 +598,12 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, Attention):
             for name, parameter in module.named_parameters(recurse=False):
-                if name in LAMBDAS:
-                    initialization.normal_(parameter, 0.0, 0.1)
-                else:
-                    initialization.zeros_(parameter)
-        elif isinstance(module, Router):
-            initialization.normal_(module.weight, 0.0, std)
-            initialization.zeros_(module.bias)
-            initialization.ones_(module.load)
-        elif isinstance(module, Experts):
+                initialization.normal_(parameter, 0.0, 0.1 if name in LAMBDAS else 0.0)
+        elif isinstance(module, Router | Experts):
             for weight in module.parameters():
                 initialization.normal_(weight, 0.0, std)
+            for name, buffer in module.named_buffers():
+                initialization.constant_(buffer, float(name == "load"))
         elif isinstance(module, RotaryEmbedding):
             module.fill()
 

@@ -73,10 +73,7 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
         else:
             kinds = kinds_of_rows(islice(rows, 1))
     check_columns(kinds, columns, where)
-    if not streaming:
-        size, rows = int(rows.data.nbytes), rows.select_columns(columns)
-        return [Part(where, size, partial(read_rows, rows, columns, where))]
-    rows = rows.select_columns(columns)
+    rows = (rows if streaming else rows.to_iterable_dataset()).select_columns(columns)
     number = min(rows.num_shards, MOST_PARTS)
     parts = {
         f"{where}, file {i + 1} of {number}": rows.shard(num_shards=number, index=i)
