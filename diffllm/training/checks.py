@@ -1,12 +1,13 @@
 """Conditions of a start: data, tokenizer and weights that fit the model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from diffllm.checkpoint.hf.conversion import TARGETS
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in, origin_of
-from diffllm.config.schema import is_allowed
+from diffllm.config.schema import Changes, is_allowed
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.core.registry import SCHEMAS
 from diffllm.data.heldout import heldout_batches
@@ -15,7 +16,28 @@ from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
+from diffllm.optim import Schedule, learning_rate
 from diffllm.training.measure import heldout_samples
+
+
+def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
+    """Describe how changed keys move the learning rate after `step` steps; None if they do not."""
+    former = {
+        key.removeprefix("optim."): before
+        for key, (before, _) in changes.items()
+        if key.startswith("optim.")
+    }
+    if "schedule" in former:
+        former["schedule"] = Schedule[former["schedule"]]
+    steps, _ = changes.get("steps", (cfg.steps, None))
+    was = learning_rate(replace(cfg.optim, **former), min(step, steps - 1), steps)
+    now = learning_rate(cfg.optim, step, cfg.steps)
+    if step in (0, cfg.steps) or abs(now - was) <= 0.05 * was:
+        return None
+    return (
+        f"the learning rate changes from {was:.2g} to {now:.2g} at step {step + 1}, because the "
+        f"schedule now covers {cfg.steps} steps"
+    )
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:

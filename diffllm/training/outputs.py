@@ -22,6 +22,7 @@ from diffllm.metrics.sinks import EventFiles, MetricsFile, Sinks
 from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
+from diffllm.training.checks import learning_rate_jump
 from diffllm.training.directory import request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, provenance
@@ -55,6 +56,8 @@ def open_sinks(
     assert directory
     if directory.changes:
         here.display.print(f"changed: {changes_text(directory.changes)}")
+        if jump := learning_rate_jump(cfg, directory.changes, state.step):
+            here.display.print(f"warning: {jump}")
     facts = {**facts, **provenance()}
     directory.describe(facts, continues=claimed.checkpoint is not None)
     config = {**yaml_dict(cfg), **facts}
