@@ -58,7 +58,7 @@ def check_secrets(words: list[str]) -> None:
         key, _, value = word.partition("=")
         key = key.strip().lstrip("+~")
         if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value.replace("\\", "")):
-            raise ConfigError(f"{key}: secrets come from the environment, as WANDB_API_KEY")
+            raise ConfigError(f"{key}: secrets come from the environment: WANDB_API_KEY, HF_TOKEN")
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:

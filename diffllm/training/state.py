@@ -105,7 +105,8 @@ def continuation(
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
                 f"{run} has saved step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} has no checkpoint: mount its disk, or delete {run}"
+                f"{run / 'checkpoints'} has no checkpoint: mount its disk, or train without "
+                f"it: another run.name, resume=CHECKPOINT, or delete {run} to begin anew"
             )
         return None, None  # killed before its first checkpoint, or new
     saved = read_state(checkpoint)
