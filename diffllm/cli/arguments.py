@@ -89,10 +89,9 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
         of: Any = next(iter(get_args(kind)), kind)  # float | None: float
         try:
             values[key] = BOOLEANS[text] if of is bool else of(text)
-        except KeyError:
-            raise ConfigError(f"{name}={text!r} must be true or false") from None
-        except ValueError:
-            raise ConfigError(f"{name}={text!r} is not {of.__name__}") from None
+        except (KeyError, ValueError):
+            wrong = "must be true or false" if of is bool else f"is not {of.__name__}"
+            raise ConfigError(f"{name}={text!r} {wrong}") from None
     if missing := [name for name, f in known.items() if required(f) and f.name not in values]:
         raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")
     made = cls(**values)

@@ -50,9 +50,8 @@ def attention_map_command(argv: list[str]) -> None:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
-    for layer, shown in zip(layers, maps, strict=True):
-        if not all(m.isfinite().all() for m in shown.maps.values()):
-            raise CheckpointError(f"layer {layer} of {run} gives weights that are not finite")
+    if not all(m.isfinite().all() for shown in maps for m in shown.maps.values()):
+        raise CheckpointError(f"{run} gives attention weights that are not finite")
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     for layer, shown in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)

@@ -130,7 +130,6 @@ def texts(rows: list[Row], styles: list[RowStyle]) -> list[tuple[str, str]]:
 
 WIDTH = 100
 NOTES = 10
-KIND = "comparison"
 
 
 def whole_text(comparison: Comparison) -> str:
@@ -194,7 +193,7 @@ def record_gaps(comparison: Comparison, directory: Path) -> bool:
     if floor := seed_noise(rows_of_gaps(comparison.rows)):
         note("gap/noise_floor", floor.tokens, floor.values)
     facts = {"baseline": comparison.baseline, "rows": [row.label for row in comparison.rows]}
-    choices = {"attention": KIND, "model": KIND}
+    choices = dict.fromkeys(("attention", "model"), "comparison")
     run = WandbRun(cfg, directory, choices, directory.name, facts, None, over_tokens=("gap/*",))
     for step, (tokens, line) in enumerate(sorted(lines.items())):
         run.log({"step": step, "tokens": tokens, **line})

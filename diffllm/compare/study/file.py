@@ -41,9 +41,10 @@ class Rule:
     alpha: float = bounded(0.05, above=0, below=0.5)
 
     def words(self, metric: str) -> str:
-        own, test = f"{metric} of {self.arm}", f"(log-rank test, one-sided, alpha {self.alpha:g})"
+        own = f"{metric} of {self.arm}"
         if self.kind == "log_rank":
-            return f"{own} reaches {self.reaches:g} in fewer tokens than {self.against} {test}"
+            base = f"{self.against} (log-rank test, one-sided, alpha {self.alpha:g})"
+            return f"{own} reaches {self.reaches:g} in fewer tokens than that of {base}"
         gap = f"{own} minus that of {self.against}"
         if self.kind == "equivalence":
             return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"

@@ -124,7 +124,7 @@ def test_a_file_without_a_mapping_is_refused(tmp_path, text):
         (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
         (["verdict", "{path}", "out=o"], "has no run of"),
-        (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x does not exist"),
+        (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x: choose from basic"),
     ],
 )
 def test_a_wrong_command_ends_in_one_line(tmp_path, capsys, monkeypatch, words, said):
