@@ -38,6 +38,8 @@ class Evaluated(NamedTuple):
     name: str
     unit: str
     lines: list[ScoreLine]
+    parts: list[ScoreLine]
+    """The scores by a further fact of the examples, such as the depth of a needle."""
     equal: list[ScoreLine]
     """The scores at `loss`."""
     loss: float | None
@@ -81,12 +83,13 @@ def gathered(
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
     if not (lines := score_lines(newest_scores, bases)):
         return None
+    parts = [{seeds: parts_of(scores) for seeds, scores in own.items()} for own in newest_scores]
     equal, loss = [], loss_of_all([run for own in found for run in own.values()])
     if loss is not None:
         read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
         if sum(any(own.values()) for own in read) > 1:
             equal = score_lines(read, bases)
-    return Evaluated(name, unit, lines, equal, loss)
+    return Evaluated(name, unit, lines, score_lines(parts, bases), equal, loss)
 
 
 def question_asked(result: Line) -> Line:
@@ -114,6 +117,17 @@ def by_name(result: Line) -> Lines:
             means[key] = sum(known) / len(known) if len(known) == len(scores) else None
         scores = [means, *scores]
     return {score["of"]: score for score in scores}
+
+
+def parts_of(scores: Lines) -> Lines:
+    """Return the scores by facts of the examples, which a score has under keys as `by_depth`."""
+    return {
+        f"{of}, {key.removeprefix('by_')} {value}": {"value": part}
+        for of, score in scores.items()
+        for key, parts in score.items()
+        if key.startswith("by_") and isinstance(parts, dict)
+        for value, part in parts.items()
+    }
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:

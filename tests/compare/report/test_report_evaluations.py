@@ -52,6 +52,22 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
+def test_scores_by_depth_have_means_and_gaps_of_their_own(runs: Path) -> None:
+    for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
+        for seed, share in enumerate(shares):
+            depths = {"0.25": share, "0.75": 1.0}
+            write_result(
+                runs / f"{variant}{seed}", score("512", 0.7, by_depth=depths), name="needle"
+            )
+    comparison = compared(runs)
+    (needle,) = (each for each in comparison.evaluated if each.name == "needle")
+    assert [line.of for line in needle.parts] == ["512, depth 0.25", "512, depth 0.75"]
+    standard, diff_v2 = needle.parts[0].cells
+    assert standard.mean == estimate([0.2, 0.4, 0.3])
+    assert diff_v2.gap == estimate([0.5 - 0.2, 0.4 - 0.4, 0.6 - 0.3])
+    assert "512, depth 0.75" in page(comparison)
+
+
 def test_means_and_gaps_are_over_the_same_seeds(runs: Path) -> None:
     (mqar,) = compared(runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
