@@ -59,8 +59,9 @@ def evaluate_command(argv: list[str]) -> None:
     if not runs:
         raise CheckpointError(f"{root} is neither a run nor a sweep: it has no config.yaml")
     try:
-        levels = levels_of(parse_yaml(args.level)) if args.level else []
-    except (ConfigError, ValueError) as error:
+        level = f"level={args.level}"
+        levels = levels_of(parse_yaml(args.level), level) if args.level else []
+    except ValueError as error:
         raise ConfigError(f"level={args.level} {error}") from None
     evaluations, asked = chosen(args.suite, names, levels)
     asked = replace(asked, seed=args.seed, limit=args.limit)

@@ -59,6 +59,7 @@ NEEDED = {
     "files": ("paths", "[file, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
     "hub": ("dataset", "<owner/name>"),
+    MIXTURE: ("sources", "{name: {source: files, paths: [...], weight: 1}}"),
 }
 """Required fields, with an example."""
 MOST_WEIGHT = 1e18
@@ -179,10 +180,6 @@ class DataConfig(TextConfig):
             raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
 
     def check_mixture(self) -> None:
-        if not self.sources:
-            raise ConfigError(
-                "data=mixture needs data.sources={name: {source: files, paths: [...], weight: 1}}"
-            )
         check_sizes(len(self.sources), len(self.curriculum))
         for name, source in self.sources.items():
             where = f"data.sources.{name}."

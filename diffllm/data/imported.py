@@ -8,7 +8,6 @@ import numpy as np
 
 from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
-from diffllm.core.printing import to_stderr
 from diffllm.data.config import DataConfig
 from diffllm.data.shards import MANIFEST, Manifest, Shard, Split
 from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans, token_counts
@@ -138,8 +137,5 @@ def counted(
                 documents += documents_in(files[number], first, last)
                 shards.append(Shard(paths[number].name, last - first, prints[number]))
         splits[name] = Split(documents, stop - start, 0, shards)
-    if (ends := int(counts[tokenizer.eos_id])) != (documents := splits["heldout"].documents):
-        what = f"held-out documents in the index contain {ends:,} end tokens"
-        to_stderr(f"{documents:,} {what}; the documents of the index are counted")
     source = f"tokens of {names_of(paths)}"
     return Manifest.of(tokenizer, counts, source=source, corpus=corpus, splits=splits)

@@ -89,10 +89,9 @@ class FileArray:
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
     """Open a file of the cache; raises DataError for another checksum."""
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
-    with usable(path):
+    with usable(path, path.parent):
         if not matches(path, sha256) or identity_of(path) != array.identity:
-            problem = f"damaged, its sha256 is not the manifest's {sha256[:12]}..."
-            raise DataError(f"{path}: {problem}{array.advice}")
+            raise ValueError(f"damaged, its sha256 is not the manifest's {sha256[:12]}...")
     return array
 
 

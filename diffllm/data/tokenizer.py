@@ -188,10 +188,7 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
 def located(name: str | Path) -> Path:
     """Return a tokenizer's file, also of a directory or hub repository; raises DataError."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        if (file := tokenizer_in(path)).is_file():
-            return located(file)
-        raise DataError(f"{path} has neither {MODEL} nor {FAST}")
+    path = tokenizer_in(path) if path.is_dir() else path
     if path.is_file():
         with usable(path), open_regular(path, LARGEST_TOKENIZER, follow=True):
             return path

@@ -7,7 +7,6 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -339,7 +338,5 @@ def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def shares(lines: Sequence[Mapping[str, Any]], fact: str) -> dict[str, float]:
     """Return the share of right answers for each value of a fact."""
-    by_value = groupby(
-        sorted(lines, key=lambda line: str(line[fact])), lambda line: str(line[fact])
-    )
-    return {value: share(list(own), "correct") for value, own in by_value}
+    values = sorted({str(line[fact]) for line in lines})
+    return {v: share([line for line in lines if str(line[fact]) == v], "correct") for v in values}

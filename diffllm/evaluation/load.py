@@ -4,7 +4,6 @@ Shapes: T sequence length.
 """
 
 import math
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
@@ -38,8 +37,6 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
     `step` is the checkpoint's; None is the newest whole one. Raises CheckpointError if the
     checkpoint is missing or damaged; UserError for an unregistered variant.
     """
-    if not isinstance(run, str | os.PathLike):
-        raise CheckpointError(f"load_model takes the path of a run, not {run!r}")
     run = user_path(Path(run), "run")
     return decoder(run, step or 0)[0], Tokenizer.from_file(tokenizer_of(run))
 

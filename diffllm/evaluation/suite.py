@@ -143,10 +143,7 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
     for name, level in cfg.eval.levels.items():
         if name not in by_name:
             raise ConfigError(f"eval.levels: {name} is not in eval.suites={cfg.eval.suites}")
-        try:
-            found[by_name[name]] = levels_of(level)
-        except ConfigError as error:
-            raise ConfigError(f"eval.levels: {name} {error}") from None
+        found[by_name[name]] = levels_of(level, f"eval.levels: {name}")
     return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None
 
 

@@ -258,9 +258,8 @@ def write_card(
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
     """Return what a model was trained on or, for an imported model, where it comes from."""
     if imported:
-        revision = f" at revision {imported['revision']}" if imported.get("revision") else ""
-        source = f"{imported.get('from')}{revision}"
-        return {"weights from": source, "converted to": imported.get("converted")}
+        keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
+        return {title: imported.get(key) for title, key in keys.items()}
     weights = cfg.resume.removeprefix(OF_WEIGHTS) if cfg.resume.startswith(OF_WEIGHTS) else None
     of_mixture = [f"{name}: {source_text(of)}" for name, of in cfg.data.sources.items()]
     return {

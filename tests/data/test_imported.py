@@ -156,7 +156,7 @@ def test_empty_documents_at_beginning_of_megatron_index_have_no_tokens(
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 def test_documents_with_several_ends_are_counted_by_the_index(
-    make: Make, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    make: Make, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "several").mkdir()
     paths = [tmp_path / name, tmp_path / "several" / name]
@@ -168,8 +168,6 @@ def test_documents_with_several_ends_are_counted_by_the_index(
     # 116 tokens are left: 20 documents of the first file, and 7 of 10 tokens and a part of one.
     assert len(data.split("train")) == 116
     assert counts == {"train": 20 + 8, "heldout": 13}, "the document that is cut is in both"
-    said = "13 held-out documents in the index contain 62 end tokens"
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])

@@ -262,7 +262,7 @@ def test_a_source_that_is_damaged_is_named(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"sources": {}}, "data=mixture needs data.sources="),
+        ({"sources": {}}, "data.source=mixture needs data.sources="),
         ({"sources": {"a b": SourceConfig()}}, "'a b' has to be of letters"),
         ({"sources": {"a": SourceConfig(weight=-1)}}, "data.sources.a.weight=-1 must not be neg"),
         ({"sources": {"a": SourceConfig(weight=0)}}, "all weights are 0"),

@@ -193,9 +193,9 @@ def test_check_refuses_a_level_without_end(name: str, level: Level, said: str) -
 
 
 def test_levels_of_refuses_too_many_combinations() -> None:
-    assert len(levels_of({"pairs": [*range(10)], "words": [*range(100)]})) == 1000
+    assert len(levels_of({"pairs": [*range(10)], "words": [*range(100)]}, "level")) == 1000
     with pytest.raises(ConfigError, match="1,001 are too many; at most 1,000"):
-        levels_of({"pairs": [*range(1001)], "words": 3})
+        levels_of({"pairs": [*range(1001)], "words": 3}, "level")
 
 
 def test_version_is_a_hash_of_own_code_and_empty_for_tasks_of_the_package() -> None:

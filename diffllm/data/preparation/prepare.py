@@ -118,13 +118,8 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
-    TokensJob(
-        corpus=halves or corpus,
-        tokenizer=tokenizer_path,
-        heldout_fraction=cfg.heldout_fraction,
-        final=directory,
-        cut=halves is not None,
-    ).build(how)
+    fraction = cfg.heldout_fraction
+    TokensJob(halves or corpus, tokenizer_path, fraction, directory, bool(halves)).build(how)
     return TokenData(directory)
 
 

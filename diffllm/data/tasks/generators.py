@@ -139,15 +139,11 @@ class Needle(Task):
     optional = ("words",)
 
     def levels(self, length: int) -> list[Level]:
-        shortest = 100
-        lengths = sorted({max(shortest, round(share * length)) for share in SHARES})
-        return [
-            {"length": tokens, "needles": NEEDLES, "asked": ASKED}
-            if tokens >= 400
-            else {"length": tokens, "needles": 3 if tokens >= 150 else 2, "asked": 1}
-            for tokens in lengths
-            if tokens <= length
-        ]
+        found = []
+        for tokens in sorted({max(100, round(share * length)) for share in SHARES}):
+            needles, asked = (NEEDLES, ASKED) if tokens >= 400 else (3 if tokens >= 150 else 2, 1)
+            found.append({"length": tokens, "needles": needles, "asked": asked})
+        return [level for level in found if level["length"] <= length]
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         needles = int(level["needles"])

@@ -45,13 +45,14 @@ class Example:
     """Further values that may group results."""
 
 
-def levels_of(settings: Any) -> list[Level]:
-    """List all combinations of settings, whose values may be lists; raises ConfigError."""
+def levels_of(settings: Any, key: str) -> list[Level]:
+    """List all combinations of the settings of `key`, whose values may be lists; raises
+    ConfigError."""
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]
     if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
-        raise ConfigError("must be settings like {pairs: 16}, or {pairs: [4, 8, 16]}")
-    at_most("combinations", prod(map(len, values)), MOST_LEVELS)
+        raise ConfigError(f"{key} must be settings like {{pairs: 16}}, or {{pairs: [4, 8, 16]}}")
+    at_most(f"combinations of {key}", prod(map(len, values)), MOST_LEVELS)
     return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
 

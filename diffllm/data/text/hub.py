@@ -59,8 +59,7 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
     """Make a part of each of the dataset's files, or of several; raises DataError. The library's
     own copies go to `copies`."""
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
-    options = {"name": cfg.name, "revision": revision, "split": cfg.split}
-    options |= {"data_dir": cfg.data_dir} if cfg.data_dir else {}
+    options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
     to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
     # A slice of a split cannot be streamed: it is copied into the cache.
     streaming = "[" not in cfg.split
