@@ -89,9 +89,9 @@ class FileArray:
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
     """Open a file of the cache; raises DataError for another checksum."""
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
-    with usable(path, path.parent):
+    with usable(path):
         if not matches(path, sha256) or identity_of(path) != array.identity:
-            raise ValueError(f"damaged, its sha256 is not the manifest's {sha256[:12]}...")
+            raise array._unusable(f"damaged, its sha256 is not the manifest's {sha256[:12]}...")
     return array
 
 
