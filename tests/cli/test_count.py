@@ -229,15 +229,15 @@ def test_json_maps_variants_to_their_counts(capsys):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--compare", "standard"], ["--compare=standard", "two or more"]),
-        (["--compare", "standard,", "gated"], ["--compare=standard,", "no space"]),
+        (["--compare", "standard"], ["--compare=standard", "several variants"]),
+        (["--compare", "standard,", "gated"], ["--compare=standard,", "several variants"]),
         (["--compare", "standard,diff_v3"], ["diff_v3", "did you mean diff_v2?", "gated"]),
-        (["--compare", "gated,gated"], ["gated,gated", "two or more different"]),
-        (["--compare", "a,b", "--compare=c,d"], ["--compare", "two or more different"]),
+        (["--compare", "gated,gated"], ["gated,gated", "several variants"]),
+        (["--compare", "a,b", "--compare=c,d"], ["--compare", "several variants"]),
         (["--compare", "standard,gated", "attention=gated"], ["attention=gated", "drop one"]),
         (
             ["--compare", "standard,diff_v1", "model.n_heads=3", "model.n_kv_heads=3"],
-            ["diff_v1: model.n_heads=3 must be even"],
+            ["model.n_heads=3 must be even"],
         ),
     ],
 )

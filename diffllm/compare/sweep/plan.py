@@ -205,8 +205,8 @@ def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -
         return swept
     if set(swept) <= set(keys) <= set(given):
         return keys
-    over = ", ".join(keys) or "nothing"
-    raise ConfigError(f"{directory.path} is a sweep over {over}; choose another run.sweep")
+    over, now = (", ".join(names) or "nothing" for names in (keys, swept))
+    raise ConfigError(f"{directory.path} is a sweep over {over}, not over {now}; use another name")
 
 
 def check_runs(
