@@ -400,10 +400,8 @@ UNSAFE = re.compile(
 GUARDED = [
     ("checkpoint/reader.py", "pickle.Unpickler"),  # of tensors' metadata, nothing else
     ("cli/convert.py", "trust_remote_code="),  # a help text
-    ("cli/evaluate.py", "trust_remote_code="),  # a help text
     ("config/compose.py", "register_new_resolver"),  # arithmetic; saved configs have none
     ("interop/export.py", "trust_remote_code="),  # the README of an export
-    ("interop/export.py", "trust_remote_code="),
 ]
 
 

@@ -288,7 +288,7 @@ def test_sweep_with_one_bad_job_starts_none(workspace, words, named):
         (["plan", "gpu=nope"], ["gpu=nope", "H200"]),
         (["report"], ["no run"]),
         (["report", "file"], ["file", "directory"]),
-        (["report", "gone*"], ["gone*", "matches no"]),
+        (["report", "gone*"], ["gone*", "no such directory"]),
         (["noise-floor", "keys=1000000000000000"], ["keys=1000000000000000", "131072"]),
         (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
     ],
