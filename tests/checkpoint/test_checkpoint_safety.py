@@ -402,6 +402,7 @@ GUARDED = [
     ("cli/convert.py", "trust_remote_code="),  # a help text
     ("config/compose.py", "register_new_resolver"),  # arithmetic; saved configs have none
     ("interop/export.py", "trust_remote_code="),  # the README of an export
+    ("interop/export.py", "trust_remote_code="),
 ]
 
 
