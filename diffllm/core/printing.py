@@ -64,7 +64,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A header and the cell of every row."""
 
     title: str
@@ -82,7 +82,7 @@ class Column:
 class Table:
     """Columns of equal length; the first names the rows."""
 
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
 
     @classmethod
     def of(
@@ -98,7 +98,7 @@ class Table:
         titles = [head if isinstance(head, tuple) else (head, "") for head in heads]
         return cls(
             [
-                Column(title, column, unit, left=i in left)
+                TableColumn(title, column, unit, left=i in left)
                 for i, ((title, unit), column) in enumerate(zip(titles, columns, strict=True))
             ]
         )

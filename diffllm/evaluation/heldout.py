@@ -164,14 +164,14 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
             open_regular(file, LARGEST) as stream,
             np.load(stream, allow_pickle=False) as content,
         ):
-            return checked(
+            return _checked(
                 DocumentLosses(**{f.name: content[f.name] for f in fields(DocumentLosses)})
             )
     except Exception as error:  # numpy and zipfile raise many kinds
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
-def checked(losses: DocumentLosses) -> DocumentLosses:
+def _checked(losses: DocumentLosses) -> DocumentLosses:
     """Raise ValueError for arrays that cannot be the losses of documents."""
     for f in fields(losses):
         values = getattr(losses, f.name)

@@ -203,7 +203,10 @@ class Outliers(Evaluation):
         asked = settings["sequences"]
         sequences = first_sequences(subject.run, subject.cfg, asked, subject.device)
         with track(self.name, len(sequences)) as advance:
-            layers = measure_outliers(subject.model, sequences, advance)
+            try:
+                layers = measure_outliers(subject.model, sequences, advance)
+            except CheckpointError as error:
+                raise CheckpointError(f"{subject.checkpoint}: {error}") from error
         count = len(sequences)
         about = {"sequences": count, "tokens": count * subject.cfg.seq_len}
         return [{"layer": i, **about, **numbers} for i, numbers in enumerate(layers)]

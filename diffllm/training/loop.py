@@ -40,7 +40,7 @@ class Trained(NamedTuple):
     """Median of the logged speeds in tokens per second."""
 
 
-def train(
+def train_loop(
     t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
 ) -> Trained:
     """Train until cfg.steps, a signal, divergence or unreadable data; then save the last step.

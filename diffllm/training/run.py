@@ -17,7 +17,7 @@ from diffllm.metrics.streams import unfailing
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
-from diffllm.training.loop import train
+from diffllm.training.loop import train_loop
 from diffllm.training.measure import Tasks, measure_documents
 from diffllm.training.outputs import (
     Report,
@@ -111,7 +111,7 @@ def train_claimed(
         state.wandb_id = out.sinks.wandb.id
     losses = late = None
     try:
-        trained = train(t, state, data, here, out, tasks)
+        trained = train_loop(t, state, data, here, out, tasks)
         if trained.diverged:
             here.display.print(
                 f"diverged: stopped after step {state.step}, saved: {trained.diverged}; "

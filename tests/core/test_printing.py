@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm.core.console import Console
-from diffllm.core.printing import Cell, Column, Table, echo, echo_json, to_stderr
+from diffllm.core.printing import Cell, Table, TableColumn, echo, echo_json, to_stderr
 from diffllm.metrics.display import Display
 
 OWN = re.compile(r"\x1b\[[\d;]*m")
@@ -69,14 +69,14 @@ def test_console_escapes_foreign_text(show):
     assert ESCAPED in screen.getvalue()
 
 
-LABELS = Column("Row", [Cell("stan_dard"), Cell("<b>|", icon="<i></i>")], left=True)
-LOSSES = Column(
+LABELS = TableColumn("Row", [Cell("stan_dard"), Cell("<b>|", icon="<i></i>")], left=True)
+LOSSES = TableColumn(
     "Loss",
     [Cell("4.1", 4.125, ("4.0 to 4.2", "5 bits")), Cell("–", tag="1 of 3 diverged")],
     unit="nats",
     meaning="held-out loss",
 )
-WORDS = Column("State", [Cell("finished"), Cell("")], left=True)
+WORDS = TableColumn("State", [Cell("finished"), Cell("")], left=True)
 TABLE = Table([LABELS, LOSSES, WORDS])
 
 

@@ -83,7 +83,9 @@ def gathered(
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
     if not (lines := score_lines(newest_scores, bases)):
         return None
-    parts = [{seeds: parts_of(scores) for seeds, scores in own.items()} for own in newest_scores]
+    parts = [
+        {seeds: scores_by_fact(scores) for seeds, scores in own.items()} for own in newest_scores
+    ]
     equal, loss = [], loss_of_all([run for own in found for run in own.values()])
     if loss is not None:
         read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
@@ -119,7 +121,7 @@ def by_name(result: Line) -> Lines:
     return {score["of"]: score for score in scores}
 
 
-def parts_of(scores: Lines) -> Lines:
+def scores_by_fact(scores: Lines) -> Lines:
     """Return the scores by facts of the examples, which a score has under keys as `by_depth`."""
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part}

@@ -26,7 +26,7 @@ from diffllm.compare.report.tables import cost_columns, csv_text, fold_constant,
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
-from diffllm.core.printing import KEPT, Cell, Column, Table
+from diffllm.core.printing import KEPT, Cell, Table, TableColumn
 from diffllm.metrics.wandb_run import WandbRun, resolve_mode
 
 MOST = 12
@@ -59,7 +59,7 @@ def page(comparison: Comparison) -> str:
     every = table_columns(rows, comparison.baseline)
     columns, constant = fold_constant(every)
     groups = comparison.groups if len(comparison.groups) > 1 else []
-    names = Column("Row", [Cell(style.label, icon=style.swatch) for style in styles])
+    names = TableColumn("Row", [Cell(style.label, icon=style.swatch) for style in styles])
     return template("page.html.jinja").render(
         comparison=comparison,
         tables=tables,

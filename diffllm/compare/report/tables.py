@@ -25,7 +25,7 @@ from diffllm.compare.report.numbers import (
     with_interval,
 )
 from diffllm.compare.report.rows import Group, Row, row_value
-from diffllm.core.printing import Cell, Column, Table
+from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.metrics.table import METRICS
 from diffllm.statistics.arm_comparison import ArmComparison
 
@@ -209,26 +209,27 @@ CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
 EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
 
 
-def table_columns(rows: list[Row], baseline: str | None) -> list[Column]:
+def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
     """The columns of the page that some row has a value for."""
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
         cells = [cell(row) for row in rows]
         if any(each.text != MISSING or each.tag for each in cells):
-            made.append(Column(title.format(baseline), cells, unit, f"{name}: {meaning}"))
+            made.append(TableColumn(title.format(baseline), cells, unit, f"{name}: {meaning}"))
     return made
 
 
-def cost_columns(rows: list[Row]) -> list[Column]:
+def cost_columns(rows: list[Row]) -> list[TableColumn]:
     return [
-        Column(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows], "nats a token",
+        TableColumn(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows],
+               "nats a token",
                f"{budget.meaning}; held-out loss minus the baseline's where both had spent equal "
                f"{budget.unit}, read off evaluations during training")
         for name, budget in BUDGETS.items() if any(name in row.equal for row in rows)
     ]  # fmt: skip
 
 
-def fold_constant(columns: list[Column]) -> tuple[list[Column], list[str]]:
+def fold_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
     """The columns that tell rows apart, and sentences about the others."""
     zero = [each for each in columns if all(cell.value == 0 for cell in each.cells)]
     same = [
@@ -290,7 +291,7 @@ def diverged_cell(found: ArmComparison) -> Cell:
 def cost_table(rows: list[Row], baseline: str | None) -> Table | None:
     if not (kept := [row for row in rows if row.equal]):
         return None
-    labels = Column(f"Gap to {baseline}", [Cell(row.label) for row in kept])
+    labels = TableColumn(f"Gap to {baseline}", [Cell(row.label) for row in kept])
     return Table([labels, *cost_columns(kept)])
 
 
