@@ -20,10 +20,10 @@ OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 
 REMOVED_ARGUMENTS = {
-    "wandb": "take the scores from --json, or compare them with diffllm report",
-    "probe": "name ended runs for the speed: pilot=DIR",
+    ("EvaluateArguments", "wandb"): "take the scores from --json, or from diffllm report",
+    ("StudyRunArguments", "probe"): "name ended runs for the speed: pilot=DIR",
 }
-"""What to do instead of an argument that a command had."""
+"""What to do instead of an argument that a command had, by class and name."""
 
 
 def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
@@ -75,6 +75,10 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
                 echo(f"  {name + '=':<18}{f.metadata['help']}{more}")
         sys.exit(0)
     values: dict[str, Any] = {}
+    for word in argv:
+        name = word.partition("=")[0]
+        if (instead := REMOVED_ARGUMENTS.get((cls.__name__, name))) and "=" in word:
+            raise ConfigError(f"{name}= was removed; {instead}")
     for name, text in split_words(argv, known):
         try:
             text.encode()
@@ -119,8 +123,6 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
             yield name, text
         elif rest and not plain:
             yield rest, word
-        elif name in REMOVED_ARGUMENTS:
-            raise ConfigError(f"{name}= was removed; {REMOVED_ARGUMENTS[name]}")
         else:
             close = difflib.get_close_matches(name, known, n=1)
             if not equals and "run" in known and os.path.isdir(word):

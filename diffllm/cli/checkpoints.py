@@ -52,9 +52,12 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
         with suppress(CheckpointError):  # it was whole a moment ago, and is being deleted
             ranks = read_state(path)["ranks"]
     written = path.lstat().st_mtime  # first: one that is gone by now is not damaged
-    size = 0
-    with suppress(NotADirectoryError, PermissionError):
+    try:
         size = sum(file.lstat().st_size for file in path.iterdir())
+    except FileNotFoundError:
+        raise
+    except OSError:
+        size = 0
     return {
         "step": step_of(path),
         "path": str(path),

@@ -34,11 +34,18 @@ class CountArguments:
     overrides: list[str] = argument("of the config", [], words="overrides")
 
 
+def config_of_variant(name: str, overrides: list[str]) -> TrainConfig:
+    try:
+        return load_config([*overrides, f"attention={name}"])
+    except ConfigError as error:
+        raise ConfigError(f"--compare: {name}: {error}") from error
+
+
 def count_command(argv: list[str]) -> None:
     args = parse(CountArguments, argv, __doc__)
     if args.compare:
         names = compared(args.compare, args.overrides)
-        configs = {name: load_config([*args.overrides, f"attention={name}"]) for name in names}
+        configs = {name: config_of_variant(name, args.overrides) for name in names}
     else:
         cfg = load_config(args.overrides)
         configs = {cfg.run.choices["attention"]: cfg}

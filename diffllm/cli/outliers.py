@@ -8,6 +8,7 @@ import torch
 
 from diffllm.cli.arguments import RunArguments, argument, flag, parse
 from diffllm.config.saved import load_run_config
+from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation.load import TOKENS, decoder, first_sequences, sequences_for
 from diffllm.evaluation.outliers import TOP, measure_outliers
@@ -51,7 +52,10 @@ def outliers_command(argv: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sequences = first_sequences(run, cfg, sequences_for(args.tokens, cfg.seq_len), device)
     count = len(sequences)
-    layers = measure_outliers(model.to(device), sequences)
+    try:
+        layers = measure_outliers(model.to(device), sequences)
+    except CheckpointError as error:
+        raise CheckpointError(f"{run}, step {step}: {error}") from error
     found = {
         "run": str(run),
         "variant": cfg.run.choices["attention"],

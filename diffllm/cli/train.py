@@ -54,6 +54,8 @@ def train_command(argv: list[str] | None = None) -> int:
     try:
         config_dirs, argv = take_directories(argv)
         args = Parser().parse_intermixed_args(argv)  # -m may come after overrides
+        if args.resolve and not args.cfg:
+            raise ConfigError("--resolve needs --cfg job")
         load_plugins(args.overrides, config_dirs)
         if args.help:
             from diffllm.config.help import help_text

@@ -71,6 +71,13 @@ def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
     return attention
 
 
+def parsed_override(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_overrides([word])[0]
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{word[:40]}...: {error}") from None
+
+
 def compose_config(overrides: list[str]) -> DictConfig:
     """Compose a config, untyped; raises ConfigError."""
     with hydra():
@@ -78,7 +85,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_secrets(overrides)
             check_interpolations(overrides)
             overrides = [part for word in overrides for part in with_recipe(word)]
-            parsed = OverridesParser.create().parse_overrides(overrides)
+            parsed = [parsed_override(word) for word in overrides]
             check_overrides(parsed, yaml_names)
             overrides = [for_hydra(override) for override in parsed]
             if all(is_allowed(each.get_key_element(), list(OF_NO_EFFECT)) for each in parsed):
@@ -183,5 +190,8 @@ def steps_to_train(cfg: TrainConfig) -> int:
         sequences = sequences_of_epoch(prepare(cfg.data, cfg.prepare), cfg.data, cfg.seq_len)
         key, steps = "epochs", cfg.epochs * sequences / cfg.global_batch_size
     if steps < 1:
-        raise ConfigError(f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size")
+        raise ConfigError(
+            f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size="
+            f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens"
+        )
     return int(steps)

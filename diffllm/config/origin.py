@@ -78,7 +78,10 @@ def origin_of(path: Path) -> Origin:
     if (path / CONFIG).is_file():
         directory = ModelDirectory(path)
         return Origin(path, directory.model, directory=directory)
-    raise CheckpointError(f"{path} is neither a run, one of its checkpoints nor a model directory")
+    missing = ": it does not exist" * (not path.exists())
+    raise CheckpointError(
+        f"{path} is neither a run, one of its checkpoints nor a model directory{missing}"
+    )
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:

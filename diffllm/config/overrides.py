@@ -78,6 +78,8 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         fixed = not key or key == "run" or key.startswith(FILLED_IN) or re.match(r"hydra\b", key)
         if fixed or override.is_delete():
             raise ConfigError(f"{word}: this key cannot be set or deleted")
+        if key in GROUPS and override.is_add():
+            raise ConfigError(f"{word}: {key} is always set; leave out the +")
         if key in GROUPS and override.package is None:
             if override.is_sweep_override():
                 raise ConfigError(f"{word}: several values are a sweep, which -m runs")
@@ -152,7 +154,11 @@ def explain(error: Exception, words: list[str]) -> str:
         name = key[1] if key else unknown[1]
         if file and name == file[1]:  # the content of the YAML is below the name of its group
             return f"{where}the first line of its YAML must be '# @package _global_'"
-        return where + unknown_key(name, [k for k in known if not name.startswith(f"{k}.")])
+        outer = re.search(r"Error merging override \+*([\w.]+)=", str(error))
+        if outer and "." not in name and outer[1] != name:  # a key inside of a list
+            where = f"{outer[1]}: "
+        known = [k for k in known if k != name and not name.startswith(f"{k}.")]
+        return where + unknown_key(name, known)
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
         return f"{where}nothing has registered {schema[1]}={schema[2]}; plugins=[module] imports it"
     if file:

@@ -226,6 +226,8 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     try:
         known, others = parser.parse_known_args(words)
+        if not all(known.config_dir):
+            raise ArgumentError(None, "empty")
     except ArgumentError:
         raise ConfigError("--config-dir needs a directory: --config-dir DIR") from None
     return [user_path(each, "--config-dir").resolve() for each in known.config_dir], others

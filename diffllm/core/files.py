@@ -45,6 +45,8 @@ def user_path(text: str | Path, key: str) -> Path:
             path.stat()
     except (OSError, RuntimeError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, RuntimeError):
+            why = f"{Path(text).parts[0]} has no home directory"
         raise ConfigError(f"{shown} cannot be used: {why}") from error
     return path
 
@@ -86,7 +88,8 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
     try:
         descriptor = os.open(path, flags | safe, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO) and not follow:
+        circle = error.errno == errno.ELOOP and not path.is_symlink()
+        if error.errno in (errno.ELOOP, errno.ENXIO) and not (follow or circle):
             raise OSError(errno.EINVAL, "Link or not a regular file", str(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -82,8 +82,10 @@ class Tokenizer:
     def _parts(self, text: str) -> list[str]:
         """Cut a long text between characters that no piece contains side by side, which keeps the
         ids. A text that the model normalises is not cut."""
+        if len(text) <= 2 * PART:
+            return [text]
         probe = self._processor.normalize(BEHAVIOUR_PROBE)
-        if len(text) <= 2 * PART or probe != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
+        if probe != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
             return [text]
         parts, start = [], 0
         while len(text) - start > 2 * PART:

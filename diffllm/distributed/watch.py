@@ -198,7 +198,7 @@ class Watch:
 
     def _judge_itself(self) -> None:
         """End a single process that waits in vain, after one warning; runs on its own thread."""
-        said = None
+        said = asked_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
             waited = time.monotonic() - waits[1] if waits else 0.0
@@ -209,9 +209,12 @@ class Watch:
                     stopped += [str(child.pid)] * (stat.rpartition(")")[2].split()[0] in "Tt")
             message = f"this process hangs at {self.where()}"
             message += f" (stopped: process {', '.join(stopped)})" if stopped else ""
-            asked = self.request.has_come()
-            if waited > (min(self.limit, STOPPING_S) if asked else self.limit):
+            if self.request.has_come() and asked_at is None:
+                asked_at = time.monotonic()
+            if waited > (min(self.limit, STOPPING_S) if asked_at else self.limit):
                 self._end(message)
+            if asked_at and time.monotonic() - max(asked_at, self.since) > self.limit:
+                self._end(message)  # it hangs outside of a wait
             if waited > STOPPING_S and waits is not said:
                 said = waits
                 to_stderr(f"warning: {message}, for {waited:.0f} s now")

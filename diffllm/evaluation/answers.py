@@ -295,7 +295,8 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
     count, seed = counter(tokenizer), settings["seed"]
     kept = []
     for i, level in enumerate(settings["levels"]):
-        for candidate in next(iter(task.examples(level, 1, seed, count))).candidates:
+        first = next(iter(task.examples(level, 1, seed, count)), None)
+        for candidate in first.candidates if first else ():
             said = tokenizer.decode(tokenizer.encode(candidate))
             if said.strip() != candidate.strip():
                 raise ConfigError(

@@ -137,7 +137,7 @@ def all_results(run: Path, problems: dict[str, list[str]]) -> dict[int, Lines]:
         except (OSError, ValueError) as error:
             reason = f"{getattr(error, 'strerror', error)}; it is skipped"
             problems.setdefault(reason, []).append(str(file))
-    return {step: results for step, results in found.items() if results}
+    return dict(found)
 
 
 def read_first(file: Path) -> Line:

@@ -29,9 +29,10 @@ WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER
 def import_model(
     source: str, out: Path, attention: str | None = None, perturb: float = 0.0, seed: int = 0
 ) -> Origin:
-    """Write a run directory with a model's parameters as the checkpoint of step 0; return them.
+    """Write a run directory with a model's parameters as the checkpoint of step 0.
 
-    The directory appears only when complete. All parameters are in memory at once, four bytes each.
+    The directory appears only when complete. All parameters are in memory at once, four bytes each,
+    and eight while they are converted. Returns the origin of the run's model.
     Raises ConfigError and CheckpointError.
 
     Args:

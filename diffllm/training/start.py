@@ -92,7 +92,9 @@ def claim_on_rank_0(
             checkpoint, saved = continuation(cfg, directory)
             tokenizer, most = cfg.data.tokenizer, cfg.model.vocab_size
             if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:
-                raise DataError(f"{tokenizer} has {pieces} pieces, over model.vocab_size={most}")
+                raise DataError(
+                    f"data.tokenizer={tokenizer} has {pieces} pieces, over model.vocab_size={most}"
+                )
             weights = None if checkpoint else weights_of(cfg)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
     except UserError:

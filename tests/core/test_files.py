@@ -191,12 +191,15 @@ def test_waiting_acquire_gets_the_lock_after_release_and_removal_of_the_file(tmp
     waiting.join()
 
 
+def pause(path: str) -> None:
+    Path(path, "holds").write_text(str(os.getpid()))  # after the fork has closed inherited locks
+    signal.pause()
+
+
 def hold_until_killed(path: str) -> None:
     """Hold a run directory, with a child process that outlives this one, such as a data loader."""
     held = hold(Path(path), "run directory", "run.dir=...")
-    child = multiprocessing.get_context("fork").Process(target=signal.pause)
-    child.start()
-    Path(path, "holds").write_text(str(child.pid))
+    multiprocessing.get_context("fork").Process(target=pause, args=(path,)).start()
     signal.pause()
     held.release()
 

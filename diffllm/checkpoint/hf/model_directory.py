@@ -280,11 +280,13 @@ class ModelDirectory:
         most = self.model.vocab_size
         for file in filter(Path.is_file, (self.path / MODEL, self.path / FAST)):
             try:
-                if (pieces := Tokenizer.from_file(file).vocab_size) <= most:
-                    return file
-                refused = f"{file} has {pieces:,} pieces, more than the {most:,} rows"
+                pieces = Tokenizer.from_file(file).vocab_size
             except DataError as error:
                 refused = str(error)
+                continue
+            if pieces > most:
+                raise CheckpointError(f"{file} has {pieces:,} pieces, more than the {most:,} rows")
+            return file
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:

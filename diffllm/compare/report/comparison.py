@@ -7,7 +7,7 @@ import numpy as np
 
 from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
-from diffllm.compare.report.keys import ATTENTION, distinguish, overrides
+from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, overrides
 from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
 from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
@@ -107,12 +107,21 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     """
     if baseline is None or row.runs[0].changes:
         return None
-    alike = {key: v for key, v in row.keys.items() if not key.startswith(ATTENTION)}
+    sizes = {key: v for key, v in row.keys.items() if key in MATCHES}
+    alike = {k: v for k, v in row.keys.items() if k not in MATCHES and not k.startswith(ATTENTION)}
     alike["attention"] = baseline
     found = [other for other in rows if alike.items() <= other.keys.items()]
+    same = [other for other in found if sizes.items() <= other.keys.items()]
+    found = same or [other for other in found if all(of_one_size(row, other, k) for k in sizes)]
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     return found[0] if found else None
+
+
+def of_one_size(row: Row, other: Row, match: str) -> bool:
+    """Whether rows agree on a matched size; a target has the size of the rows matched to it."""
+    own, theirs = row.keys[match], other.keys[match]
+    return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
 
 
 def measure_gap(row: Row, base: Row, notes: list[str]) -> None:

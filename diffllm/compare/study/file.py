@@ -115,11 +115,15 @@ class Study:
         return [self.rule, *self.also]
 
 
+def hint(key: str, known: list[str]) -> str:
+    return did_you_mean(key, known) or f"; known: {', '.join(known)}"
+
+
 def load_study(path: Path) -> Study:
     """Read a study file; raises ConfigError."""
     content, text = read_yaml(path)
     try:
-        study = made(Study, content, unknown=did_you_mean, omit=("path", "hash"))
+        study = made(Study, content, unknown=hint, omit=("path", "hash"))
         check_study(study)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None

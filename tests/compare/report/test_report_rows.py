@@ -121,6 +121,7 @@ def test_the_baseline_is_the_one_asked_for(four):
 
 
 PARAMS, FLOPS = "model.match_params_to=diff_v2", "model.match_flops_to=standard"
+TO_STANDARD = "model.match_params_to=standard"
 THIRD = "diff_v2_lambda_fixed model.attention.lambda_value=0.3"
 PLAIN = [("standard", 4.0), ("diff_v2", 3.9)]
 VALUES = [("diff_v2_no_lambda", 4.1), ("diff_v2_lambda_fixed", 3.8)]
@@ -185,6 +186,24 @@ SWEPT = {
             "standard match_params_to=diff_v2": None,
             "gated match_params_to=null": -0.05,
             "diff_v2 match_params_to=diff_v2": -0.02,
+        },
+    ),
+    "a target of both sizes is the baseline of rows that are matched to one": (
+        [("standard", 4.0), (f"diff_v2 {TO_STANDARD}", 3.9), (f"diff_v2 {FLOPS}", 3.93)],
+        None,
+        {
+            "standard match_flops_to=standard match_params_to=standard": None,
+            "diff_v2 match_flops_to=null match_params_to=standard": -0.1,
+            "diff_v2 match_flops_to=standard match_params_to=null": -0.07,
+        },
+    ),
+    "unmatched rows have a gap beside matched ones": (
+        [*PLAIN, (f"diff_v2 {TO_STANDARD}", 3.95)],
+        None,
+        {
+            "standard match_params_to=standard": None,
+            "diff_v2 match_params_to=null": -0.1,
+            "diff_v2 match_params_to=standard": -0.05,
         },
     ),
     "the target itself counts as matched": (
