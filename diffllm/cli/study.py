@@ -44,19 +44,19 @@ diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
 
 
 @dataclass
-class StudyArguments:
+class SharedStudyArguments:
     study: list[str] = argument("STUDY.yaml, without study= too", [], words="plain")
     out: str = argument("directory of the study's runs", "", path=True)
     plugins: str = plugins_argument()
 
 
 @dataclass
-class VerdictArguments(StudyArguments):
+class VerdictArguments(SharedStudyArguments):
     json: bool = flag("the verdict as JSON alone")
 
 
 @dataclass
-class StudyRunArguments(StudyArguments):
+class StudyRunArguments(SharedStudyArguments):
     dry_run: bool = flag("check all runs and say what they cost")
     pilot: list[str] = argument("ended runs that tell the speed", [], path=True)
 

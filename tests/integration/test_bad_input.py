@@ -128,7 +128,7 @@ OVERRIDES = [
     (["micro_batch_size=3"], ["micro_batch_size=3", "4", "divide"]),
     (["parallel=hsdp"], ["parallel.shard=8", "1 rank"]),
     (["parallel.expert=2"], ["parallel.expert=2", "dense"]),
-    (["data=stdlib"], ["data.paths", "data=files"]),
+    (["data=stdlib"], ["data.paths", "data.source=stdlib"]),
     (["data=hub", "data.paths=[]"], ["data.dataset"]),
     (["run.name=a/b"], ["run.name", "a/b"]),
     ([MOE, "model.moe.top_k=9"], ["model.moe.top_k=9", "model.moe.n_experts=8"]),
@@ -314,7 +314,7 @@ def test_generate_from_a_run_that_cannot(workspace, own_run):
 
 REAL = [
     (train_command(["-m", "attention=standard,diff_v9"]), ["attention=diff_v9", *VARIANTS]),
-    (train_command(["run.dir=file/run"]), ["run.dir=file/run", "is a file, not a directory"]),
+    (train_command(["run.dir=file/run"]), ["run.dir=file/run", "Not a directory"]),
     (train_command(["--cfg", "jobb"]), ["--cfg", "jobb", "job"]),
     (train_command(["--multirun", "--cfg", "job"]), ["--multirun", "--cfg"]),
     (train_command(["data.split=\udcff"]), ["data.split"]),
