@@ -8,7 +8,6 @@ import torch
 
 from diffllm.cli.arguments import RunArguments, argument, flag, parse
 from diffllm.config.saved import load_run_config
-from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.evaluation.load import TOKENS, decoder, first_sequences, sequences_for
 from diffllm.evaluation.outliers import TOP, measure_outliers
@@ -52,10 +51,7 @@ def outliers_command(argv: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sequences = first_sequences(run, cfg, sequences_for(args.tokens, cfg.seq_len), device)
     count = len(sequences)
-    try:
-        layers = measure_outliers(model.to(device), sequences)
-    except CheckpointError as error:
-        raise CheckpointError(f"{run}, step {step}: {error}") from error
+    layers = measure_outliers(model.to(device), sequences, name=f"{run}, step {step}")
     found = {
         "run": str(run),
         "variant": cfg.run.choices["attention"],

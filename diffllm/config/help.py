@@ -14,7 +14,7 @@ from enum import Enum, EnumType
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
 from diffllm.config.compose import compose_config, yaml_names
 from diffllm.config.overrides import FILLED_IN, GROUPS
@@ -162,6 +162,7 @@ def first_sentence(text: str) -> str:
 
 def default_text(node: Any) -> str:
     value = node._value()
+    value = value._value() if isinstance(value, Node) else value  # of a union
     if isinstance(value, str):
         if found := OF_STEPS.fullmatch(value):
             return f"{float(found[1]):.0%} of steps, at most {int(found[2]):,}"

@@ -158,6 +158,7 @@ def measure_outliers(
     model: Transformer,
     sequences: Iterable[HeldoutSequence],
     advance: Callable[[int], None] = lambda done: None,
+    name: str = "the model",
 ) -> list[dict[str, Any]]:
     """Pass over sequences (B, T), block by block, and return the numbers of each layer, by name.
 
@@ -183,7 +184,7 @@ def measure_outliers(
                 layer.add_maps(block.attention.logits(q, k), maps, probe)
             x, *_ = block(x, rope, mask)
             if not x.isfinite().all():
-                raise CheckpointError(f"the output of layer {i} has values that are not finite")
+                raise CheckpointError(f"{name}: the output of layer {i} is not finite")
             layer.add_states(x, aux["context"], aux["v"])
         advance(1)
     return [layer.numbers() for layer in found]
@@ -203,10 +204,7 @@ class Outliers(Evaluation):
         asked = settings["sequences"]
         sequences = first_sequences(subject.run, subject.cfg, asked, subject.device)
         with track(self.name, len(sequences)) as advance:
-            try:
-                layers = measure_outliers(subject.model, sequences, advance)
-            except CheckpointError as error:
-                raise CheckpointError(f"{subject.checkpoint}: {error}") from error
+            layers = measure_outliers(subject.model, sequences, advance, str(subject.checkpoint))
         count = len(sequences)
         about = {"sequences": count, "tokens": count * subject.cfg.seq_len}
         return [{"layer": i, **about, **numbers} for i, numbers in enumerate(layers)]

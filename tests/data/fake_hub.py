@@ -21,9 +21,14 @@ class Hub(BaseHTTPRequestHandler):
     directory: Path
     hangs_at: str
     """A file whose name holds this never comes."""
+    log: Path | None = None
+    """File that gets a line for each request."""
 
     def log_message(self, *_: Any) -> None:
-        """Print nothing."""
+        """Note each request in the log."""
+        if self.log:
+            with self.log.open("a") as file:
+                file.write(f"{self.command} {self.path}\n")
 
     def do_GET(self) -> None:
         """Answer a question or send a file."""
@@ -107,6 +112,7 @@ class Hub(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     Hub.directory, Hub.hangs_at = Path(sys.argv[1]), sys.argv[2]
+    Hub.log = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -175,5 +175,5 @@ def test_values_that_are_not_finite_name_their_layer():
     tokens = torch.randint(4, 64, (1, T))
     with torch.no_grad():
         model.layers[1].ffn.w2.weight[0, 0] = math.nan
-    with pytest.raises(CheckpointError, match="layer 1 has values that are not finite"):
+    with pytest.raises(CheckpointError, match="layer 1 is not finite"):
         measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])

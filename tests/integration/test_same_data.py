@@ -117,7 +117,7 @@ def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allo
     said = ForkedRun([*longer, f"run.allow_changes=[{','.join(passed)}]"], 1, run).finish()
     assert "continues after step 4" in said
     assert "changed: " in said
-    assert "warning: the learning rate goes from " in said
+    assert "warning: the learning rate changes from " in said
     (line,) = (run / "changes.jsonl").read_text().splitlines()
     note = json.loads(line)
     assert note["step"] == 4
@@ -145,7 +145,7 @@ def test_a_change_that_the_checkpoint_cannot_take_changes_nothing(corpus, tmp_pa
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
-    kept = [path for path in run.rglob("*") if path.is_file() and "said" not in path.name]
+    kept = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
     before = {path: path.read_bytes() for path in kept}
     wider = ["steps=4", "model.ffn_dim=256", "run.allow_changes=[steps,model]"]
     refused = ForkedRun([*short, *wider], 2, tmp_path / "refused")

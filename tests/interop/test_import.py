@@ -204,11 +204,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shape": (
         lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(2, 3)})),
-        f"{Q} is [2, 3], not [64, 48]",
+        f"{Q} is F32 [2, 3], not [64, 48]",
     ),
     "dtype": (
         lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(64, 48, dtype=torch.int8)})),
-        f"{Q} is of dtype I8",
+        f"{Q} is I8 [64, 48], not [64, 48] of F32 or BF16 or F16",
     ),
     "cut": (
         lambda d: (d / "model.safetensors").write_bytes(

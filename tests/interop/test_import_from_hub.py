@@ -22,7 +22,7 @@ def test_a_model_comes_at_one_commit(make_run, tmp_path, revision):
     run, repository = make_run("two", "attention=diff_v2"), tmp_path / "repository"
     assert main(["export", f"run={run}", f"out={repository}", "max_shard_size=100KB"]) == 0
     (repository / "pytorch_model.bin").write_bytes(b"not to be fetched")
-    words = [sys.executable, str(HUB), str(repository), str(tmp_path / "log"), "no file"]
+    words = [sys.executable, str(HUB), str(repository), "no file", str(tmp_path / "log")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

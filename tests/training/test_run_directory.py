@@ -108,7 +108,7 @@ def test_the_same_config_may_go_on(begun):
 OTHERS = [
     ("seed=7", "seed: 0 there, 7 here"),
     ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 there, 0.5 here"),
-    ("attention=standard", "attention"),
+    ("attention=standard", "model.attention.head_norm"),
     ("steps=301", "steps"),
     ("precision=fp32", "precision: auto there, fp32 here"),
     ("data.mask_documents=true", "data.mask_documents: False there, True here"),

@@ -332,4 +332,5 @@ class ModelDirectory:
             found = self._places[name].get_slice(name)
             if found.get_shape() != shape or found.get_dtype() not in FLOATS:
                 about = f"{found.get_dtype()} {found.get_shape()}"
-                raise CheckpointError(f"{self.path}: {name} is {about}, not {shape} of {FLOATS}")
+                kinds = " or ".join(FLOATS)
+                raise CheckpointError(f"{self.path}: {name} is {about}, not {shape} of {kinds}")
