@@ -78,7 +78,7 @@ def list_incomplete(directory: Path) -> list[Path]:
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the last of `paths` that is whole; None if there are none.
+    """Return the last complete checkpoint of `paths`, or None.
 
     Later ones are damaged and named on stderr, unless their run has deleted them meanwhile. Raises
     CheckpointError if all are damaged.

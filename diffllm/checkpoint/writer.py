@@ -221,7 +221,7 @@ class Checkpointer:
         if final:
             again = "the same command continues from it" if left else "start again"
             raise AgreedByAll(said if why == GONE else f"{said}; make room, then {again}")
-        to_stderr(f"warning: {said}; training goes on")
+        to_stderr(f"warning: {said}; training continues")
 
 
 def identity(path: Path) -> tuple[int, int] | None:

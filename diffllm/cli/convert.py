@@ -168,4 +168,5 @@ def import_command(argv: list[str]) -> None:
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     model = origin.model
     echo(f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}")
-    echo(f"python train.py resume=weights:{shlex.quote(str(out))} data.paths=[...] goes on from it")
+    quoted = shlex.quote(str(out))
+    echo(f"python train.py resume=weights:{quoted} data.paths=[...] continues from it")

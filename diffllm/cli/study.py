@@ -69,7 +69,9 @@ class PowerArguments:
         words="plain",
     )
     gap: float = argument("true difference to be found, nats a token", above=0, below=math.inf)
-    alpha: float = argument("chance of showing a gap that is none", ALPHA, above=0, below=1)
+    alpha: float = argument(
+        "probability of reporting a gap that does not exist", ALPHA, above=0, below=1
+    )
     power: float = argument("chance of finding the gap", 0.8, above=0, below=1)
     sides: int = argument("1 where the gap's sign was said before", 2, least=1, most=2)
     comparisons: int = argument("gaps of one family, for Holm's correction", 1, least=1)

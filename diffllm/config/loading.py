@@ -57,9 +57,7 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
         composed.steps = steps_to_train(cfg)
         cfg = typed_config(composed)
     if cfg.plugins != plugins_in(words):
-        raise ConfigError(
-            f"plugins=[{','.join(cfg.plugins)}] stands in a YAML, not the command line"
-        )
+        raise ConfigError(f"plugins=[{','.join(cfg.plugins)}] is in a YAML, not the command line")
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
             check_choice(f"model.match_{by}_to={target}", target, variants())

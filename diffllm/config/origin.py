@@ -31,7 +31,7 @@ OF_A_RUN = (
 
 @dataclass
 class Origin:
-    """A decoder that was trained before: by a run of ours, or elsewhere."""
+    """A decoder that diffllm or another library has trained."""
 
     path: Path
     model: ModelConfig

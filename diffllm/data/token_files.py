@@ -52,7 +52,7 @@ class TokenFile:
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
             wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
             raise DataError(
-                f"{self.path}: token {wrong} is none of the tokenizer's {self.pieces:,} pieces: "
+                f"{self.path}: token {wrong} is not one of the tokenizer's {self.pieces:,} pieces: "
                 "it was written with another one, or the file has changed"
             )
         return tokens

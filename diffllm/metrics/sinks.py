@@ -60,7 +60,7 @@ class EventFiles:
             yield
         except Exception as error:  # the writer's thread raises it later than the write
             self.writer = None
-            to_stderr(f"warning: no more TensorBoard event files, training goes on: {error!r}")
+            to_stderr(f"warning: no more TensorBoard event files, training continues: {error!r}")
 
 
 class MetricsFile:

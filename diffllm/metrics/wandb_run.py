@@ -167,7 +167,7 @@ class WandbRun:
     def _give_up(self, why: str) -> None:
         if self.working:
             self.working = False
-            to_stderr(f"wandb stopped working, training goes on: {why}")
+            to_stderr(f"wandb stopped working, training continues: {why}")
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:

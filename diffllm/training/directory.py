@@ -66,7 +66,7 @@ class RunDirectory:
         if refused := [key for key in changes if not is_allowed(key, allowed)]:
             raise ConfigError(
                 f"{self.path} is a run with {what_differs(changes)}; choose another run.name, or "
-                f"go on with run.allow_changes=[{','.join([*allowed, *refused])}]"
+                f"resume with run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
         done = steps_made(self.path) or 0
@@ -161,7 +161,7 @@ def choose_path(cfg: TrainConfig) -> Path:
     """Return run.dir or outputs/[<sweep>/]<name>; the default name is variant and time."""
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
-        raise ConfigError(f"run.sweep={cfg.run.sweep} is a sweep: -m goes on with it")
+        raise ConfigError(f"run.sweep={cfg.run.sweep} is a sweep; -m resumes it")
     if name is None:
         chosen = cfg.run.choices
         kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]

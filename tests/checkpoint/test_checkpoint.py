@@ -107,7 +107,7 @@ def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
     at_save, rng, loop = values(t), torch.get_rng_state(), state.state_dict()
     loop = json.loads(json.dumps(loop))
     save(t, state, checkpointer)
-    # training goes on in place while the files are being written
+    # training continues in place while the files are being written
     after = [step(t, number) for number in (2, 3)]
     state.spikes.update(9.0, 9.0)
     checkpointer.wait()
@@ -188,7 +188,7 @@ def test_a_failed_save_costs_one_warning_and_nothing_appears(checkpointer, gate,
     checkpointer.wait()
     assert capfd.readouterr().err == (
         f"warning: step 1 could not be saved under {tmp_path}: rank 0: No space left on device; "
-        "there is no checkpoint yet; training goes on\n"
+        "there is no checkpoint yet; training continues\n"
     )
     assert list(tmp_path.iterdir()) == []
     gate.broken = False

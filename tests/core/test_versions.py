@@ -35,7 +35,7 @@ def of_torch(name: str) -> bool:
 
 
 def full_name(node: ast.AST, names: dict[str, str]) -> str | None:
-    """The full name of an expression such as `dist.ProcessGroup`; None if it is none of torch's."""
+    """The full name of an expression such as `dist.ProcessGroup`; None outside of torch."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):

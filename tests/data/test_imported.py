@@ -257,7 +257,7 @@ def test_a_damaged_file_is_named(
 
 def test_tokens_of_another_tokenizer_are_noticed(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
-    with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is none of the .* 250"):
+    with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is not one of .* 250"):
         stream.tokens(0, len(ALL))
     np.array([5, EOS, 5, 6], "<u2").tofile(tmp_path / "half.ds")
     write_index(tmp_path / "half.ds", np.array([2, 2]))

@@ -102,7 +102,7 @@ def test_parts_and_settings_decide_the_documents(
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("data.task=mqr", "data.task=mqr is none of icl, mqar, needle"),
+        ("data.task=mqr", "data.task=mqr is not one of icl, mqar, needle"),
         ("data.level={pair: 4}", "data.level: pair=4 must be one of pairs, words"),
         ("data.level={pairs: x}", "pairs=x must be one of pairs, words with a whole number"),
         ("data.level={pairs: 1048577}", "pairs=1048577 must be one of pairs"),

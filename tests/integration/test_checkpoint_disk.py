@@ -60,7 +60,7 @@ def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, r
         assert "could not be saved under" in line
         assert f"rank {ranks - 1}: File too large" in line
         assert "the newest checkpoint is step-" in line
-        assert line.endswith("training goes on")
+        assert line.endswith("training continues")
     assert [line["step"] for line in metric_lines(run)] == list(range(1, LAST + 1))
     assert steps(run)[-1] == LAST
     assert_clean(run, output)

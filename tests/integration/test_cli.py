@@ -186,7 +186,7 @@ def test_a_sweep_gives_every_variant_its_directory(swept):
     assert result.err == ""
 
 
-def test_the_log_of_a_swept_run_lies_beside_it_and_has_its_screen(swept):
+def test_log_of_a_swept_run_has_the_output_of_its_terminal(swept):
     (directory,) = (swept[0] / "outputs").iterdir()
     text = (directory / "standard.log").read_text()
     assert re.match(r"\d{4}-\d\d-\d\d .*run.name=standard\n", text)

@@ -32,7 +32,7 @@ def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
 
 
 def strict(file: Path) -> dict:
-    """The object of a file that every JSON reader takes: NaN is none of JSON's."""
+    """The object of a file that every JSON reader takes: NaN is not one of JSON's."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)

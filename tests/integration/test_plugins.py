@@ -206,7 +206,7 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
         ),
         (
             ["--config-dir", str(tmp_path / "global"), "experiment=all"],
-            "plugins=[scaled_attention] stands in a YAML",
+            "plugins=[scaled_attention] is in a YAML",
         ),
     ):
         assert_ends(train(words, cwd, env), *parts)

@@ -45,7 +45,7 @@ def test_a_study_is_stopped_gone_on_with_and_judged(tmp_path, tiny, environment)
     os.kill(process.pid, signal.SIGINT)
     output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 128 + signal.SIGINT, output
-    assert "the same command goes on with them" in output
+    assert "the same command resumes them" in output
     before = {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended(out)}
     assert all(name.startswith("rates/") for name in before)
 

@@ -93,6 +93,6 @@ def test_a_service_killed_in_the_middle_costs_one_line_on_stderr(directory, corp
     said = said_of_wandb(output)
     assert "Traceback" not in output
     assert len(said) == 1, output
-    assert "wandb stopped working, training goes on" in said[0]
+    assert "wandb stopped working, training continues" in said[0]
     assert [line["step"] for line in metrics(run)] == list(range(1, 13))
     assert json.loads((run / "summary.json").read_text())["steps"] == 12

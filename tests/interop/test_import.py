@@ -184,11 +184,11 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (
         lambda d: changed_config(d, architectures=["GemmaForCausalLM"]),
-        "GemmaForCausalLM, which is none of LlamaForCausalLM, Qwen3ForCausalLM",
+        "GemmaForCausalLM, which is not one of LlamaForCausalLM, Qwen3ForCausalLM",
     ),
     "rope": (
         lambda d: changed_config(d, rope_parameters={"rope_type": "longrope", "factor": 2.0}),
-        "RoPE of type longrope, which is none of default, linear, llama3, yarn",
+        "RoPE of type longrope, which is not one of default, linear, llama3, yarn",
     ),
     "two thetas": (
         lambda d: changed_config(d, rope_theta=5.0),

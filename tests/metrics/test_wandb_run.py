@@ -158,7 +158,7 @@ def test_a_wandb_that_breaks_says_so_once_and_never_raises(tmp_path, monkeypatch
         run.log({"step": step})
     run.finish({"x": 1})
     run.finish()
-    assert "training goes on: ConnectionResetError" in only_line(capfd)
+    assert "training continues: ConnectionResetError" in only_line(capfd)
     assert fake.calls.count(broken) == 1
 
 

@@ -41,7 +41,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Layout:
-    """A decoder as another library has it: its tensors made of ours, and ours made of them."""
+    """A decoder in the layout of another library: mappings of tensors in both directions."""
 
     architecture: str
     """The class that reads it, by its name in transformers."""
@@ -68,7 +68,7 @@ PARTS = {
 
 
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the name that Llama's relatives have for a parameter of ours, with further `parts`."""
+    """Return the name of a parameter in the Llama family, with further `parts`."""
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
     for own, other in {**parts, **PARTS}.items():

@@ -93,7 +93,7 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
     config = Config(content)
     name = next(iter(config["architectures"]), None)
     if name not in READERS:
-        raise ValueError(f"names the architecture {name}, which is none of {', '.join(READERS)}")
+        raise ValueError(f"names the architecture {name}, which is not one of {', '.join(READERS)}")
     for key, computed in COMPUTED.items():
         if config.get(key, computed) != computed:
             raise ValueError(f"says {key}={config[key]}, and only {computed} is computed here")
@@ -160,7 +160,7 @@ def own(config: Config) -> ModelConfig:
     settings = dict(config["attention"])
     variant = Config(settings)["variant"]
     if variant not in VARIANTS:
-        raise ValueError(f"has attention {variant}, which is none of {', '.join(VARIANTS)}")
+        raise ValueError(f"has attention {variant}, which is not one of {', '.join(VARIANTS)}")
     for key in ("variant", *OF_MACHINE):  # older exports contain OF_MACHINE
         settings.pop(key, None)
     attention = config_from_values(VARIANTS[variant], settings, "attention")
@@ -196,7 +196,7 @@ def rope_of(config: Config) -> RopeConfig:
         raise ValueError("has settings of RoPE that differ by layer")
     kind = said.get("rope_type", said.get("type", "default"))
     if kind not in ROPES:
-        raise ValueError(f"has RoPE of type {kind}, which is none of {', '.join(ROPES)}")
+        raise ValueError(f"has RoPE of type {kind}, which is not one of {', '.join(ROPES)}")
     if others := [key for key in said if key not in ROPE_KEYS]:
         raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
     older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}

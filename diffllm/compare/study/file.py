@@ -226,4 +226,4 @@ def check_metric(name: str) -> None:
         name in OF_THE_SUMMARY or metric_of(name)
     except KeyError:
         known = [*OF_THE_SUMMARY, *(metric.quantity for metric in METRICS if metric.column)]
-        raise ConfigError(f"metric={name} is none of {', '.join(known)}") from None
+        raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None

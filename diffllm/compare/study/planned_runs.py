@@ -213,7 +213,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     if place is None:
         return 0
     if failed or stopped:
-        echo(f"{len(failed)} runs did not end; the same command goes on with them")
+        echo(f"{len(failed)} runs did not end; the same command resumes them")
         return 128 + stopped if stopped else 1
     diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
     for choice in diverged:

@@ -44,7 +44,7 @@ class SyntheticConfig(DataConfig):
         if self.task in REMOVED:
             return  # runs of older versions can be read; `synthetic` raises
         if self.task not in TASKS:
-            raise ConfigError(f"data.task={self.task} is none of {', '.join(sorted(TASKS))}")
+            raise ConfigError(f"data.task={self.task} is not one of {', '.join(sorted(TASKS))}")
         known = TASKS[self.task].settings(USUAL)
         for key, value in self.level.items():
             if key not in known or type(value) is not int or not 0 <= value <= LARGEST:

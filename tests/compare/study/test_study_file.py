@@ -89,7 +89,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ),
         (METRIC, "lr_sweep: [1e-3, 2e-3]", "lr chooses one: give one of them"),
         (METRIC, "metric: lr_sensitivity", "metric=lr_sensitivity takes lr_sweep"),
-        (METRIC, "metric: loss", "metric=loss is none of heldout_loss"),
+        (METRIC, "metric: loss", "metric=loss is not one of heldout_loss"),
         (METRIC, "test: sign", "test=sign is not one of paired, welch"),
         (METRIC, "power: {gap: 0.02}", "power.sd is missing"),
         (V2, "v2: attention=diff_v2", "arms.v2=attention=diff_v2 must be a"),

@@ -140,7 +140,7 @@ def test_the_report_is_a_table_with_reasons(
         "s/done    held-out loss 1.5000",
         "s/failed  FAILED, exit status 1: OSError: no",
         "          log s/failed.log",
-        "1 of 2 runs did not finish, 1 failed; the same command with run.sweep=s goes on with them",
+        "1 of 2 runs did not finish, 1 failed; the same command with run.sweep=s resumes them",
     ]
 
 
