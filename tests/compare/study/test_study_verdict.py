@@ -122,22 +122,25 @@ def test_welch_takes_the_arms_as_two_samples(tmp_path):
     assert found.gap.df == pytest.approx(4, abs=1e-3)
 
 
+def judge_edited(tmp_path, old, new):
+    """Judge the runs in tmp_path/out by their study file with `old` replaced."""
+    path = tmp_path / "study.yaml"
+    path.write_text(path.read_text().replace(old, new))
+    return judge(load_study(path), tmp_path / "out")
+
+
 def test_a_study_edited_afterwards_is_exploratory(tmp_path):
     judged(tmp_path, LOWER, BETTER)
-    path = tmp_path / "study.yaml"
-    path.write_text(path.read_text().replace("below: 0.0", "below: -0.05"))
-    found = judge(load_study(path), tmp_path / "out")
+    found = judge_edited(tmp_path, "below: 0.0", "below: -0.05")
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
     assert "6 of 6 runs began under another version of study.yaml" in found.reasons[0]
-    path.write_text(path.read_text().replace("arm: v2, against: half", "arm: half, against: v2"))
-    assert judge(load_study(path), tmp_path / "out").would_be == "refuted"
+    found = judge_edited(tmp_path, "arm: v2, against: half", "arm: half, against: v2")
+    assert found.would_be == "refuted"
 
 
 def test_a_study_whose_arms_were_edited_cannot_even_be_compared(tmp_path):
     judged(tmp_path, LOWER, BETTER)
-    path = tmp_path / "study.yaml"
-    path.write_text(path.read_text().replace("context_scale=0.5", "context_scale=0.25"))
-    found = judge(load_study(path), tmp_path / "out")
+    found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
     assert any("context_scale is 0.5, not 0.25" in reason for reason in found.reasons)
 
