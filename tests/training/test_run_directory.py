@@ -235,7 +235,7 @@ def test_a_run_beside_those_of_a_sweep_needs_a_name(tmp_path, monkeypatch):
     assert choose_path(cfg).parent == Path("outputs/first")
     Path("outputs/first").mkdir(parents=True)
     Path("outputs/first/sweep.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"run\.sweep=first is a sweep: -m goes on"):
+    with pytest.raises(ConfigError, match=r"run\.sweep=first is a sweep; -m resumes it"):
         choose_path(cfg)
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
 
