@@ -101,7 +101,9 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
     paths = [path for path in paths if path not in beside]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:
-        raise DataError(f"data.paths: {wrong[0]}: none of {', '.join(OPENERS)}, no prepared shards")
+        raise DataError(
+            f"data.paths: {wrong[0]}: none of {', '.join(OPENERS)}, and no prepared shards"
+        )
     prints = [fingerprint(path) for path in paths]
     indexes = [index for path in paths for index in index_files(path)]
     facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
