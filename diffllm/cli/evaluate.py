@@ -21,7 +21,7 @@ import torch
 from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.numbers import ascii_minus, in_digits
-from diffllm.config.saved import load_run_config
+from diffllm.config.saved import load_run_config, no_run
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.printing import Table, echo, echo_json
@@ -57,7 +57,7 @@ def evaluate_command(argv: list[str]) -> None:
     sweep = sorted(file.parent for file in root.glob("*/config.yaml"))
     runs = [root] if (root / "config.yaml").is_file() else sweep
     if not runs:
-        raise CheckpointError(f"{root} is neither a run nor a sweep: it has no config.yaml")
+        raise CheckpointError(no_run(root))
     try:
         level = f"level={args.level}"
         levels = levels_of(parse_yaml(args.level), level) if args.level else []

@@ -3,6 +3,7 @@
 PATH is a run directory, one of its checkpoints, or a directory of transformers.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.schema import OF_WEIGHTS
 from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import user_path
+from diffllm.core.files import similar_path, user_path
 from diffllm.data.tokenizer import tokenizer_of
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
@@ -78,7 +79,7 @@ def origin_of(path: Path) -> Origin:
     if (path / CONFIG).is_file():
         directory = ModelDirectory(path)
         return Origin(path, directory.model, directory=directory)
-    missing = ": it does not exist" * (not path.exists())
+    missing = ": it does not exist" * (not path.exists()) + similar_path(path, os.path.isdir)
     raise CheckpointError(
         f"{path} is neither a run, one of its checkpoints nor a model directory{missing}"
     )

@@ -1,6 +1,5 @@
 """Checks of overrides as they are written, and one line about those that cannot be composed."""
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.data.config import READ_BY
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
@@ -29,6 +28,8 @@ COMPOSING = (
 LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
 NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
+NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\..*")
+OF_A_SECTION = "a section has no value of its own; set its keys, such as wandb.mode=disabled"
 NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
@@ -64,9 +65,7 @@ def check_secrets(words: list[str]) -> None:
 def check_choice(word: str, name: str, options: list[str]) -> None:
     """Raise ConfigError unless a name, given as `word`, is one of the options."""
     if name not in options:
-        close = difflib.get_close_matches(name, options, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"{word} does not exist; {hint}choose from {', '.join(options)}")
+        raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
@@ -80,10 +79,14 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
             raise ConfigError(f"{word}: this key cannot be set or deleted")
         if key in GROUPS and override.is_add():
             raise ConfigError(f"{word}: {key} is always set; leave out the +")
+        if override.is_sweep_override():
+            several = "several values are a sweep, which -m runs"
+            raise ConfigError(f"{word}: {several}; a list needs brackets, a text quotes")
         if key in GROUPS and override.package is None:
-            if override.is_sweep_override():
-                raise ConfigError(f"{word}: several values are a sweep, which -m runs")
-            check_choice(str(word), str(override.value()), choices(key))
+            name, options = str(override.value()), choices(key)
+            if key == "data" and name not in options and re.search(r"[./*]", name):
+                raise ConfigError(f"{word}: data.paths={name} reads files")
+            check_choice(str(word), name, options)
 
 
 def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
@@ -97,15 +100,6 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
     return removal(key) if key in REMOVED else f"unknown key {key}{did_you_mean(key, known)}"
-
-
-def did_you_mean(key: str, known: Sequence[str]) -> str:
-    """Return '; did you mean x?' for the most similar key, by its last part if need be."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    if not close:
-        last = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [last[name] for name in difflib.get_close_matches(key.split(".")[-1], last, n=1)]
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def for_hydra(override: Override) -> str:
@@ -176,7 +170,7 @@ def one_line(error: BaseException) -> str:
         "provider=",
     )  # fmt: skip
     text = " ".join(line for line in lines if not line.startswith(internal))
-    text = NOT_A_LIST.sub("not a list, as [1,2] is", text)
+    text = NOT_A_LIST.sub("not a list, as [1,2] is", NOT_A_SECTION.sub(OF_A_SECTION, text))
     return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)
 
 

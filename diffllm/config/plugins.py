@@ -156,7 +156,7 @@ def plugins_in(words: list[str]) -> list[str]:
         inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else "?"
         names = [name.strip().strip("'\"") for name in inside.split(",")] if inside.strip() else []
         if not all(map(NAME.fullmatch, names)):
-            raise ConfigError(f"plugins={text} must be a list of modules, as [my_variant]")
+            raise ConfigError(f"{match[0]!r} must be a list of modules, such as plugins=[mine]")
     return names
 
 

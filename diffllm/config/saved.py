@@ -1,5 +1,6 @@
 """The config of a run directory: read without running anything, and compared with another."""
 
+import os
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
@@ -16,7 +17,7 @@ from diffllm.config.plugins import LOADED, NAME, version_changes
 from diffllm.config.schema import FREE, Changes, TrainConfig, is_allowed, what_differs
 from diffllm.config.yaml_file import LARGEST_YAML, parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
-from diffllm.core.files import read_text, readable
+from diffllm.core.files import read_text, readable, similar_path
 from diffllm.core.printing import to_stderr
 from diffllm.core.registry import SCHEMAS, SOURCES
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
@@ -85,7 +86,8 @@ def load_run_config(path: Path) -> TrainConfig:
 def no_run(path: Path, missing: str = "config.yaml") -> str:
     """Say that a path is not a run directory, and which runs it contains."""
     if not path.is_dir():
-        return f"{path} is not a run directory: it does not exist"
+        near = similar_path(path, lambda near: os.path.exists(near / missing))
+        return f"{path} is not a run directory: it does not exist{near}"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
     hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
     return f"{path} is not a run directory: it has no {missing}{hint}"

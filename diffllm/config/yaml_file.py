@@ -1,6 +1,7 @@
 """The one reader of YAML from users and run directories: plain values, of bounded size."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from omegaconf._utils import get_yaml_loader
 
 from diffllm.config.overrides import check_shared
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import check_plain, read_text, user_path
+from diffllm.core.files import check_plain, read_text, similar_path, user_path
 from diffllm.data.config import check_sizes
 
 LARGEST_YAML = 2**20
@@ -62,7 +63,8 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
         text = read_text(path, LARGEST_YAML, follow=True)
         content = parse_yaml(text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        near = similar_path(path, os.path.isfile)
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{near}") from error
     except ValueError as error:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict | None):

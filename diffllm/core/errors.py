@@ -1,6 +1,7 @@
 """Errors that a user can act on: each ends in one line on stderr and exit code 2, no traceback."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 LONGEST = 1500
 """Characters of a message; of a longer one the middle is left out."""
@@ -26,6 +27,23 @@ def printable(text: str, kept: str = "") -> str:
 
 def listed(parts: Sequence[str]) -> str:
     return "; ".join([*parts[:5], *["..."] * (len(parts) > 5)])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return '; did you mean x?' for the most similar name, else by the last part of dotted names.
+
+    Upper and lower case are equal. Return '' if no name is similar.
+    """
+    whole = {each.lower(): each for each in known}
+    last = {key.rpartition(".")[2]: each for key, each in reversed(whole.items())}
+    for text, names, cutoff in ((name, whole, 0.8), (name.rpartition(".")[2], last, 0.6)):
+        if close := difflib.get_close_matches(text.lower(), names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[close[0]]}?"
+    return ""
+
+
+def choose_from(name: str, options: Sequence[str]) -> str:
+    return f"{did_you_mean(name, options) or ';'} choose from {', '.join(options)}"
 
 
 class AgreedError(UserError):

@@ -4,6 +4,7 @@ A run's own files are never symbolic links, and nothing is written through a lin
 user names may be a link.
 """
 
+import difflib
 import errno
 import hashlib
 import json
@@ -49,6 +50,20 @@ def user_path(text: str | Path, key: str) -> Path:
             why = f"{Path(text).parts[0]} has no home directory"
         raise ConfigError(f"{shown} cannot be used: {why}") from error
     return path
+
+
+def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
+    """Return '; did you mean PATH?' for a similar name next to a missing path or in outputs/.
+
+    The similar path must satisfy `fits`. Return '' if `path` exists or no name is similar.
+    """
+    found: dict[str, Path] = {}
+    for directory in (path.parent, "outputs" / path.parent):
+        with suppress(OSError):
+            found |= {near.name: near for near in directory.iterdir()}
+    close = difflib.get_close_matches(path.name, found)
+    near = next((found[name] for name in close if fits(found[name])), None)
+    return f"; did you mean {near}?" if near and not os.path.lexists(path) else ""
 
 
 def check_absent(path: Path, key: str) -> None:

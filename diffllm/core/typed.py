@@ -1,12 +1,12 @@
 """Dataclasses made of plain values, as JSON and YAML have them, with checked types."""
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
+from diffllm.core.errors import choose_from
 from diffllm.core.files import read_json
 
 T = TypeVar("T")
@@ -27,37 +27,35 @@ def made(
     cls: type[T],
     content: Any,
     where: str = "",
-    unknown: Callable[[str, list[str]], str] | None = None,
+    strict: bool = False,
     omit: tuple[str, ...] = (),
 ) -> T:
     """Make a dataclass of a mapping; raises ValueError that names the key and what it must be.
 
-    `unknown` takes an unknown key and the known ones and returns a hint; None ignores unknown keys.
-    `content` must not set the fields in `omit`; `where` is its own key.
+    Unknown keys are ignored unless `strict` is true. `content` must not set the fields in `omit`;
+    `where` is its own key.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")
     known = {f.name: f for f in fields(cls) if f.name not in omit}  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
     for key in content:
-        if key not in known and unknown:
-            hint = unknown(f"{prefix}{key}", [f"{prefix}{name}" for name in known])
+        if key not in known and strict:
+            hint = choose_from(f"{prefix}{key}", [f"{prefix}{name}" for name in known])
             raise ValueError(f"unknown key {prefix}{key}{hint}")
     required = (n for n, f in known.items() if f.default is f.default_factory is MISSING)
     missing = [f"{prefix}{name}" for name in required if name not in content]
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing")
     values = {
-        name: typed(content[name], f.type, f"{prefix}{name}", unknown)
+        name: typed(content[name], f.type, f"{prefix}{name}", strict)
         for name, f in known.items()
         if name in content
     }
     return cls(**values)
 
 
-def typed(
-    value: Any, kind: Any, where: str, unknown: Callable[[str, list[str]], str] | None = None
-) -> Any:
+def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     """Return a value as a field's type; raises ValueError for another type.
 
     Supports dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers and whole
@@ -68,17 +66,17 @@ def typed(
             return None
         (kind,) = (k for k in allowed if k is not type(None))
     if is_dataclass(kind):
-        return made(kind, value, where, unknown)  # type: ignore[arg-type]
+        return made(kind, value, where, strict)  # type: ignore[arg-type]
     if get_origin(kind) is list:
         if not isinstance(value, list):
             raise ValueError(f"{where}={value} must be a list")
         (inner,) = get_args(kind)
-        return [typed(item, inner, f"{where}[{i}]", unknown) for i, item in enumerate(value)]
+        return [typed(item, inner, f"{where}[{i}]", strict) for i, item in enumerate(value)]
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where}={value} must be a mapping of names to values")
         _, inner = get_args(kind)
-        return {str(k): typed(v, inner, f"{where}.{k}", unknown) for k, v in value.items()}
+        return {str(k): typed(v, inner, f"{where}.{k}", strict) for k, v in value.items()}
     if kind is float and isinstance(value, str):
         with suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
             value = float(value)

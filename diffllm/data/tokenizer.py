@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import open_regular, read_bytes, read_text, readable, replace_file
+from diffllm.core.files import (
+    open_regular,
+    read_bytes,
+    read_text,
+    readable,
+    replace_file,
+    similar_path,
+)
 from diffllm.data.verified import usable
 
 if TYPE_CHECKING:
@@ -195,7 +202,7 @@ def located(name: str | Path) -> Path:
         with usable(path), open_regular(path, LARGEST_TOKENIZER, follow=True):
             return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.suffix in (".model", ".json"):
-        raise DataError(f"{path}: no such tokenizer file")
+        raise DataError(f"{path}: no such tokenizer file{similar_path(path, os.path.isfile)}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -54,17 +55,17 @@ class ParallelConfig:
     def sizes(self, world_size: int) -> tuple[int, int, int]:
         """Return (replicate, shard, expert); raises ConfigError if they do not fill the world."""
         replicate, shard, expert = self.replicate, self.shard, self.expert
-        if replicate == -1:
-            replicate = world_size // (shard * expert)
-        if shard == -1:
-            shard = world_size // (replicate * expert)
-        if replicate * shard * expert != world_size:
+        fixed = prod(size for size in (replicate, shard, expert) if size != -1)
+        rest, over = divmod(world_size, fixed)
+        if over or (rest > 1 and -1 not in (replicate, shard)):
             experts = f" x parallel.expert={expert}" if expert != 1 else ""
+            multiple = "a multiple of " if -1 in (replicate, shard) else ""
+            start = f": torchrun --nproc-per-node={fixed} train.py ..." if world_size == 1 else ""
             raise ConfigError(
-                f"parallel.replicate={self.replicate} x parallel.shard={self.shard}{experts} "
-                f"does not make {world_size} ranks"
+                f"parallel.replicate={replicate} x parallel.shard={shard}{experts} needs "
+                f"{multiple}{fixed} processes, not {world_size}{start}"
             )
-        return replicate, shard, expert
+        return rest if replicate == -1 else replicate, rest if shard == -1 else shard, expert
 
 
 class Meshes(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.manifest import NAME as MANIFEST
 from diffllm.config import TrainConfig
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.files import user_path
 from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
@@ -66,7 +66,7 @@ def chosen(
     Raises ConfigError for unknown names, and for levels unless exactly one task is named.
     """
     if suite not in SUITES:
-        raise ConfigError(f"suite={suite} must be one of {', '.join(SUITES)}")
+        raise ConfigError(f"suite={suite} does not exist{choose_from(suite, list(SUITES))}")
     wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
     if levels and len(wanted) != 1:
         raise ConfigError("level is of one task: name it by tasks=[...]")
@@ -87,8 +87,9 @@ def evaluation_named(name: str) -> Evaluation:
         return Answers(TASKS[name])
     if name in REMOVED:
         raise ConfigError(f"tasks: {name} {REPLACED}")
-    known = ", ".join(sorted([*TASKS, *EVALUATIONS]))
-    raise ConfigError(f"tasks: {name} must be one of {known}, or a {' or '.join(JSON_LINES)} file")
+    known = sorted([*TASKS, *EVALUATIONS])
+    allowed = f"{', '.join(known)}, or a {' or '.join(JSON_LINES)} file"
+    raise ConfigError(f"tasks: {name} must be one of {allowed}{did_you_mean(name, known)}")
 
 
 def evaluate(

@@ -1,6 +1,5 @@
 """The plan of a run on a cluster: gibibytes, seconds and days, and the nearest change that fits."""
 
-import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from diffllm.config import Precision, TrainConfig, load_config
 from diffllm.core.bounds import bounded, check_bounds
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.mesh import Reduce
 from diffllm.metrics.profiling import DEVICES, Device
 from diffllm.plan.memory import Call, Collective
@@ -218,8 +217,8 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
         cfg = load_config(overrides)
     except ConfigError as error:
         unknown = re.match(r"unknown key (\w+);", str(error))
-        if unknown and (close := difflib.get_close_matches(unknown[1], OWN_KEYS, n=1)):
-            raise ConfigError(f"unknown key {unknown[1]}; did you mean {close[0]}?") from error
+        if unknown and (close := did_you_mean(unknown[1], OWN_KEYS)):
+            raise ConfigError(f"unknown key {unknown[1]}{close}") from error
         raise
     assumed = []
     if not keys & {"global_batch_size", "experiment"}:

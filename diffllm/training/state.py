@@ -22,7 +22,7 @@ from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.schema import OF_WEIGHTS, Changes, changes_text, is_allowed
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import user_path
+from diffllm.core.files import similar_path, user_path
 from diffllm.data.mixture import Prepared
 from diffllm.data.samples import Samples, training_samples
 from diffllm.distributed.launcher import MKL_MODE
@@ -126,6 +126,9 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
     if own or cfg.resume == "auto" or cfg.resume.startswith(OF_WEIGHTS):
         return newest_good(own)
     path = user_path(cfg.resume, "resume")
+    if not path.exists():
+        near = similar_path(path, os.path.isdir)
+        raise CheckpointError(f"{path} is not a checkpoint: it does not exist{near}")
     if inside := list_checkpoints(path / "checkpoints") or list_checkpoints(path):
         return newest_good(inside)
     check_checkpoint(path)

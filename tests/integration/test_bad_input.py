@@ -126,7 +126,7 @@ OVERRIDES = [
     ),
     (["data.vocab_size=1024"], ["data.vocab_size=1024", "model.vocab_size=512"]),
     (["micro_batch_size=3"], ["micro_batch_size=3", "4", "divide"]),
-    (["parallel=hsdp"], ["parallel.shard=8", "1 rank"]),
+    (["parallel=hsdp"], ["parallel.shard=8", "8 processes, not 1"]),
     (["parallel.expert=2"], ["parallel.expert=2", "dense"]),
     (["data=stdlib"], ["data.paths", "data.source=stdlib"]),
     (["data=hub", "data.paths=[]"], ["data.dataset"]),
@@ -155,7 +155,7 @@ def test_override_that_cannot_run(workspace, words, named):
     ("size", "words", "named"),
     [
         ("3", [], ["global_batch_size=4", "3 ranks"]),
-        ("4", ["parallel=hsdp"], ["parallel.shard=8", "4 ranks"]),
+        ("4", ["parallel=hsdp"], ["parallel.shard=8", "not 4"]),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_before_they_meet(workspace, size, words, named):

@@ -81,7 +81,7 @@ def test_text_says_that_no_change_fits(capsys):
         (["tokenz=2"], "did you mean tokens?"),
         (["mfu=2"], "mfu=2.0 must be at most 1"),
         (["rank=8"], "rank=8 must be less than gpus=8"),
-        (["gpus=3", "parallel.shard=2"], "does not make 3 ranks"),
+        (["gpus=3", "parallel.shard=2"], "needs 2 processes, not 3"),
         (["gpus=3", "global_batch_size=8"], "cannot be shared by 3 ranks"),
     ],
 )

@@ -16,7 +16,7 @@ import numpy as np
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.files import read_lines, readable, user_path
+from diffllm.core.files import read_lines, readable, similar_path, user_path
 from diffllm.core.printing import to_stderr
 from diffllm.metrics.records import (
     diverged,
@@ -253,7 +253,7 @@ def expand_glob(path: Path) -> list[Path]:
         return [path]
     matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
     if not matches:
-        raise ConfigError(f"{path}: no such directory")
+        raise ConfigError(f"{path}: no such directory{similar_path(path, os.path.isdir)}")
     return matches
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from diffllm.config.overrides import check_shared, did_you_mean
+from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
@@ -115,15 +115,11 @@ class Study:
         return [self.rule, *self.also]
 
 
-def hint(key: str, known: list[str]) -> str:
-    return did_you_mean(key, known) or f"; known: {', '.join(known)}"
-
-
 def load_study(path: Path) -> Study:
     """Read a study file; raises ConfigError."""
     content, text = read_yaml(path)
     try:
-        study = made(Study, content, unknown=hint, omit=("path", "hash"))
+        study = made(Study, content, strict=True, omit=("path", "hash"))
         check_study(study)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None

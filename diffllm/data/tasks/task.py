@@ -4,6 +4,7 @@ difficulty."""
 import hashlib
 import inspect
 import math
+import os
 import random
 import sys
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from diffllm.core.bounds import at_most
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import parse_json, read_bytes
+from diffllm.core.files import parse_json, read_bytes, similar_path
 from diffllm.core.typed import made
 
 Level = Mapping[str, int | float | str]
@@ -207,7 +208,8 @@ class OwnFile(Task):
             content = read_bytes(path, LARGEST, follow=True)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"tasks: {path} cannot be read: {reason}") from None
+            near = similar_path(path, os.path.isfile)
+            raise ConfigError(f"tasks: {path} cannot be read: {reason}{near}") from None
         self.version = hashlib.sha256(content).hexdigest()
         self.by_level: dict[str, tuple[Level, list[Example]]] = {}
         for number, line in enumerate(content.splitlines(), 1):

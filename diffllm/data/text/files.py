@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.core.errors import DataError, printable
-from diffllm.core.files import open_regular
+from diffllm.core.files import open_regular, similar_path
 from diffllm.core.registry import source
 from diffllm.data.config import DataConfig
 from diffllm.data.text.corpus import Corpus, Part, TextBatch, reason
@@ -122,8 +122,9 @@ def paths_of(cfg: DataConfig) -> list[Path]:
         paths = [each for each in names if not each.is_dir()]
         if not paths:
             raise DataError(
-                f"data.paths: {pattern} matches no file; of a directory name the files, such as "
-                "DIRECTORY/*.parquet"
+                f"data.paths: {pattern} matches no file"
+                f"{similar_path(Path(pattern), os.path.isfile)}; of a directory name the files, "
+                "such as DIRECTORY/*.parquet"
             )
         for each in paths:  # reading a pipe or a socket could block
             with usable(each), open_regular(each, 2**63, follow=True):
