@@ -1,12 +1,15 @@
 """The `diffllm` console script: `<command>_command` in one of the modules here for each command."""
 
-import difflib
 import importlib
+import re
+import shlex
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from decimal import Decimal
 
 from diffllm.core import VERSION
-from diffllm.core.errors import UserError
+from diffllm.core.errors import UserError, choose_from
 from diffllm.core.printing import echo
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
 
@@ -52,6 +55,55 @@ plugins=[MODULE,...] imports variants, data sources and metrics of your own, in 
 command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"""
 
 
+KEY, PLAIN = r"[\w.+~/@]+", r"[^\0=-][^\0=]*"
+SHAPES: dict[str, Callable[[re.Match[str]], str]] = {
+    rf"({KEY})(?:\0=\0?|=\0)({PLAIN})": lambda found: f"write {found[1]}={found[2]} without blanks",
+    rf"--([\w.-]+)[=\0]{PLAIN}":
+        lambda found: f"write {found[1].replace('-', '_')}=... without dashes",
+    rf"({KEY}=[^\0]*(?:,|[\[{{][^\0\]}}]*)(?:\0{PLAIN})+)":
+        lambda found: f"quote a value that contains blanks: {shlex.quote(found[1])}",
+    rf"{KEY}=[^\0]+\0{PLAIN}": lambda found: "quote a value that contains blanks",
+}  # fmt: skip
+"""Patterns of misread words, with NUL between two words, and the fix for a match."""
+LONGEST = 4096
+"""Characters of a command line that the patterns search."""
+SEVERAL = "several values"
+POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
+
+
+def hint(words: list[str], error: str) -> str:
+    """Return '; ' and the fix for a common slip in the words that an error names, or ''."""
+    if "did you mean" in error:
+        return ""
+    for shape, fix in SHAPES.items():
+        for found in re.finditer(rf"(?<![^\0]){shape}(?![^\0])", "\0".join(words)[:LONGEST]):
+            if any(repr(word) in error for word in found[0].split("\0")):
+                return f"; {fix(found)}".replace("\0", " ")
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in error and value in error and (number := number_meant(value, error)):
+            return f"; write {'one number as ' * (SEVERAL in error)}{key}={number}"
+    return ""
+
+
+def number_meant(text: str, error: str) -> str:
+    """Return a refused number as Python writes it, such as 10e6 for 10M, or ''."""
+    whole, real = "an integer" in error, "a number" in error
+    if not (whole or real or SEVERAL in error):
+        return ""
+    separated = re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text)
+    point = "" if separated else "." if real or ",0" in text else ","
+    found = re.fullmatch(
+        r"(-?\d{0,20}\.?\d{1,20})(e-?\d\d?|[kmbt]?)", text.replace(",", point), re.I
+    )
+    if not found:
+        return ""
+    number = found[1] + POWERS.get(found[2].lower(), found[2])
+    if whole:
+        number = str(int(Decimal(number))) if Decimal(number) % 1 == 0 else text
+    return number if number != text else ""
+
+
 def module_of_command(name: str) -> str:
     return f"diffllm.cli.{MODULES.get(name, name).replace('-', '_')}"
 
@@ -72,11 +124,13 @@ def run_command(name: str, words: list[str]) -> int:
     if name in REMOVED_COMMANDS:
         raise UserError(f"diffllm {name} was removed: {REMOVED_COMMANDS[name]}")
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"unknown command {name!r}; {hint}choose from {', '.join(COMMANDS)}")
-    words = with_plugins(name, words)
-    module = importlib.import_module(module_of_command(name))
+        raise UserError(f"unknown command {name!r}{choose_from(name, list(COMMANDS))}")
+    try:
+        words = with_plugins(name, words)
+        module = importlib.import_module(module_of_command(name))
+    except ModuleNotFoundError as error:
+        lacks = f"{sys.executable} has no module {error.name}"
+        raise UserError(f"{lacks}; activate the environment: source .venv/bin/activate") from error
     command = getattr(module, f"{name.replace('-', '_')}_command")
     # The result of all others is their output: they fail if it cannot be written.
     makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
@@ -85,10 +139,10 @@ def run_command(name: str, words: list[str]) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, command: str | None = None) -> int:
     """Run one subcommand, whose exit code is returned; 2 for an error of the user."""
     open_closed_descriptors()  # before the imports that open files
-    args = sys.argv[1:] if argv is None else argv
+    args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
     never_fail()
     try:
         if not args or args[0] in ("-h", "--help", "--version"):
@@ -97,5 +151,5 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if args else 2
         return run_command(args[0], args[1:])
     except UserError as error:
-        echo(f"error: {error}", file=sys.stderr)
+        echo(f"error: {error}{hint(args[1:], str(error))}", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
 """The grammar of commands: `key=value` words, flags and plain words into a dataclass."""
 
-import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from diffllm.core.bounds import check_bounds
-from diffllm.core.errors import ConfigError
+from diffllm.core.errors import ConfigError, choose_from
 from diffllm.core.files import replace_file, user_path
 from diffllm.core.printing import echo
 
 T = TypeVar("T")
 BOOLEANS = {"true": True, "false": False}
+KINDS = {bool: "true or false", int: "an integer", float: "a number, such as 0.5 or 1e6"}
 OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 
@@ -94,8 +95,7 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
         try:
             values[key] = BOOLEANS[text] if of is bool else of(text)
         except (KeyError, ValueError):
-            wrong = "must be true or false" if of is bool else f"is not {of.__name__}"
-            raise ConfigError(f"{name}={text!r} {wrong}") from None
+            raise ConfigError(f"{name}={text!r} must be {KINDS[of]}") from None
     if missing := [name for name, f in known.items() if required(f) and f.name not in values]:
         raise ConfigError(f"missing {', '.join(f'{name}=...' for name in missing)}")
     made = cls(**values)
@@ -124,10 +124,10 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
         elif rest and not plain:
             yield rest, word
         else:
-            close = difflib.get_close_matches(name, known, n=1)
-            if not equals and "run" in known and os.path.isdir(word):
-                raise ConfigError(f"unknown argument {word!r}; did you mean run={word}?")
-            hint = f"; did you mean {close[0]}=?" if close else f"; known: {', '.join(known)}"
+            runs = (word, os.path.join("outputs", word)) if "run" in known and not equals else ()
+            near = [shlex.quote(f"run={path}") for path in runs if os.path.isdir(path)]
+            hint = choose_from(name if equals or name[:1] == "-" else "", list(known))
+            hint = f"; did you mean {near[0]}?" if near else hint
             raise ConfigError(f"unknown argument {word!r}{hint}")
 
 

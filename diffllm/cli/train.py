@@ -19,6 +19,7 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 from omegaconf import OmegaConf  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
+from diffllm.cli import hint  # noqa: E402
 from diffllm.config import load_config  # noqa: E402
 from diffllm.config.compose import compose_config  # noqa: E402
 from diffllm.config.origin import with_origin  # noqa: E402
@@ -53,7 +54,9 @@ def train_command(argv: list[str] | None = None) -> int:
     never_fail()
     try:
         config_dirs, argv = take_directories(argv)
-        args = Parser().parse_intermixed_args(argv)  # -m may come after overrides
+        args, unknown = Parser().parse_known_intermixed_args(argv)  # -m may come after overrides
+        if unknown:
+            raise ConfigError(f"unknown argument {unknown[0]!r}")
         if args.resolve and not args.cfg:
             raise ConfigError("--resolve needs --cfg job")
         load_plugins(args.overrides, config_dirs)
@@ -83,7 +86,7 @@ def train_command(argv: list[str] | None = None) -> int:
         with suppress(LaunchError):  # variables that make no sense
             rank = environment()[0]
         if rank == 0:
-            echo(f"error: {error}", file=sys.stderr)
+            echo(f"error: {error}{hint(argv, str(error))}", file=sys.stderr)
         elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
             echo(f"error: rank {rank}: {error}", file=sys.stderr)
         elif "TORCHELASTIC_RUN_ID" in os.environ:

@@ -50,10 +50,10 @@ def test_parse_gives_other_words_to_the_overrides_in_their_order():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lambada=1"], "unknown argument 'lambada=1'; did you mean lambda=?"),
+        (["lambada=1"], "unknown argument 'lambada=1'; did you mean lambda?"),
         (["--jsn"], "unknown argument '--jsn'"),
         (["json=yes"], "json='yes' must be true or false"),
-        (["lambda=x"], "lambda='x' is not float"),
+        (["lambda=x"], "lambda='x' must be a number"),
         (["lambda=2"], "lambda=2.0 must be at most 1"),
     ],
 )

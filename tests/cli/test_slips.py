@@ -1,0 +1,121 @@
+"""Common slips on a command line: one line names the fix, and legal input still works."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs.command import TRAIN
+from runs.written import write_run
+
+from diffllm.cli import hint, main
+from diffllm.config import load_config
+
+LONGEST = 500
+MOE = ["model=moe_tiny", "data.paths=t.txt"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a text, a study file and the run outputs/c04."""
+    place = tmp_path_factory.mktemp("slips")
+    write_run(place / "outputs" / "c04", "model=tiny")
+    for name in ("t.txt", "study.yaml"):
+        (place / name).write_text("text\n")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["train", "-m", "seed=0,", "1"], "quote a value that contains blanks: 'seed=0, 1'"),
+        (["train", "-m", "attention=gated,", "diff_v2"], "blanks: 'attention=gated, diff_v2'"),
+        (["train", "data.paths=[a.txt,", "b.txt]"], "blanks: 'data.paths=[a.txt, b.txt]'"),
+        (["train", "plugins=[a,", "b]"], "blanks: 'plugins=[a, b]'"),
+        (["train", "data.sample_prompt=Once", "upon"], "quote a value that contains blanks"),
+        (["generate", "prompt=One,", "two", "run=c04"], "blanks: 'prompt=One, two'"),
+        (["train", "seed", "=1"], "write seed=1 without blanks"),
+        (["train", "seed", "=", "1", "steps=2"], "write seed=1 without blanks"),
+        (["count", "seed=", "1"], "write seed=1 without blanks"),
+        (["train", "--max-tokens", "10"], "write max_tokens=... without dashes"),
+        (["count", "--steps=10"], "write steps=... without dashes"),
+        (["train", "steps=1,000"], "-m runs; a list needs brackets, a text quotes; write one"),
+        (["train", "steps=1,000"], "write one number as steps=1000"),
+        (["train", "optim.lr=0,001"], "write one number as optim.lr=0.001"),
+        (["train", "steps=10k"], "write steps=10000"),
+        (["train", "steps=1e4"], "write steps=10000"),
+        (["train", "++max_tokens=2.5B"], "write max_tokens=2.5e9"),
+        (
+            ["plan", "tokens=1T"],
+            "tokens='1T' must be a number, such as 0.5 or 1e6; write tokens=1e",
+        ),
+        (["plan", "gpus=1k"], "gpus='1k' must be an integer; write gpus=1000"),
+        (["generate", "run=c04", "prompt=a", "temperature=0,8"], "write temperature=0.8"),
+        (
+            ["train", "seed=0,1"],
+            "seed=0,1: several values are a sweep, which -m runs; a list needs",
+        ),
+        (["train", *MOE, "parallel.expert=8"], "8 processes, not 1: torchrun --nproc-per-node=8"),
+        (["plan", *MOE, "gpus=3", "parallel.expert=2"], "needs a multiple of 2 processes, not 3"),
+        (["generate", "run=c04", "prompt=a"], "did you mean outputs/c04?"),
+        (["checkpoints", "run=c04"], "did you mean outputs/c04?"),
+        (["evaluate", "run=outputs/c4"], "did you mean outputs/c04?"),
+        (["consolidate", "run=C04"], "did you mean outputs/c04?"),
+        (["train", "resume=weights:c04"], "did you mean outputs/c04?"),
+        (["report", "c04"], "did you mean outputs/c04?"),
+        (["generate", "c04", "prompt=a"], "did you mean run=outputs/c04?"),
+        (["study", "verdict", "studie.yaml", "out=o"], "did you mean study.yaml?"),
+        (["prepare", "data.paths=tt.txt"], "did you mean t.txt?"),
+        (["train", "data=t.txt"], "data.paths=t.txt reads files"),
+        (["train", *MOE, "eval.suites=[nedle]"], "did you mean needle?"),
+        (["evaluate", "run=outputs/c04", "suite=claim"], "did you mean claims?"),
+        (["train", "model=TINY"], "did you mean tiny?"),
+        (["train", "wandb=false"], "set its keys, such as wandb.mode=disabled"),
+        (["trian"], "did you mean train?"),
+    ],
+)
+def test_slip_is_answered_with_its_fix(place, monkeypatch, capsys, words, fix):
+    monkeypatch.chdir(place)
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert fix in line
+    assert len(line) <= LONGEST
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["seed=0,1"], "seed=0,1: several values are a sweep"),
+        (["steps=1.5"], "steps=1.5: '1.5' is not an integer"),
+        (["checkpoint.interval=10M"], "checkpoint.interval=10M must be steps or a time"),
+        (["report", "baseline=gated", "runs"], "baseline=gated is no variant"),
+        (["--stepz=1"], "unknown argument '--stepz=1'; did you mean steps=?"),
+        (["seed=1,000", "steps=10"], "steps=10 must be at least 20"),
+        (["steps=" + "[" * 2**17], "is nested too deeply to be read"),
+    ],
+)
+def test_other_errors_have_no_hint(words, error):
+    assert hint(words, error) == ""
+
+
+def test_legal_input_that_resembles_a_slip_still_works():
+    cfg = load_config(
+        ["data.paths=[a.txt, b.txt]", "data.sample_prompt='a, b'", "max_tokens=1_000_000"]
+    )
+    assert cfg.data.paths == ["a.txt", "b.txt"]
+    assert (cfg.data.sample_prompt, cfg.max_tokens) == ("a, b", 1e6)
+
+
+def test_train_without_packages_prints_one_line(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {sys.executable} has no module ")
+    assert "activate the environment: source .venv/bin/activate" in line
