@@ -2,17 +2,24 @@
 # Train with one process a GPU, on this node or as one of several (launch/README.md):
 #   launch/torchrun.sh [overrides]
 #   NNODES=2 RDZV_ENDPOINT=node1:29400 launch/torchrun.sh [overrides]     the same on every node
-# Started from the repository, in its environment. A signal goes on to the training processes, which
-# save and end; torchrun itself would kill them after 30 seconds, or leave them behind.
-# RUN_DIR=... names the run; then the exit status is 75 if it was stopped and wants to go on.
+# Works in any directory, with the repository's environment active. Relative paths start in the
+# current directory. The script forwards a signal to the training processes, which save and end;
+# torchrun alone would kill the processes after 30 seconds, or leave them behind.
+# RUN_DIR=... names the run; then exit status 75 means that the run was stopped and can resume.
 set -m # torchrun gets a process group of its own: a terminal's Ctrl-C comes through here, too
+
+fail() { echo "error: $1" >&2; exit 2; }
+command -v torchrun >/dev/null ||
+  fail "torchrun is not in PATH; activate the repository's environment: source .venv/bin/activate"
 
 if [[ ${NNODES:-1} == 1 ]]; then
   meet=(--standalone)
 else
+  [[ ${RDZV_ENDPOINT:-} ]] ||
+    fail "NNODES=$NNODES needs RDZV_ENDPOINT=HOST:PORT, the address of one of the nodes"
   # A dead node is missed after 3 x 5 seconds; the others wait 10 more for it to come back.
   meet=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-id="${RDZV_ID:-diffllm}"
-    --rdzv-endpoint="${RDZV_ENDPOINT:?the address of one of the nodes, host:port}"
+    --rdzv-endpoint="$RDZV_ENDPOINT"
     "--rdzv-conf=join_timeout=1800,last_call_timeout=10"
     ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
   # Rank 0 may move to another node: the ranks have to meet anew, not where it was at first.
@@ -20,7 +27,7 @@ else
 fi
 
 torchrun "${meet[@]}" --nproc-per-node="${NPROC_PER_NODE:-auto}" \
-  --max-restarts="${MAX_RESTARTS:-0}" train.py ${RUN_DIR:+"run.dir=$RUN_DIR"} "$@" &
+  --max-restarts="${MAX_RESTARTS:-0}" -m diffllm train ${RUN_DIR:+"run.dir=$RUN_DIR"} "$@" &
 agent=$!
 
 forward() { # to the workers, or as SIGTERM to torchrun while it has none

@@ -37,7 +37,8 @@ def ended(cluster: Slurm, job: str) -> bool:
 def tasks(cluster: Slurm) -> list[int]:
     """The ranks of the job; the processes of their loaders are below them."""
     pids = {pid for node in cluster.nodes for pid in node.pids()}
-    trainings = {pid for pid in pids if b"train.py" in status_of(pid, "cmdline").split(b"\0")[1:2]}
+    started = b"python\0-m\0diffllm\0train\0"
+    trainings = {pid for pid in pids if status_of(pid, "cmdline").startswith(started)}
     return [pid for pid in trainings if int(field(pid, "PPid")) not in trainings]
 
 

@@ -39,7 +39,7 @@ def test_a_pod_starts_torchrun_with_every_argument(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     heard = json.loads(seen.read_text())
-    given = heard[heard.index("train.py") + 1 :]
+    given = heard[heard.index("train") + 1 :]
     assert given == [f"run.dir={env['RUN_DIR']}", *pod["args"], *AWKWARD]
     assert "--nnodes=2" in heard
     assert "--rdzv-endpoint=diffllm-node-0-0.diffllm:29400" in heard

@@ -41,8 +41,8 @@ def test_every_override_arrives_as_it_was_written(tmp_path):
     (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
     code, srun, _ = job(tmp_path, *AWKWARD)
     assert code == 0
-    begin = ["--kill-on-bad-exit=1", "python", "train.py", "run.dir=outputs/slurm-77"]
-    assert srun == [*begin, *AWKWARD]
+    begin = ["--kill-on-bad-exit=1", "python", "-m", "diffllm", "train"]
+    assert srun == [*begin, "run.dir=outputs/slurm-77", *AWKWARD]
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,13 @@ def test_scripts_parse(script):
 def test_every_override_arrives_as_it_was_written(tmp_path, variables):
     (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
     seen = recorded(tmp_path, SCRIPT, AWKWARD, **variables)
-    assert seen[seen.index("train.py") + 1 :] == AWKWARD
+    assert seen[seen.index("train") + 1 :] == AWKWARD
 
 
 def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path):
     one = recorded(tmp_path, SCRIPT, [])
-    assert one == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0", "train.py"]
+    assert one[:3] == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0"]
+    assert one[3:] == ["-m", "diffllm", "train"]
     many = recorded(
         tmp_path, SCRIPT, [], NNODES="1:4", RDZV_ENDPOINT="n1:29400", RDZV_ID="job 7",
         NPROC_PER_NODE="8", MAX_RESTARTS="10", LOCAL_ADDR="10.0.0.2",
@@ -91,13 +92,28 @@ def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path):
     } <= set(many)  # fmt: skip
 
 
-def test_many_nodes_need_an_endpoint(tmp_path):
-    fake(tmp_path / "bin", "torchrun", RECORD)
-    env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(tmp_path / "seen"))
-    done = subprocess.run([SCRIPT], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode != 0
-    assert "RDZV_ENDPOINT: the address of one of the nodes, host:port" in done.stderr
-    assert not (tmp_path / "seen").exists()
+@pytest.mark.parametrize(
+    ("script", "installed", "message"),
+    [
+        ("torchrun.sh", True, "error: NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
+        ("torchrun.sh", False, "error: torchrun is not in PATH; activate"),
+        ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
+    ],
+)
+def test_wrong_start_fails_in_one_line_before_a_process_starts(
+    tmp_path, script, installed, message
+):
+    seen, script = tmp_path / "seen", SCRIPT.with_name(script)
+    for name in ["srun", *["torchrun"] * installed]:
+        fake(tmp_path / "bin", name, RECORD)
+    env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(seen))
+    env["PATH"] = f"{tmp_path / 'bin'}:/usr/bin:/bin"  # without the environment's torchrun
+    words = ["bash", script, "a b=1"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2
+    assert message.format(script=script) in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not seen.exists()
 
 
 @pytest.mark.parametrize(
@@ -121,14 +137,14 @@ def test_the_exit_code_is_torchruns_or_asks_to_go_on(tmp_path, code, marker, nam
     done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=PATIENCE_S)
     assert done.returncode == expected
     given = json.loads(seen.read_text())
-    assert given[given.index("train.py") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
+    assert given[given.index("train") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
 
 
 def started(words: list[str], **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         [str(word) for word in words],
         env=environment_with(Path("/nowhere"), **variables),
-        cwd=ROOT,
+        cwd="/",
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
