@@ -13,6 +13,7 @@ from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse
 from diffllm.core.printing import Table, echo, echo_json
+from diffllm.data.progress import stages
 from diffllm.plan.estimate import DAY, GIB, Cluster, RunPlan, idealised, nearest_change, plan
 from diffllm.plan.memory import Kind
 from diffllm.plan.simulate import Step
@@ -29,7 +30,16 @@ class PlanArguments(Cluster):
 def plan_command(argv: list[str]) -> None:
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
-    change = None if made.fits else nearest_change(made)
+    chosen, change = made.cfg.activation_checkpointing, None
+    if not args.json:
+        echo(head_text(made), flush=True)
+    with stages() as say:
+        made = made.simulated(say, chosen, not chosen)
+    if not args.json:
+        echo(f"\nmemory\n{memory_table(made)}", flush=True)
+    if not made.fits:
+        with stages() as say:
+            change = nearest_change(made, say)
     if args.json:
         echo_json(plan_numbers(made, change))
     else:
@@ -40,14 +50,13 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     """Return everything a plan says, in bytes, seconds and FLOPs."""
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
-    mesh = zip(("replicate", "shard", "expert"), cfg.parallel.sizes(cluster.gpus), strict=True)
     return {
         **{group: cfg.run.choices[group] for group in ("model", "attention")},
-        "parameters": step.n_params,
+        "parameters": made.n_params,
         "gpus": cluster.gpus,
         "gpu": cluster.device.name,
         "rank": cluster.rank,
-        "mesh": dict(mesh),
+        "mesh": made.mesh,
         **values(cfg, "seq_len", "global_batch_size"),
         "micro_batch_size": micro,
         "micro_batches": count,
@@ -64,7 +73,7 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
         },
         "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in made.flows],
         "time": {
-            "flops_per_token": step.flops_per_token,
+            "flops_per_token": made.model.flops_per_token(),
             **values(made, "flops_per_step", "tokens_per_step", "tokens_per_s", "compute_seconds"),
             **values(made, "communication_seconds", "step_seconds", "mfu"),
             "tokens": cluster.tokens,
@@ -97,18 +106,20 @@ def policy_numbers(made: RunPlan, step: Step) -> dict[str, Any]:
     }
 
 
-def print_plan(made: RunPlan, change: RunPlan | None) -> None:
-    said, cluster = plan_numbers(made, change), made.cluster
-    layout = " x ".join(f"{name} {size}" for name, size in said["mesh"].items())
-    echo(
-        f"{said['attention']} / {said['model']}: {made.step.n_params / 1e9:,.2f}B parameters, "
-        f"{cluster.gpus:,} x {said['gpu']}, {layout}\n"
-        f"{said['global_batch_size']:,} x {said['seq_len']:,} tokens a step, "
-        f"a rank {said['micro_batches']} x {said['micro_batch_size']} sequences; "
-        f"numbers of rank {cluster.rank}"
+def head_text(made: RunPlan) -> str:
+    cfg, cluster = made.cfg, made.cluster
+    layout = " x ".join(f"{name} {size}" for name, size in made.mesh.items())
+    micro, count = cfg.micro_batches(cluster.gpus)
+    return (
+        f"{cfg.run.choices['attention']} / {cfg.run.choices['model']}: "
+        f"{made.n_params / 1e9:,.2f}B parameters, "
+        f"{cluster.gpus:,} x {cluster.device.name}, {layout}\n"
+        f"{cfg.global_batch_size:,} x {cfg.seq_len:,} tokens a step, "
+        f"a rank {count} x {micro} sequences; numbers of rank {cluster.rank}"
     )
-    echo("\nmemory")
-    echo(memory_table(made))
+
+
+def print_plan(made: RunPlan, change: RunPlan | None) -> None:
     echo("\ncommunication")
     rows = []
     for kind, ranks, near, calls, sent, seconds in made.flows:
@@ -125,7 +136,7 @@ def print_plan(made: RunPlan, change: RunPlan | None) -> None:
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
         echo(f"  {f'{key}={text}':<28} {why}{' (given)' if given else ''}")
     echo("\nidealised")
-    for what, how in said["idealised"].items():
+    for what, how in idealised(made.cfg).items():
         echo(f"  {what:<28} {how}")
 
 
@@ -168,9 +179,9 @@ def fit_text(made: RunPlan, change: RunPlan | None) -> str:
 
 
 def time_lines(made: RunPlan) -> list[str]:
-    cluster, step = made.cluster, made.step
+    cluster = made.cluster
     lines = [
-        f"{made.flops_per_step:.3g} FLOPs a step, {step.flops_per_token:.4g} a token",
+        f"{made.flops_per_step:.3g} FLOPs a step, {made.model.flops_per_token():.4g} a token",
         f"{made.compute_seconds:.3g} s to compute a step at mfu={cluster.mfu:g}, "
         f"{made.communication_seconds:.3g} s to send",
     ]

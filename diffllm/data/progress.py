@@ -24,6 +24,17 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current stage: in place on a terminal, else on a line."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield to_stderr
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(escape(printable(text)))
+
+
+@contextmanager
 def held(path: Path, what: str) -> Iterator[None]:
     try:
         lock = acquire(path, wait=False)

@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property, partial
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from diffllm.core.bounds import bounded, check_bounds
 from diffllm.core.errors import ConfigError, did_you_mean
 from diffllm.distributed.mesh import Reduce
 from diffllm.metrics.profiling import DEVICES, Device
+from diffllm.model import Transformer, without_storage
 from diffllm.plan.memory import Call, Collective
 from diffllm.plan.simulate import Step, simulate
 
@@ -109,6 +110,10 @@ class Assumption(NamedTuple):
     given: bool = False
 
 
+Say = Callable[[str], None]
+"""Reports the current stage."""
+
+
 @dataclass
 class RunPlan:
     """The needs of a run: memory, time and traffic."""
@@ -116,10 +121,34 @@ class RunPlan:
     cfg: TrainConfig
     overrides: list[str]
     cluster: Cluster
-    steps: dict[bool, Step]
-    """The simulated step by activation checkpointing; the configured policy first."""
     assumptions: list[Assumption]
     words: tuple[str, ...] = ()
+    steps: dict[bool, Step] = field(default_factory=dict)
+    """The simulated step by activation checkpointing; `simulated` adds them."""
+
+    def simulated(self, say: Say, *policies: bool) -> "RunPlan":
+        """Return this plan with the simulated step of each activation checkpointing policy."""
+        steps = {}
+        for policy in policies:
+            what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
+            say(f"simulating a step with {' '.join(what)}")
+            cfg = replace(self.cfg, activation_checkpointing=policy)
+            steps[policy] = simulate(cfg, self.cluster.gpus, self.cluster.rank)
+        return replace(self, steps=steps)
+
+    @cached_property
+    def model(self) -> Transformer:
+        """The whole model, without storage."""
+        return without_storage(self.cfg.model)
+
+    @property
+    def n_params(self) -> int:
+        return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        sizes = self.cfg.parallel.sizes(self.cluster.gpus)
+        return dict(zip(("replicate", "shard", "expert"), sizes, strict=True))
 
     @property
     def step(self) -> Step:
@@ -146,7 +175,7 @@ class RunPlan:
 
     @property
     def flops_per_step(self) -> float:
-        return self.step.flops_per_token * self.tokens_per_step
+        return self.model.flops_per_token() * self.tokens_per_step
 
     @property
     def compute_seconds(self) -> float:
@@ -189,18 +218,12 @@ class RunPlan:
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
-    """Plan a training config on a cluster, with and without activation checkpointing.
+    """Plan a training config on a cluster, without simulated steps.
 
     `given` are the keys of `cluster` that the user set. Raises ConfigError.
     """
     cfg, assumed = planned_config(cluster, overrides)
-    policies = (cfg.activation_checkpointing, not cfg.activation_checkpointing)
-    taken = assumptions(cfg, cluster, given)
-    steps = {
-        policy: simulate(replace(cfg, activation_checkpointing=policy), cluster.gpus, cluster.rank)
-        for policy in policies
-    }
-    return RunPlan(cfg, overrides, cluster, steps, [*taken, *assumed])
+    return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
 
 
 def key_of_word(word: str) -> str:
@@ -271,12 +294,12 @@ Words = tuple[str, ...]
 """The words that a change puts on the command line, in place of words with the same keys."""
 
 
-def nearest_change(plan: RunPlan) -> RunPlan | None:
+def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
     """Return `plan` with the fewest changes with which it fits; None if no tried change fits.
 
     Of equally many changes, prefer the order of `options`.
     """
-    outcome_of = cache(partial(outcome, plan))
+    outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
@@ -320,7 +343,7 @@ def merged(values: Iterable[Words]) -> Words:
     return tuple(by_key.values())
 
 
-def outcome(plan: RunPlan, words: Words) -> RunPlan | None:
+def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
     """Plan with other words; None if no such number of ranks can have this batch or mesh.
 
     Return `plan` without a simulation if the state of a rank is too large and the words keep it.
@@ -337,8 +360,9 @@ def outcome(plan: RunPlan, words: Words) -> RunPlan | None:
     overrides = [*(word for word in plan.overrides if key_of_word(word) not in keys), *added]
     try:
         cfg, assumed = planned_config(cluster, overrides)
-        known = words == ("activation_checkpointing=true",)
-        step = plan.steps[True] if known else simulate(cfg, cluster.gpus, cluster.rank)
+        changed = RunPlan(cfg, overrides, cluster, assumed, words)
+        if words == ("activation_checkpointing=true",):
+            return replace(changed, steps=plan.steps)
+        return changed.simulated(say, cfg.activation_checkpointing)
     except ConfigError:
         return None
-    return RunPlan(cfg, overrides, cluster, {cfg.activation_checkpointing: step}, assumed, words)

@@ -46,8 +46,6 @@ class Step:
     when: str
     """The part of the step with the peak."""
     calls: list[Call]
-    flops_per_token: float
-    n_params: int
 
 
 @contextmanager
@@ -127,8 +125,6 @@ class Watched:
             peak=peak,
             when=parts[-1] if parts else "build",
             calls=[*first * max(0, count - len(starts)), *self.calls],
-            flops_per_token=self.t.model.flops_per_token(),
-            n_params=sum(p.numel() for p in self.t.params.values()),
         )
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -17,7 +17,10 @@ def said(capsys, *words):
 
 
 def as_json(capsys, *words):
-    return json.loads(said(capsys, "--json", *words))
+    assert tools.main(["plan", "--json", *words]) == 0
+    out, progress = capsys.readouterr()
+    assert [line.rpartition("=")[2] for line in progress.splitlines()] == ["false", "true"]
+    return json.loads(out)
 
 
 def test_json_holds_memory_communication_time_and_assumptions(capsys):
@@ -60,6 +63,7 @@ def test_a_step_takes_the_longer_of_computing_and_sending(capsys):
 
 def test_text_says_what_fits_and_what_is_assumed(capsys):
     out = said(capsys, *SMALL, "gpus=2")
+    assert out.startswith("diff_v2 / tiny: ")
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "tokens= gives days", "optimizer"):
         assert text in out
     assert "balanced" not in out
@@ -68,9 +72,13 @@ def test_text_says_what_fits_and_what_is_assumed(capsys):
 
 @pytest.mark.slow
 def test_text_says_that_no_change_fits(capsys):
-    out = said(capsys, *SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0")
+    words = [*SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0"]
+    assert tools.main(["plan", *words]) == 0
+    out, progress = capsys.readouterr()
     assert "does not fit H200" in out
     assert "nor with all changes that were tried" in out
+    for change in ("activation_checkpointing=true", "gpus=32"):
+        assert f"simulating a step with {change}\n" in progress
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def limited(gib, overrides, words=(), gpus=2):
     gpus = int(changed.pop("gpus", gpus))
     kept = [word for word in overrides if word.partition("=")[0] not in changed]
     cluster = Cluster(gpus=gpus, memory_gib=gib, peak_flops=1e12, reserve_gib=0)
-    return plan(cluster, set(), [*kept, *(f"{key}={value}" for key, value in changed.items())])
+    made = plan(cluster, set(), [*kept, *(f"{key}={value}" for key, value in changed.items())])
+    return made.simulated(print, True, False)
 
 
 EAGER = ["seq_len=512", "activation_checkpointing=false"]
@@ -57,7 +58,7 @@ def test_plan_that_does_not_fit_names_the_nearest_change_that_does(gpus, overrid
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9
     made = limited(room, overrides, gpus=gpus)
     assert not made.fits
-    change = nearest_change(made)
+    change = nearest_change(made, print)
     again = limited(room, overrides, change.words, gpus)
     assert again.fits
     assert again.step.peak.by_kind == change.step.peak.by_kind
@@ -66,8 +67,8 @@ def test_plan_that_does_not_fit_names_the_nearest_change_that_does(gpus, overrid
 
 def test_what_cannot_be_is_not_what_is_too_big():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
-    assert outcome(made, ("gpus=32",)) is None
-    assert not outcome(made, ("gpus=8",)).fits
+    assert outcome(made, print, ("gpus=32",)) is None
+    assert not outcome(made, print, ("gpus=8",)).fits
 
 
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
@@ -90,6 +91,7 @@ def test_an_uneven_group_waits_for_the_node_with_the_fewest_of_its_ranks():
 def test_experts_share_a_node_before_shards_and_shards_before_replicas():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
+    made = made.simulated(print, made.cfg.activation_checkpointing)
     groups = {}
     for call in made.step.calls:
         groups.setdefault(call.kind, set()).add(call.ranks)
