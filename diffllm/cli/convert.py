@@ -1,7 +1,6 @@
 """A checkpoint in other formats: `diffllm consolidate`, `diffllm export` and `diffllm import`."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from diffllm.checkpoint.hf.safetensors import (
 from diffllm.cli.arguments import RunArguments, argument, parse, plugins_argument
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
+from diffllm.config.yaml_file import printed_override
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, scratch_directory, sync
 from diffllm.core.printing import echo
@@ -168,5 +168,5 @@ def import_command(argv: list[str]) -> None:
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
     model = origin.model
     echo(f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}")
-    quoted = shlex.quote(str(out))
-    echo(f"python train.py resume=weights:{quoted} data.paths=[...] continues from it")
+    weights = printed_override("resume", f"weights:{out}")
+    echo(f"python train.py {weights} data.paths=[...] continues from it")

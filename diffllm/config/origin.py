@@ -104,7 +104,7 @@ def named_in(resume: str) -> Path | None:
 def with_origin(words: list[str]) -> list[str]:
     """Put the overrides that `resume=weights:PATH` implies before a command line, which wins."""
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
-    path = named_in(given.get("resume", "").strip("'\""))
+    path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
     if path is None:
         return words
     return [*implied(origin_of(path), given), *words]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def parse_yaml(text: str) -> Any:
 
 
 SUFFIXES = (".yaml", ".yml")
+PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
+"""Values that Hydra reads as text without quotes."""
 
 
 def with_recipe(word: str) -> list[str]:
@@ -103,6 +107,11 @@ def with_recipe(word: str) -> list[str]:
     words += [f"data.{name}={as_text(value)}" for name, value in content.items()]
     check_shared(words, word)
     return words
+
+
+def printed_override(key: str, value: str) -> str:
+    """Return KEY=VALUE as a command line has it, quoted for Hydra and for a shell if necessary."""
+    return shlex.quote(f"{key}={value if PLAIN.fullmatch(value) else as_text(value)}")
 
 
 def as_text(value: Any) -> str:

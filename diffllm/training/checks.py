@@ -1,5 +1,6 @@
 """Conditions of a start: data, tokenizer and weights that fit the model."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,7 +103,8 @@ def weights_of(cfg: TrainConfig) -> Path | None:
     there, here = type(origin.model.attention), type(cfg.model.attention)
     if there is not here:
         own = cfg.run.choices["attention"]
-        hint = f"; diffllm import hf={path} attention={own} out=... converts" * (own in TARGETS)
+        convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={own}"])
+        hint = f"; {convert} out=... converts" * (own in TARGETS)
         raise ConfigError(f"{path} has attention={origin.attention}, and the run {own}{hint}")
     checkpoint = origin.checkpoint()
     if checkpoint:

@@ -21,6 +21,7 @@ from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.schema import OF_WEIGHTS, Changes, changes_text, is_allowed
+from diffllm.config.yaml_file import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.data.mixture import Prepared
@@ -111,9 +112,8 @@ def continuation(
         return None, None  # killed before its first checkpoint, or new
     saved = read_state(checkpoint)
     if saved["loop"] is None:
-        raise CheckpointError(
-            f"{checkpoint} holds parameters alone; resume={OF_WEIGHTS}{checkpoint} starts from them"
-        )
+        weights = printed_override("resume", f"{OF_WEIGHTS}{checkpoint}")
+        raise CheckpointError(f"{checkpoint} holds parameters alone; {weights} starts from them")
     if (made := step_of(checkpoint)) > cfg.steps:
         raise ConfigError(f"{checkpoint} needs steps={made} or more, not steps={cfg.steps}")
     return checkpoint, saved

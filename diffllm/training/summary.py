@@ -1,6 +1,7 @@
 """The texts at the start and at the end of a run, and the facts in them."""
 
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]
     sources = [name for name in summary if name.startswith("heldout_loss/")]
-    again = f'diffllm generate run={path} prompt="..."'
+    again = f'{shlex.join(["diffllm", "generate", f"run={path}"])} prompt="..."'
     again += f" plugins=[{','.join(cfg.plugins)}]" if cfg.plugins else ""
     rows = {
         "train loss": "not finite at any step"

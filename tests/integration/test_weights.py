@@ -1,6 +1,9 @@
 """First values of parameters: weights of a run, checkpoint, export or import; or matched values."""
 
+import contextlib
+import io
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from runs.command import (
 from tiers import slow_but
 
 from diffllm.cli import main
+from diffllm.config.compose import parsed_override
+from diffllm.config.yaml_file import printed_override
 
 WORDS = (
     "steps=4", "optim.warmup_steps=1", "checkpoint.interval=2", "eval.interval=4",
@@ -26,21 +31,29 @@ STILL = ("optim.lr=1e-20", "optim.weight_decay=0", "steps=1")
 
 @pytest.fixture(scope="module")
 def sources(corpus, tmp_path_factory):
-    """A run of softmax attention, a checkpoint of it, and what goes out and comes in of it."""
-    place = tmp_path_factory.mktemp("weights")
-    run = place / "source"
-    finish(corpus, run, *WORDS, "attention=standard", "model.rope.theta=5000")
-    assert main(["export", f"run={run}", f"out={place / 'hf'}"]) == 0
-    assert main(["import", f"hf={place / 'hf'}", f"out={place / 'imported'}"]) == 0
-    words = [f"out={place / 'converted'}", "attention=diff_v2"]
-    assert main(["import", f"hf={place / 'hf'}", *words]) == 0
+    """A run of softmax attention, its checkpoint, exports and imports, and their printed text."""
+    place = tmp_path_factory.mktemp("out puts")
+    run, converted = place / "source", place / "it's (new)"
+    said = finish(corpus, run, *WORDS, "attention=standard", "model.rope.theta=5000")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["export", f"run={run}", f"out={place / 'hf'}"]) == 0
+        assert main(["import", f"hf={place / 'hf'}", f"out={place / 'imported'}"]) == 0
+        words = [f"out={converted}", "attention=diff_v2"]
+        assert main(["import", f"hf={place / 'hf'}", *words]) == 0
     return {
+        "printed": said + printed.getvalue(),
         "run": run,
         "checkpoint": run / "checkpoints" / "step-00000004",
         "export": place / "hf",
         "import": place / "imported",
-        "converted": place / "converted",
+        "converted": converted,
     }
+
+
+def weights_of(path: Path) -> str:
+    """The override that a shell passes on for the printed one."""
+    (word,) = shlex.split(printed_override("resume", f"weights:{path}"))
+    return word
 
 
 def heldout(run: Path) -> float:
@@ -53,7 +66,7 @@ NAMES = ("run", "checkpoint", "export", "import", "converted")
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
 def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ranks):
-    words = [*WORDS, *STILL, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
+    words = [*WORDS, *STILL, weights_of(sources[name]), "model.rope.theta=5000"]
     said = finish(corpus, tmp_path / "run", *words, ranks=ranks)
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
     variant = "diff_v2" if name == "converted" else "standard"
@@ -62,6 +75,20 @@ def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ra
     steps = {"run": 4, "checkpoint": 4, "export": None, "import": 0, "converted": 0}
     assert facts["step"] == steps[name]
     assert "optimizer and data begin anew" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value"),
+    [
+        ("diffllm generate", "run", "{run}"),
+        ("python train.py", "resume", "weights:{import}"),
+        ("python train.py", "resume", "weights:{converted}"),
+    ],
+)
+def test_printed_command_names_directory_with_blank_or_quote(sources, command, key, value):
+    lines = [line for line in sources["printed"].splitlines() if command in line]
+    words = [word for line in lines for word in shlex.split(line) if word.startswith(f"{key}=")]
+    assert value.format(**sources) in [parsed_override(word).value() for word in words]
 
 
 def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(corpus, sources, tmp_path):
@@ -98,7 +125,11 @@ def test_what_differs_is_named(corpus, sources, tmp_path):
 
 
 NO_FITS = {
-    "a variant": ("weights:{run}", ["attention=diff_v2"], "attention=diff_v2 out=... converts"),
+    "a variant": (
+        "weights:{run}",
+        ["attention=diff_v2"],
+        "diffllm import 'hf={run}' attention=diff_v2",
+    ),
     "layers": ("weights:{export}", ["model.n_layers=1"], "of another model: layers.1"),
     "scaled": ("weights:{run}", ["model.init_match=write"], "needs model.init_match=none"),
     "tokens": (
@@ -107,7 +138,7 @@ NO_FITS = {
         "of another tokenizer than",
     ),
     "nothing": ("weights:{run}/none", [], "neither a run, one of its checkpoints"),
-    "parameters": ("{import}", [], "holds parameters alone"),
+    "parameters": ("{import}", [], "holds parameters alone; 'resume=weights:{import}/checkpoints"),
 }
 
 
@@ -117,7 +148,7 @@ def test_weights_that_do_not_fit_are_one_line(environment, corpus, sources, tmp_
     words = [*WORDS, f"resume={resume.format(**sources)}", *words]
     ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
     assert ended.code == 2, ended
-    assert said in ended.err.splitlines()[-1]
+    assert said.format(**sources) in ended.err.splitlines()[-1]
     assert ended.err.count("error: ") == 1, ended
     assert not (tmp_path / "run").exists()
 

@@ -1,6 +1,7 @@
 """The runs that a study plans: their state, the chosen learning rates, and their stages."""
 
 import math
+import shlex
 import statistics
 from dataclasses import dataclass
 from functools import cache
@@ -220,7 +221,8 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
     which = "all other runs" if diverged else "all runs"
-    echo(f"{which} of {out} have ended: diffllm study verdict {study.path} out={out}")
+    verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}"])
+    echo(f"{which} of {out} have ended: {verdict}")
     return 1 if diverged else 0
 
 

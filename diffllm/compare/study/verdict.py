@@ -1,6 +1,7 @@
 """The verdict on a study's claim, from its runs and by its rule."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,7 +196,8 @@ def judge(study: Study, out: Path) -> Verdict:
                 planned += wanted
                 advance(1)
     if not any(arm.runs for arm in arms):
-        raise ConfigError(f"{out} has no run of {study.path} that has ended; diffllm study run")
+        start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
+        raise ConfigError(f"{out} has no run of {study.path} that has ended; start with {start}")
     by_name = {arm.name: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]

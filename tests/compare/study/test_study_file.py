@@ -123,7 +123,7 @@ def test_a_file_without_a_mapping_is_refused(tmp_path, text):
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
         (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
-        (["verdict", "{path}", "out=o"], "has no run of"),
+        (["verdict", "{path}", "out=o p"], "start with diffllm study run {path} 'out=o p'"),
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x: choose from basic"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_wrong_command_ends_in_one_line(tmp_path, capsys, monkeypatch, words, 
     path = written(tmp_path, GOOD)
     assert main(["study", *(word.format(path=path) for word in words)]) == 2
     printed = capsys.readouterr()
-    assert said in printed.err
+    assert said.format(path=path) in printed.err
     assert printed.err.count("\n") == 1
 
 

@@ -253,7 +253,7 @@ def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
 
 def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
-    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
+    study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "an out"
     write_rates(study, out, "v2", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
     assert {run.arm for run in next_runs(study, out)} == {"half"}, "the other arms still run"
@@ -262,7 +262,8 @@ def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, c
     assert run_study(study, out, [], []) == 1
     said = capsys.readouterr().out
     assert "arm v2 diverged at every learning rate (0.001, 0.002, 0.004)" in said
-    assert f"all other runs of {out} have ended" in said
+    command = f"diffllm study verdict {study.path} 'out={out}'"
+    assert f"all other runs of {out} have ended: {command}" in said
     assert judge(study, out).verdict == "exploratory"
 
 
