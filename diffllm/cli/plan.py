@@ -7,8 +7,9 @@ diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 par
     gpus=512 gpu=h200 tokens=1e12
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse
@@ -28,22 +29,24 @@ class PlanArguments(Cluster):
 
 
 def plan_command(argv: list[str]) -> None:
+    """Print each part of the plan when it is ready, or everything as JSON at the end."""
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
+    show: Callable[[str], object] = str if args.json else partial(echo, flush=True)
+    show(head_text(made))
     chosen, change = made.cfg.activation_checkpointing, None
-    if not args.json:
-        echo(head_text(made), flush=True)
-    with stages() as say:
-        made = made.simulated(say, chosen, not chosen)
-    if not args.json:
-        echo(f"\nmemory\n{memory_table(made)}", flush=True)
+    for policy, text in ((chosen, speed_text), (not chosen, memory_text)):
+        with stages() as say:
+            made = made.simulated(policy, say)
+        show(text(made))
     if not made.fits:
         with stages() as say:
             change = nearest_change(made, say)
     if args.json:
         echo_json(plan_numbers(made, change))
     else:
-        print_plan(made, change)
+        echo(fit_text(made, change))
+        print_assumptions(made)
 
 
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
@@ -119,18 +122,18 @@ def head_text(made: RunPlan) -> str:
     )
 
 
-def print_plan(made: RunPlan, change: RunPlan | None) -> None:
-    echo("\ncommunication")
+def speed_text(made: RunPlan) -> str:
     rows = []
     for kind, ranks, near, calls, sent, seconds in made.flows:
         over = "inside a node" if near == ranks else f"network, {near} a node"
         ms = f"{1e3 * seconds:,.1f}"
         rows.append([kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms])
-    echo(Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows))
-    echo(fit_text(made, change))
-    echo("\ntime" if made.fits else "\ntime, if it did fit")
-    for line in time_lines(made):
-        echo(f"  {line}")
+    table = Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
+    time = "time" if made.fits else "time, if it did fit"
+    return "\n  ".join([f"\ncommunication\n{table}\n\n{time}", *time_lines(made)])
+
+
+def print_assumptions(made: RunPlan) -> None:
     echo("\nassumed, not measured; each key can be given")
     for key, value, why, given in made.assumptions:
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
@@ -144,7 +147,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def memory_table(made: RunPlan) -> Table:
+def memory_text(made: RunPlan) -> str:
     policies = (False, True)
     chosen = made.cfg.activation_checkpointing
     names = [f"{str(p).lower()}{' (chosen)' if p is chosen else ''}" for p in policies]
@@ -161,7 +164,8 @@ def memory_table(made: RunPlan) -> Table:
         ["peak and reserve", *(gib(step.peak.total + made.reserve) for step in steps)],
         [f"of {made.cluster.device.name}", *[gib(made.memory)] * 2],
     ]
-    return Table.of(["GiB a rank, activation_checkpointing=", *names], rows)
+    table = Table.of(["GiB a rank, activation_checkpointing=", *names], rows)
+    return f"\nmemory\n{table}"
 
 
 def fit_text(made: RunPlan, change: RunPlan | None) -> str:

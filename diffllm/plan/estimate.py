@@ -126,15 +126,13 @@ class RunPlan:
     steps: dict[bool, Step] = field(default_factory=dict)
     """The simulated step by activation checkpointing; `simulated` adds them."""
 
-    def simulated(self, say: Say, *policies: bool) -> "RunPlan":
-        """Return this plan with the simulated step of each activation checkpointing policy."""
-        steps = {}
-        for policy in policies:
-            what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
-            say(f"simulating a step with {' '.join(what)}")
-            cfg = replace(self.cfg, activation_checkpointing=policy)
-            steps[policy] = simulate(cfg, self.cluster.gpus, self.cluster.rank)
-        return replace(self, steps=steps)
+    def simulated(self, policy: bool, say: Say) -> "RunPlan":
+        """Return this plan with the simulated step of an activation checkpointing policy."""
+        what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
+        say(f"simulating a step with {' '.join(what)}")
+        cfg = replace(self.cfg, activation_checkpointing=policy)
+        step = simulate(cfg, self.cluster.gpus, self.cluster.rank)
+        return replace(self, steps={**self.steps, policy: step})
 
     @cached_property
     def model(self) -> Transformer:
@@ -363,6 +361,6 @@ def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
         changed = RunPlan(cfg, overrides, cluster, assumed, words)
         if words == ("activation_checkpointing=true",):
             return replace(changed, steps=plan.steps)
-        return changed.simulated(say, cfg.activation_checkpointing)
+        return changed.simulated(cfg.activation_checkpointing, say)
     except ConfigError:
         return None

@@ -23,7 +23,7 @@ def limited(gib, overrides, words=(), gpus=2):
     kept = [word for word in overrides if word.partition("=")[0] not in changed]
     cluster = Cluster(gpus=gpus, memory_gib=gib, peak_flops=1e12, reserve_gib=0)
     made = plan(cluster, set(), [*kept, *(f"{key}={value}" for key, value in changed.items())])
-    return made.simulated(print, True, False)
+    return made.simulated(True, print).simulated(False, print)
 
 
 EAGER = ["seq_len=512", "activation_checkpointing=false"]
@@ -91,7 +91,7 @@ def test_an_uneven_group_waits_for_the_node_with_the_fewest_of_its_ranks():
 def test_experts_share_a_node_before_shards_and_shards_before_replicas():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
-    made = made.simulated(print, made.cfg.activation_checkpointing)
+    made = made.simulated(made.cfg.activation_checkpointing, print)
     groups = {}
     for call in made.step.calls:
         groups.setdefault(call.kind, set()).add(call.ranks)
