@@ -3,7 +3,8 @@
 The suite claims has retrieval and in-context tasks for the tokenizer and length of a run: needle,
 mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures held-out
 data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
-4 bits). Results are kept below <run>/evaluation/ and not made again.
+4 bits). Results are kept below <run>/evaluation/ and not made again. A sweep ends with one table of
+means over seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
 
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
@@ -20,16 +21,18 @@ import torch
 
 from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
-from diffllm.compare.report.numbers import ascii_minus, in_digits
+from diffllm.compare.report.evaluations import ALL
+from diffllm.compare.report.numbers import ascii_minus, in_digits, with_interval
 from diffllm.config.saved import load_run_config, no_run
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.core.printing import Table, echo, echo_json
+from diffllm.core.printing import Table, echo, echo_json, to_stderr
 from diffllm.data.tasks.task import levels_of
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation.evaluation import Subject
 from diffllm.evaluation.load import decoder
 from diffllm.evaluation.suite import SUITES, Result, chosen, evaluate
+from diffllm.metrics.records import read_record
 
 
 @dataclass
@@ -66,7 +69,8 @@ def evaluate_command(argv: list[str]) -> None:
     evaluations, asked = chosen(args.suite, names, levels)
     asked = replace(asked, seed=args.seed, limit=args.limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Result]] = {}
+    skipped: list[tuple[Path, str]] = []
     for run in runs:
         checkpoints = run / "checkpoints"
         every = [step_of(path) for path in list_checkpoints(checkpoints)] if args.every else []
@@ -75,17 +79,26 @@ def evaluate_command(argv: list[str]) -> None:
             path = checkpoint_path(checkpoints, step)
             tokenizer = Tokenizer.from_file(tokenizer_of(run))
             subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
-            results = dict(evaluate(subject, evaluations, asked))
+            results, too_long = evaluate(subject, evaluations, asked)
             found[str(path if args.every else run)] = results
-            if not args.json:
-                echo(end="\n" * (len(found) > 1))
-                print_scores(run, path.name, results)
+            skipped += [(run, text) for text in too_long]
+            if results and not args.json:
+                imported = "imported" in (read_record(run / "run.json") or {})
+                unknown = ", trained on an unknown corpus" * imported
+                echo(f"{run}, {path.name}{unknown}", flush=True)
+                if runs == [root]:
+                    print_scores(results)
+    if not any(found.values()):
+        raise ConfigError(skipped[0][1])
+    for run, text in skipped:
+        to_stderr(f"{run}: {text}; skipped")
     if args.json:
         echo_json(found[args.run] if list(found) == [args.run] else found)
+    elif runs != [root]:
+        print_comparison(runs, args.step, [each.name for each in evaluations])
 
 
-def print_scores(run: Path, step: str, results: dict[str, Result]) -> None:
-    echo(f"{run}, {step}")
+def print_scores(results: dict[str, Result]) -> None:
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
         own = [(name, result) for name, result in results.items() if result["unit"] == unit]
         scores = [(name, score) for name, result in own for score in result["scores"]]
@@ -93,6 +106,30 @@ def print_scores(run: Path, step: str, results: dict[str, Result]) -> None:
         heads = ["task", "of", "value", "95% interval", *GUESSED * guessed, "examples"]
         rows = [[name, *cells(score, guessed)] for name, score in scores]
         echo(f"\n{unit}\n{Table.of(heads, rows)}")
+
+
+def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
+    """Print scores and gaps by variant, or by another row of the report, as a table per unit."""
+    from diffllm.compare.report.comparison import read
+
+    comparison, _ = read(runs, step=step)
+    lines = [
+        (each, line)
+        for name in names
+        for each in (each for each in comparison.evaluated if each.name == name)
+        for line in each.lines[: 1 if len(names) > 1 and each.lines[0].of == ALL else None]
+    ]
+    heads = ["task", "of", "row", "value", "chance", f"gap to {comparison.baseline}", "seeds"]
+    for unit in dict.fromkeys(each.unit for each, _ in lines):
+        rows = [
+            [each.name, line.of, row.label, in_digits(cell.mean.mean), decimals(line.chance),
+             with_interval(cell.gap, signed=True) if cell.gap else "", str(cell.mean.seeds)]
+            for each, line in lines if each.unit == unit
+            for row, cell in zip(comparison.rows, line.cells, strict=True) if cell
+        ]  # fmt: skip
+        table = ascii_minus(str(Table.of(heads, rows, range(3))))
+        echo(f"\n{unit}, means over seeds; in brackets 95% intervals\n{table}")
+    echo("".join(f"\nnote: {note}" for note in comparison.notes))
 
 
 GUESSED = ("chance", "generated")

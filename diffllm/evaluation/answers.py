@@ -231,7 +231,7 @@ class Answers(Evaluation):
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
         """Return the settings that decide the examples: by default all levels that fit `seq_len`
-        tokens. Raises ConfigError for a wanted level that does not fit."""
+        tokens. Raises DoesNotFit for a wanted level that does not fit, or if no level fits."""
         levels = list(asked.levels.get(self.name, ()))
         count, length = counter(tokenizer), seq_len - 1  # the end of a document comes first
         if levels:

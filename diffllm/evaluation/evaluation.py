@@ -127,11 +127,12 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def all_results(run: Path, problems: dict[str, list[str]]) -> dict[int, Lines]:
+def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
     """Read the first lines of results by step, in order, and by evaluation; add the files that are
-    skipped to `problems`, by reason."""
+    skipped to `problems`, by reason. A `step` other than 0 is the only one that is read."""
     found: dict[int, dict[str, Line]] = {}
-    for file in sorted((run / DIRECTORY).glob(f"step-{'[0-9]' * 8}/*.jsonl")):
+    wanted = f"{step:08d}" if step else "[0-9]" * 8
+    for file in sorted((run / DIRECTORY).glob(f"step-{wanted}/*.jsonl")):
         try:
             found.setdefault(int(file.parent.name[5:]), {})[file.stem] = read_first(file)
         except (OSError, ValueError) as error:

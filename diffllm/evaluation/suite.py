@@ -1,7 +1,7 @@
 """Suites: stored evaluations of a checkpoint, and the tasks that a model is asked in training."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,7 @@ from diffllm.checkpoint.manifest import NAME as MANIFEST
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.files import user_path
-from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level, OwnFile, levels_of
+from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, DoesNotFit, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import (
@@ -94,12 +94,19 @@ def evaluation_named(name: str) -> Evaluation:
 
 def evaluate(
     subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
-) -> Iterator[tuple[str, Result]]:
-    """Yield the result of each evaluation, from its file where it has been made before."""
+) -> tuple[dict[str, Result], list[str]]:
+    """Return the result of each evaluation, from its file if it exists, and why tasks that do not
+    fit the model are skipped."""
+    results: dict[str, Result] = {}
+    skipped = []
     directory = results_of(subject.run, step_of(subject.checkpoint))
     manifest = (subject.checkpoint / MANIFEST).read_bytes()
     for each in evaluations:
-        settings = each.settings(subject, asked)
+        try:
+            settings = each.settings(subject, asked)
+        except DoesNotFit as error:
+            skipped.append(str(error))
+            continue
         key = {
             "evaluation": each.name,
             "checkpoint": hashlib.sha256(manifest).hexdigest(),
@@ -118,7 +125,8 @@ def evaluate(
                 scores.append({**content, "value": finite(score.value), **more})
             first = {"key": key, "unit": each.unit, "scores": scores}
             store_result(file, first, lines)
-        yield each.name, {name: first[name] for name in ("unit", "scores")}
+        results[each.name] = {name: first[name] for name in ("unit", "scores")}
+    return results, skipped
 
 
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":

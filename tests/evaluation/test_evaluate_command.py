@@ -1,6 +1,8 @@
 """`diffllm evaluate`: what it prints, keeps and refuses."""
 
 import json
+import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +84,60 @@ def test_results_are_kept_by_checkpoint_and_settings(
     assert asked == ["icl", "mqar", "icl"]
 
 
-def test_a_sweep_is_all_its_runs(
+def test_sweep_ends_with_one_table_of_means_and_gaps(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("b", "a"):
-        write_weights(tmp_path / "sweep" / name, tokenizer, "seq_len=128", f"seed={ord(name)}")
-    assert main(["evaluate", f"run={tmp_path / 'sweep'}", *FAST, "--json"]) == 0
+    sweep = tmp_path / "sweep"
+    names = [f"{variant}-seed{seed}" for variant in ("diff_v2", "standard") for seed in (0, 1)]
+    for name in names:
+        variant, seed = name.split("-seed")
+        words = ["seq_len=128", f"attention={variant}", f"seed={seed}"]
+        write_weights(sweep / name, tokenizer, *words)
+    words = ["evaluate", f"run={sweep}", *FAST]
+    assert main([*words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert [Path(run).name for run in said] == ["a", "b"]
-    assert said[str(tmp_path / "sweep" / "a")] != said[str(tmp_path / "sweep" / "b")]
+    assert list(said) == [str(sweep / name) for name in names]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[:4] == [f"{sweep / name}, step-00000000" for name in names]
+    table = [line.split() for line in lines if line.startswith(("mqar", "icl"))]
+    mean = ["mean", "of", "all", "levels"]
+    for row, name in zip(table, ("mqar", "mqar", "icl", "icl"), strict=True):
+        assert row[:5] == [name, *mean]
+    assert [row[5] for row in table] == ["standard", "diff_v2"] * 2
+    assert all(row[-1] == "2" for row in table)  # seeds
+    of_seed = [statistics.mean(s["value"] for s in said[str(sweep / name)]["mqar"]["scores"])
+               for name in names]  # fmt: skip
+    means = [statistics.mean(of_seed[2:]), statistics.mean(of_seed[:2])]
+    assert [row[6] for row in table[:2]] == [f"{mean:.3f}" for mean in means]
+    assert table[1][8] == f"{means[1] - means[0]:+.3f}"
+    assert "gap to standard" in text
+    assert main([*words[:2], "tasks=[mqar]", "limit=8"]) == 0
+    assert re.search(r"^mqar  pairs 4 +diff_v2 ", capsys.readouterr().out, re.M)
+
+
+def test_task_that_is_too_long_is_skipped(
+    tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    short = write_weights(runs / "short", tokenizer, "seq_len=16")
+    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
+    why = r"the task mqar needs \d+ tokens, and the model reads 15"
+    line = f"{short}: {why}; skipped\n"
+    for tasks in (f"[mqar,{own}]", f"[{own},mqar]"):
+        assert main(["evaluate", f"run={short}", f"tasks={tasks}", "--json"]) == 0
+        said = capsys.readouterr()
+        assert list(json.loads(said.out)) == ["own"]
+        assert re.fullmatch(line, said.err.splitlines(keepends=True)[-1])
+    assert main(["evaluate", f"run={runs}", "tasks=[mqar]"]) == 2
+    assert re.fullmatch(f"error: {why}\n", capsys.readouterr().err)
+    write_weights(runs / "long", tokenizer, "seq_len=128")
+    assert main(["evaluate", f"run={runs}", "tasks=[mqar]", "limit=8"]) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(line, said.err.splitlines(keepends=True)[-1])
+    assert f"{runs / 'long'}, step-00000000\n\nshare of right answers" in said.out
+    assert str(short) not in said.out.partition("note")[0]
 
 
 def test_the_whole_suite_at_a_length_of_128(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,10 +33,13 @@ class Comparison:
     evaluated: list[Evaluated] = field(default_factory=list)
 
 
-def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Path | None]:
+def read(
+    paths: list[Path], baseline: str | None = None, step: int = 0
+) -> tuple[Comparison, Path | None]:
     """The comparison of all runs in `paths`, and the directory for its report, if any.
 
-    A run that cannot be read becomes a note. Raises ConfigError if no run can be read or none has
+    Evaluations are those of the checkpoint `step`; 0 is each run's newest evaluated checkpoint. A
+    run that cannot be read becomes a note. Raises ConfigError if no run can be read or none has
     the baseline's variant.
     """
     found = find_runs(paths)
@@ -50,13 +53,15 @@ def read(paths: list[Path], baseline: str | None = None) -> tuple[Comparison, Pa
     if not runs:
         more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
         raise ConfigError(f"no run can be read: {unreadable[0]}{more}")
-    comparison = compare(runs, baseline, found.title)
+    comparison = compare(runs, baseline, found.title, step)
     waiting = [note for sweep in found.sweeps for note in sweep_notes(sweep)]
     comparison.notes = unreadable + waiting + comparison.notes
     return comparison, found.home
 
 
-def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Comparison:
+def compare(
+    runs: list[Run], baseline: str | None = None, title: str = "", step: int = 0
+) -> Comparison:
     """Group runs into rows and measure each against the baseline's row with equal other keys.
 
     The default baseline is `standard`, else the first of several rows. Raises ConfigError if no run
@@ -81,7 +86,7 @@ def compare(runs: list[Run], baseline: str | None = None, title: str = "") -> Co
     if alone and len(rows) > 1:
         notes.append(f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys.")
     notes += fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
-    evaluated = evaluations(rows, notes)
+    evaluated = evaluations(rows, step, notes)
     for i, row in enumerate(rows):
         gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
         row.equal = {name: gap for name, gap in gaps.items() if gap}

@@ -46,10 +46,11 @@ class Evaluated(NamedTuple):
     """The lowest loss of the held-out sample that all evaluated runs reached."""
 
 
-def evaluations(rows: Sequence[Row], notes: list[str]) -> list[Evaluated]:
-    """Gather the results of the newest evaluated checkpoints; problems are added to `notes`."""
+def evaluations(rows: Sequence[Row], step: int, notes: list[str]) -> list[Evaluated]:
+    """Gather the results of the checkpoints of a step, or for 0 of the newest evaluated ones;
+    problems are added to `notes`."""
     problems: dict[str, list[str]] = {}
-    by_run = {run.path: all_results(run.path, problems) for row in rows for run in row.runs}
+    by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
     notes += [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
     names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
     return [made for name in names if (made := gathered(name, rows, by_run, notes))]

@@ -33,6 +33,10 @@ MOST_LEVELS = 1000
 LARGEST = 2**28
 
 
+class DoesNotFit(ConfigError):
+    """A task or a level whose examples are too long for a model."""
+
+
 @dataclass(frozen=True)
 class Example:
     """A text, and possible continuations, one of which is right."""
@@ -107,7 +111,7 @@ class Task(ABC):
         return example.prompt, example.candidates[example.answer]
 
     def fitting(self, length: int, count: Count) -> list[Level]:
-        """List the levels that fit into `length` tokens; raises ConfigError for none."""
+        """List the levels that fit into `length` tokens; raises DoesNotFit for none."""
         found, sizes = [], []
         for level in self.levels(length):
             sizes.append(self.longest(level, count))
@@ -117,11 +121,11 @@ class Task(ABC):
                 break  # those behind it are longer still
         if not found:
             needs = f"{min(sizes)} tokens" if sizes else "more"
-            raise ConfigError(f"the task {self.name} needs {needs}, and the model reads {length}")
+            raise DoesNotFit(f"the task {self.name} needs {needs}, and the model reads {length}")
         return found
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
-        """Raise ConfigError for a level that is invalid or does not fit into `length` tokens."""
+        """Raise ConfigError for an invalid level, DoesNotFit for one of over `length` tokens."""
         known = self.settings(length)
         for level in levels:
             if not {*known} - {*self.optional} <= level.keys() <= {*known}:
@@ -133,7 +137,7 @@ class Task(ABC):
             except (ValueError, IndexError, TypeError, ArithmeticError) as error:
                 raise ConfigError(f"level: {self.name} has no {dict(level)}: {error}") from error
             if tokens > length:
-                raise ConfigError(
+                raise DoesNotFit(
                     f"the task {self.name} at {dict(level)} needs {tokens} tokens, and the model "
                     f"reads {length}"
                 )
