@@ -16,6 +16,7 @@ from diffllm.checkpoint.hf.safetensors import (
 )
 from diffllm.cli.arguments import RunArguments, argument, parse, plugins_argument
 from diffllm.config import TrainConfig
+from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import printed_override
 from diffllm.core.errors import ConfigError
@@ -166,7 +167,7 @@ def import_command(argv: list[str]) -> None:
         from diffllm.interop.imports import import_model
     out = Path(args.out)
     origin = import_model(args.hf, out, args.attention, args.perturb, args.seed)
-    model = origin.model
-    echo(f"{origin.attention}, {model.n_layers} layers of {model.dim}: {out}")
+    size = f"{totals(origin.model)['params'] / 1e6:,.2f}M parameters"
+    echo(f"{origin.name}: {size}, {origin.attention}: {out}")
     weights = printed_override("resume", f"weights:{out}")
     echo(f"python train.py {weights} data.paths=[...] continues from it")

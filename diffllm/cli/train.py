@@ -21,8 +21,7 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from diffllm.cli import hint  # noqa: E402
 from diffllm.config import load_config  # noqa: E402
-from diffllm.config.compose import compose_config  # noqa: E402
-from diffllm.config.origin import with_origin  # noqa: E402
+from diffllm.config.origin import compose_with_origin  # noqa: E402
 from diffllm.config.overrides import one_line  # noqa: E402
 from diffllm.config.plugins import load_plugins, take_directories  # noqa: E402
 from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
@@ -66,7 +65,7 @@ def train_command(argv: list[str] | None = None) -> int:
             with result():
                 echo(help_text(args.overrides))
         elif args.cfg:
-            cfg = compose_config(with_origin(args.overrides))
+            cfg = compose_with_origin(args.overrides)
             try:
                 text = OmegaConf.to_yaml(cfg, resolve=args.resolve)
             except OmegaConfBaseException as error:

@@ -5,14 +5,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from diffllm.config.compose import (
-    compose_config,
     steps_to_train,
     typed_config,
     variant_config,
     variants,
 )
 from diffllm.config.matching import match, widened
-from diffllm.config.origin import with_origin
+from diffllm.config.origin import compose_with_origin
 from diffllm.config.overrides import check_choice
 from diffllm.config.plugins import load_plugins, plugins_in
 from diffllm.config.schema import MOST_STEPS, TrainConfig, check_paths
@@ -43,7 +42,7 @@ def load_config(
 
 
 def without_imports(words: list[str]) -> TrainConfig:
-    return solved(compose_config(with_origin(words)), words)
+    return solved(compose_with_origin(words), words)
 
 
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:

@@ -4,15 +4,18 @@ PATH is a run directory, one of its checkpoints, or a directory of transformers.
 """
 
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
-from diffllm.config.compose import variant_config, variants
+from diffllm.config.compose import compose_config, variant_config, variants
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.schema import OF_WEIGHTS
@@ -20,6 +23,7 @@ from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.data.tokenizer import tokenizer_of
+from diffllm.metrics.records import read_record
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
 
@@ -38,11 +42,13 @@ class Origin:
     model: ModelConfig
     chosen: str | None = None
     """The YAML of a run's attention."""
-    shape: str | None = None
-    """The YAML of a run's shape, whose learning rate goes with it."""
+    name: str = ""
+    """The YAML of a run's shape; from elsewhere, the name of the directory or of the repository."""
     run: Path | None = None
     """Its run directory; None for a model from elsewhere."""
     directory: ModelDirectory | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The facts in the run's run.json."""
 
     @cached_property
     def attention(self) -> str:
@@ -62,6 +68,12 @@ class Origin:
         assert self.run
         return tokenizer_of(self.run)
 
+    @property
+    def architecture(self) -> str | None:
+        """The class of transformers that the model was imported from; None for a run of ours."""
+        imported = self.facts.get("imported") or {}
+        return self.directory.architecture if self.directory else imported.get("architecture")
+
     def checkpoint(self) -> Path | None:
         """Return the verified checkpoint, None without a run; raises CheckpointError."""
         if self.run is None:
@@ -75,14 +87,20 @@ def origin_of(path: Path) -> Origin:
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
             chosen = cfg.run.choices
-            return Origin(path, cfg.model, chosen["attention"], chosen["model"], run)
+            facts = read_record(run / "run.json") or {}
+            return Origin(path, cfg.model, chosen["attention"], chosen["model"], run, facts=facts)
     if (path / CONFIG).is_file():
-        directory = ModelDirectory(path)
-        return Origin(path, directory.model, directory=directory)
+        directory, name = ModelDirectory(path), name_from(path)
+        return Origin(path, directory.model, name=name, directory=directory)
     missing = ": it does not exist" * (not path.exists()) + similar_path(path, os.path.isdir)
     raise CheckpointError(
         f"{path} is neither a run, one of its checkpoints nor a model directory{missing}"
     )
+
+
+def name_from(path: Path) -> str:
+    """Return the name of a directory, as a run's name may contain it."""
+    return re.sub(r"[^\w.,+-]+", "-", path.absolute().name).lstrip(".") or "model"
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
@@ -101,20 +119,26 @@ def named_in(resume: str) -> Path | None:
     return user_path(path, f"resume={OF_WEIGHTS}".removesuffix("="))
 
 
-def with_origin(words: list[str]) -> list[str]:
-    """Put the overrides that `resume=weights:PATH` implies before a command line, which wins."""
+def compose_with_origin(words: list[str]) -> DictConfig:
+    """Compose a config with the overrides that `resume=weights:PATH` implies, before a command
+    line, which wins."""
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
     if path is None:
-        return words
-    return [*implied(origin_of(path), given), *words]
+        return compose_config(words)
+    origin = origin_of(path)
+    composed = compose_config([*implied(origin, given), *words])
+    if "model" not in given:
+        composed.run.choices["model"] = origin.name
+    return composed
 
 
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
     """Return the overrides for the model and tokenizer of weights, unless `given` has its own."""
     words = []
     if "model" not in given:
-        words += [f"model={origin.shape}"] if origin.shape else []
+        if not origin.architecture:  # the learning rate goes with the YAML of a run's shape
+            words.append(f"model={origin.name}")
         words += [
             f"model.{key}={as_text(value)}"
             for key, value in flatten(yaml_dict(origin.model)).items()

@@ -15,7 +15,7 @@ from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.config import load_config
-from diffllm.config.origin import Origin, implied, origin_of
+from diffllm.config.origin import Origin, implied, name_from, origin_of
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import check_absent, new_directory, user_path
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files
@@ -42,17 +42,17 @@ def import_model(
     check_absent(out, "out")
     path, facts = locate_model(source)
     origin = origin_of(path)
+    if "revision" in facts:
+        origin.name = name_from(Path(facts["from"]))  # the directory has the name of a commit
     checkpoint = origin.checkpoint()
     new, made = origin, None
-    facts |= {"attention": origin.attention}
+    facts |= {"attention": origin.attention, "architecture": origin.architecture}
     if attention is not None:
         model, made = converted(origin.model, attention, perturb, seed)
         new = replace(origin, model=model, chosen=None)
         facts |= {"converted": attention, "perturb": perturb, "seed": seed}
     elif perturb:
         raise ConfigError(f"perturb={perturb} is for attention=diff_v2")
-    if origin.directory:
-        facts |= {"architecture": origin.directory.architecture}
     tokenizer = origin.tokenizer
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
@@ -111,5 +111,5 @@ def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])
     cfg.data.tokenizer = str((out / tokenizer.name).absolute())
-    cfg.run.name = out.name
+    cfg.run.name, cfg.run.choices["model"] = out.name, origin.name
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))

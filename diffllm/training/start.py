@@ -229,4 +229,5 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     changes = changes_to(origin.model, t.cfg.model, OF_A_RUN)
     differs = changes_text({f"model.{key}": pair for key, pair in changes.items()}) or None
     step = read_state(path)["step"] if origin.run else None
-    return {"path": str(path), "step": step, "differs": differs}
+    corpus = origin.facts.get("corpus")
+    return {"path": str(path), "step": step, "differs": differs, "corpus": corpus}

@@ -44,9 +44,9 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     if weights := facts.get("weights"):
         of_step = "" if weights["step"] is None else f", step {weights['step']:,}"
         differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
-        lines.append(
-            f"weights of {weights['path']}{of_step}{differs}; optimizer and data begin anew"
-        )
+        unknown = "" if weights["corpus"] else ", trained on an unknown corpus"
+        origin = f"weights of {weights['path']}{of_step}{unknown}{differs}"
+        lines.append(f"{origin}; optimizer and data begin anew")
     lines.append(
         f"{choices['data']}: {train.tokens:,} training tokens{predicted}, {heldout_text(data)}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "

@@ -19,6 +19,7 @@ from tiers import slow_but
 
 from diffllm.cli import main
 from diffllm.config.compose import parsed_override
+from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import printed_override
 
 WORDS = (
@@ -75,6 +76,7 @@ def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ra
     steps = {"run": 4, "checkpoint": 4, "export": None, "import": 0, "converted": 0}
     assert facts["step"] == steps[name]
     assert "optimizer and data begin anew" in said
+    assert ("trained on an unknown corpus" in said) == (name not in ("run", "checkpoint"))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,9 @@ def test_the_model_and_the_tokenizer_come_from_there(environment, corpus, source
     assert ended.code == 0, ended
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
     assert "differs:" not in ended.out
+    assert "standard / hf: " in ended.out
+    assert f"weights of {sources['export']}, trained on an unknown corpus;" in ended.out
+    assert load_run_config(tmp_path / "run").run.choices["model"] == "hf"
 
 
 def test_what_differs_is_named(corpus, sources, tmp_path):

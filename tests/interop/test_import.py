@@ -86,6 +86,25 @@ def test_shards_and_bf16_are_read(tmp_path, tokenizer, options):
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
 
 
+def test_imported_model_keeps_its_name_and_has_an_unknown_corpus(tmp_path, tokenizer, capsys):
+    saved("llama", tmp_path / "my llama", tokenizer)
+    run, two = tmp_path / "run", tmp_path / "two"
+    assert main(["import", f"hf={tmp_path / 'my llama'}", f"out={run}"]) == 0
+    assert "my-llama: 0.08M parameters, standard" in capsys.readouterr().out
+    assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
+    for path in (run, two):
+        assert load_run_config(path).run.choices["model"] == "my-llama"
+        assert main(["count", f"resume=weights:{path}"]) == 0
+        assert "my-llama, seq_len" in capsys.readouterr().out
+    assert main(["evaluate", f"run={run}", "tasks=[mqar]", "limit=2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run}, step-00000000, trained on an unknown corpus\n")
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "<dt>corpus</dt><dd>unknown</dd>" in page
+    assert "stdlib" not in page
+
+
 def parameters(run: Path) -> dict[str, Tensor]:
     model, _ = diffllm.load_model(run)
     return {**dict(model.named_parameters()), **model.router_state()}

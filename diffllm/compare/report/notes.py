@@ -1,6 +1,9 @@
 """The sentences of a report: about gaps and losses of rows, about runs, and what was run."""
 
+from typing import Any
+
 from diffllm.compare.report.keys import (
+    CORPUS,
     FACTS,
     HELDOUT,
     MATCHES,
@@ -166,11 +169,18 @@ def speed_notes(runs: list[Run]) -> list[str]:
     return [said] if found else []
 
 
+def setting_of(run: Run, key: str) -> Any:
+    """The value of a fact or of a config key; the corpus of an imported model is "unknown"."""
+    if "imported" in run.facts and key in ("corpus", *CORPUS):
+        return "unknown" if key == "corpus" else None
+    return run.facts.get(key, run.config.get(key))
+
+
 def settings(rows: list[Row]) -> dict[str, str]:
     runs = [run for row in rows for run in row.runs]
     found = {
-        key: [value_text(key, run.facts.get(key, run.config.get(key))) for run in runs
-              if run.facts.get(key, run.config.get(key)) not in (None, [], "")]
+        key: [value_text(key, value) for run in runs
+              if (value := setting_of(run, key)) not in (None, [], "")]
         for key in SETTINGS
     }  # fmt: skip
     gits = [git for run in runs if isinstance(git := run.facts.get("git"), dict)]

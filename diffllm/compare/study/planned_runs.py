@@ -18,10 +18,10 @@ from diffllm.compare.sweep.command import Place, join_ranks, run_here
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
-from diffllm.config.compose import LENGTHS, compose_config
+from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
 from diffllm.config.matching import totals
-from diffllm.config.origin import with_origin
+from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import changes_to, load_run_config, plugin_changes
 from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
@@ -81,7 +81,7 @@ def config_of_planned(planned: Planned) -> TrainConfig:
 @cache
 def config_of_arm(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
     """Cached, because Hydra takes 0.1 s to compose a config."""
-    return compose_config(with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr]))
+    return compose_with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr])
 
 
 def read_mark(path: Path) -> str | None:
