@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, printable
+from diffllm.core.printing import to_stderr
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096 - 128
 """Limits in bytes; a run writes names of up to 128 bytes below its directory."""
@@ -227,9 +228,10 @@ def holder(path: Path) -> str:
     return "another process"
 
 
-def hold(path: Path, kind: str, instead: str) -> FileLock:
+def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
     """Make a directory and lock it until this process ends; raises ConfigError if it cannot.
 
+    With `wait` this waits until another process releases the directory, else raises InUseError.
     Messages call the directory `kind`, as in "run directory", and tell to change the key `instead`.
     """
     made, lock = missing(path), path / ".lock"
@@ -237,7 +239,10 @@ def hold(path: Path, kind: str, instead: str) -> FileLock:
         path.mkdir(parents=True, exist_ok=True)
         return acquire(lock, wait=False)
     except Timeout:
-        raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
+        if not wait:
+            raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
+        to_stderr(f"waiting until {holder(lock)} releases {path}")
+        return acquire(lock)
     except OSError as error:
         for part in made:
             with suppress(OSError):  # it was not made, or others use it by now

@@ -50,10 +50,12 @@ class RunDirectory:
         self.path, self.cfg = path, cfg
         self.changes: Changes = {}
         self.made = missing(path)
-        self.lock = hold(path, "run directory", "run.dir=...")
+        # A sweep or a study waits for the run of a killed one, which still saves.
+        self.lock = hold(path, "run directory", "run.dir=...", "DIFFLLM_SWEEP_JOB" in os.environ)
 
     def check(self) -> None:
         """Compare the config with the existing run, if any; write no file."""
+        check_kind(self.path, "run", "run.dir" if self.cfg.run.dir else "run.name")
         check_own_files(self.path)
         if self.cfg.resume == "never" and self.has_run:
             raise ConfigError(f"{self.path} holds a run and resume=never; use another run.name")
@@ -125,6 +127,21 @@ class RunDirectory:
 
     def finish(self, summary: dict[str, Any]) -> None:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def kind_of(path: Path) -> str | None:
+    """Return "run", "sweep" or "study" for a directory of one, else None."""
+    if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
+        return "run"
+    if (record := read_record(path / "sweep.json")) is None:
+        return None
+    return "study" if "run.study=" in str(record.get("runs")) else "sweep"
+
+
+def check_kind(path: Path, kind: str, key: str) -> None:
+    """Raise ConfigError, which names `key`, for the directory of anything but a `kind`."""
+    if (found := kind_of(path)) not in (None, kind):
+        raise ConfigError(f"{path} is a {found}, not a {kind}; choose another {key}")
 
 
 def check_own_files(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""A study that is really run: stopped, gone on with, judged."""
+"""A study that is run as a user runs it: stopped, resumed, judged."""
 
 import json
 import os
@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S
-from runs.command import command, tool_command, wait_for
+from runs.command import (
+    assert_same_weights,
+    command,
+    metric_lines,
+    tool_command,
+    wait_for,
+)
 
 from diffllm.config.saved import load_run_config
 
@@ -34,29 +40,58 @@ def ended(out: Path) -> set[str]:
     return {str(file.parent.relative_to(out)) for file in out.glob("**/summary.json")}
 
 
-def test_a_study_is_stopped_gone_on_with_and_judged(tmp_path, tiny, environment):
+RATES = [f"rates/{arm}-lr{lr}-seed7" for arm in ("whole", "half") for lr in ("0.001", "0.002")]
+DECIDING = [f"{arm}-seed{seed}" for arm in ("whole", "half") for seed in (0, 1)]
+STOPS = [
+    ("run 1 of ", "KILL"),
+    ("run 2 of ", "TERM"),
+    ("run 1 of ", "INT"),
+    ("out: 4 runs to go", "KILL"),  # the first stage has ended
+    ("run 2 of ", "KILL"),
+]
+"""Lines of the output, and the signals that follow."""
+
+
+def written(out: Path) -> dict[str, int]:
+    return {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended(out)}
+
+
+def test_study_resumes_after_any_stop_with_equal_results_and_is_judged(tmp_path, tiny, environment):
     path, out = study_file(tmp_path / "study.yaml", tiny), tmp_path / "out"
     words = tool_command(["study", "run", str(path), f"out={out}"])
-    process = subprocess.Popen(
-        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
-    )  # fmt: skip
-    wait_for(lambda: len(ended(out)) > 1, process, "two ended runs")
-    os.kill(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 128 + signal.SIGINT, output
-    assert "the same command resumes them" in output
-    before = {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended(out)}
-    assert all(name.startswith("rates/") for name in before)
+    before: dict[str, int] = {}
+    for line, name in STOPS:
+        process = subprocess.Popen(
+            words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        assert any(line in said for said in iter(process.stdout.readline, "")), line
+        wait_for(lambda: any(out.rglob("config.yaml")), process, "begun run")
+        number = getattr(signal, f"SIG{name}")
+        os.kill(process.pid, number)
+        if name == "KILL":  # the run itself still saves, and holds its directory
+            process.wait(PATIENCE_S)
+        else:
+            output = process.communicate(timeout=PATIENCE_S)[0]
+            assert process.returncode == 128 + number, output
+            assert "the same command resumes them" in output
+        assert written(out).items() >= before.items(), line
+        before = written(out)
 
     result = command(words, tmp_path, environment)
-    assert result.code == 0, result.err
+    assert result.code == 0, result
     assert "all runs of" in result.out
-    assert {name: (out / name / "summary.json").stat().st_mtime_ns for name in before} == before
-    assert ended(out) == {
-        *(f"rates/{arm}-lr{lr}-seed7" for arm in ("whole", "half") for lr in ("0.001", "0.002")),
-        *(f"{arm}-seed{seed}" for arm in ("whole", "half") for seed in (0, 1)),
-    }
+    assert written(out).items() >= before.items()
+    assert ended(out) == {*RATES, *DECIDING}
+
+    undisturbed = tmp_path / "undisturbed"
+    again = tool_command(["study", "run", str(path), f"out={undisturbed}"])
+    assert command(again, tmp_path, environment).code == 0
+    for name in (*RATES, *DECIDING):
+        assert metric_lines(out / name) == metric_lines(undisturbed / name), name
+        step = metric_lines(out / name)[-1]["step"]
+        assert_same_weights(out / name, undisturbed / name, step)
+
     mark = load_run_config(out / "half-seed0").run.study
     assert mark
     assert mark.split("/")[1:] == ["deciding", "half"]

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from diffllm.compare.report.runs import find_runs
 from diffllm.compare.study.file import Study
 from diffllm.compare.sweep.cluster import ClusterLauncher
-from diffllm.compare.sweep.command import Place, join_ranks, run_here
+from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
 from diffllm.compare.sweep.job import Job
 from diffllm.compare.sweep.plan import SweepDirectory
 from diffllm.config import TrainConfig
@@ -185,17 +185,16 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
     def begin() -> Place:
         cluster = ClusterLauncher.of(launcher, world.size, f"run.sweep={out.name}")
         check_study_runs(study, out, cluster.world_size if cluster else world.size)
-        directory = SweepDirectory(out)
+        directory = SweepDirectory(out, "study")
         directory.hold()
         return directory, cluster
 
     _, place = world.broadcast_and_keep("study", lambda: (None, begin()))
-    failed: list[str] = []
-    stopped = 0
+    unfinished = stopped = 0
 
     def stage() -> list[dict[str, Any]]:
         assert place
-        return [] if failed or stopped else next_jobs(study, place[0], added)
+        return [] if unfinished or stopped else next_jobs(study, place[0], added)
 
     for number in count():
         jobs = [Job(**job) for job in world.broadcast_from_rank0(f"stage/{number}", stage)]
@@ -207,14 +206,10 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         echo(f"{out}: {len(jobs)} runs to go in this stage", flush=True)
         directory, cluster = place
         stopped, endings = cluster.run(jobs, directory) if cluster else run_here(jobs, world)
-        for job in (job for job in jobs if not is_ended(Path(job.path))):
-            failed.append(job.name)
-            ending = endings.get(job.name)
-            echo(f"{job.path}: {ending.state if ending else 'not started'}")
+        unfinished = print_outcomes(jobs, endings, directory)
     if place is None:
         return 0
-    if failed or stopped:
-        echo(f"{len(failed)} runs did not end; the same command resumes them")
+    if unfinished or stopped:
         return 128 + stopped if stopped else 1
     diverged = [choice for choice in choose_all(study, out) if choice.lr is None]
     for choice in diverged:
@@ -260,11 +255,8 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
     for planned in first_runs(study):
-        try:
-            config_of_planned(planned).check_world(world_size)
-        except ConfigError as error:
-            raise ConfigError(f"arm {planned.arm}: {error}") from error
-    for path in (out / name for name in SweepDirectory(out).record["runs"]):
+        config_of_planned(planned).check_world(world_size)
+    for path in (out / name for name in SweepDirectory(out, "study").record["runs"]):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
     for planned in next_runs(study, out):

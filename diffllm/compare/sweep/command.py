@@ -122,7 +122,8 @@ def print_outcomes(jobs: list[Job], endings: dict[str, Ending], directory: Sweep
             echo(f"{'':<{width}}  log {job.log}")
     if unfinished:
         lost = f", {failed} failed" if failed else ""
-        again = f"the same command with run.sweep={directory.path.name} resumes them"
+        named = f" with run.sweep={directory.path.name}" * (directory.kind == "sweep")
+        again = f"the same command{named} resumes them"
         echo(f"{unfinished} of {len(jobs)} runs did not finish{lost}; {again}")
     return unfinished
 

@@ -6,7 +6,6 @@ import json
 import re
 from contextlib import suppress
 from enum import Enum
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import hydra
 from diffllm.config.loading import without_imports
 from diffllm.config.overrides import COMPOSING, GROUPS, check_shared, explain, one_line
-from diffllm.config.saved import differences
+from diffllm.config.saved import differences, load_run_config
 from diffllm.config.schema import is_allowed, what_differs
+from diffllm.config.yaml_file import as_text
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError, UserError
 from diffllm.core.files import check_length, hold, missing, take_back, why_no_file, write_atomic
 from diffllm.metrics.records import read_record
-from diffllm.training.directory import LONGEST_NAME, choose_path, ending
+from diffllm.training.directory import LONGEST_NAME, check_kind, choose_path, ending
 
 LONGEST = 40
 
@@ -100,12 +100,19 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
     """
     labels, parts = short_labels(keys), []
     for key in keys:
-        value = cfg.run.choices[key] if key in GROUPS else attrgetter(key.lstrip("+"))(cfg)
-        parts.append(label_value(labels[key], value))
+        parts.append(label_value(labels[key], value_of(cfg, key)))
     name = "-".join(parts) or "run"
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def value_of(cfg: TrainConfig, key: str) -> Any:
+    """Return the value of a key, enums by name; None if the config lacks the key."""
+    value: Any = cfg
+    for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value.name if isinstance(value, Enum) else value
 
 
 def short_labels(keys: list[str]) -> dict[str, str]:
@@ -123,8 +130,7 @@ def label_value(label: str, value: Any) -> str:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
-    text = value.name if isinstance(value, Enum) else value
-    text = text if isinstance(text, str) else json.dumps(text)
+    text = value if isinstance(value, str) else json.dumps(value)
     safe = re.sub(r"[^A-Za-z0-9_.+-]+", "_", text).strip("_")
     if safe != text or len(safe) > LONGEST:
         digest = hashlib.sha256(text.encode()).hexdigest()[:6]
@@ -138,16 +144,16 @@ class SweepDirectory:
     sweep.json has the keys that name its runs, and for each run the overrides of these keys.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.file = path, path / "sweep.json"
-        self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}}
-        found = read_record(self.file) or {}
-        self.record |= {name: value for name, value in found.items() if value is not None}
+    def __init__(self, path: Path, kind: str = "sweep"):
+        self.path, self.kind, self.file = path, kind, path / "sweep.json"
+        check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
+        found = {k: v for k, v in (read_record(self.file) or {}).items() if v is not None}
+        self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}, **found}
 
     def hold(self) -> None:
         self.made = missing(self.path)
         self.lock = hold(self.path, "sweep directory", "another run.sweep")
-        if SweepDirectory(self.path).record != self.record:
+        if SweepDirectory(self.path, self.kind).record != self.record:
             raise InUseError(f"sweep {self.path} has just been started by another process")
 
     def withdraw(self) -> None:
@@ -172,18 +178,23 @@ def plan_sweep(
     loaded[0].run.name = "run"
     directory = SweepDirectory(choose_path(loaded[0]).parent)
     keys = naming_keys(directory, swept, by_key)
+    begun = begun_runs(directory)
+    names = {name_run(cfg, keys): name for name, cfg in begun.items()}
     for job, cfg in zip(jobs, loaded, strict=True):
         cfg.check_world(world_size)
-        cfg.run.name = name = name_run(cfg, keys)
+        name = name_run(cfg, keys)
+        cfg.run.name = name = names.get(name, name)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
         cfg.run.swept = keys
         words[name], configs[name] = job, cfg  # two spellings of a value are one run
     directory.hold()
     try:
+        if keys != directory.record["keys"]:  # runs that have not begun get other names
+            known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
+            directory.record |= {"keys": keys, "runs": known}
         check_runs(directory, configs, overrides)
         for name, job in words.items():
             directory.record["runs"][name] = [job[by_key.index(key)] for key in keys]
-        directory.record["keys"] = keys
         directory.write()
     except UserError:
         directory.withdraw()
@@ -200,20 +211,33 @@ def plan_sweep(
 
 
 def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
-    keys = directory.record["keys"]
-    if keys is None:
-        return swept
-    if set(swept) <= set(keys) <= set(given):
-        return keys
-    over, now = (", ".join(names) or "nothing" for names in (keys, swept))
-    raise ConfigError(f"{directory.path} is a sweep over {over}, not over {now}; use another name")
+    """Return the keys that name the runs: the sweep's own, then keys that are swept anew."""
+    keys = directory.record["keys"] or []
+    if not {*keys} <= {*given}:
+        raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; give values of all")
+    return [*keys, *(key for key in swept if key not in keys)]
+
+
+def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
+    """Return the configs of the sweep's runs by name, without those that cannot be read."""
+    begun = {}
+    for name in directory.record["runs"]:
+        with suppress(CheckpointError):  # not begun, or damaged: the run itself reports damage
+            begun[name] = load_run_config(directory.path / name)
+    return begun
+
+
+def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
+    """Return the overrides that give `keys` the values of a run."""
+    values = {key: value for key in keys if (value := value_of(cfg, key)) is not None}
+    return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
 
 
 def check_runs(
     directory: SweepDirectory, configs: dict[str, TrainConfig], overrides: list[Override]
 ) -> None:
     keys = directory.record["keys"]
-    fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in (keys or [])]
+    fixed = [str(o.input_line) for o in overrides if o.get_key_element() not in keys]
     there = {}
     for name, swept in directory.record["runs"].items():
         if name not in configs and (directory.path / name / "config.yaml").is_file():

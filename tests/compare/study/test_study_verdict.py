@@ -188,7 +188,9 @@ def test_runs_on_other_text_packages_or_plugins_are_not_comparable(tmp_path, hal
 def test_study_with_runs_of_other_plugin_code_is_not_extended(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
-    (tmp_path / "out" / "sweep.json").write_text('{"runs": {"half-seed0": []}}')
+    (tmp_path / "out" / "sweep.json").write_text(
+        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}'
+    )
     with pytest.raises(
         ConfigError, match=r"half-seed0 was made with other plugin code \(plugins: "
     ):

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from runs.command import clean_environment, snapshot, tool
+from runs.written import study_file, write_run
 
 from diffllm.cli.train import train_command
+from diffllm.compare.study.planned_runs import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job, last_error
 from diffllm.compare.sweep.plan import SweepDirectory, plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
+
+RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +91,75 @@ def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
-def test_another_key_is_refused() -> None:
+def test_sweep_without_values_of_its_keys_is_refused() -> None:
     planned("seed=0,1")
-    with pytest.raises(ConfigError, match="a sweep over seed, not over seed, attention"):
-        planned("seed=0,1", "attention=gated,standard")
-    with pytest.raises(ConfigError, match="a sweep over seed, not over nothing"):
-        planned()
+    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; give values of all"):
+        planned("attention=gated,standard")
+
+
+VARIANTS = "attention=standard,gated"
+
+
+@pytest.mark.parametrize(
+    ("first", "more", "expected"),
+    [
+        (["seed=0"], ["seed=0,1"], {"run": True, "seed1": False}),
+        (
+            [VARIANTS],
+            [VARIANTS, "seed=0,1"],
+            {"standard": True, "standard-seed1": False, "gated": True, "gated-seed1": False},
+        ),
+        (
+            ["seed=0,1", "attention=gated", "optim=adamw"],
+            ["seed=1,2", VARIANTS, "optim=adamw"],
+            {"seed1-standard": False, "seed1": True, "seed2-standard": False, "seed2-gated": False},
+        ),
+    ],
+)
+def test_key_of_one_value_gets_more_and_ended_runs_stay(
+    first: list[str], more: list[str], expected: dict[str, bool]
+) -> None:
+    pretend(planned(*first))
+    for _ in range(2):  # the second plan reads what the first one has recorded
+        assert states(planned(*more)) == expected
+    with pytest.raises(ConfigError, match=r"weight_decay: 0\.1 there, 0\.2 here"):
+        planned(*more, "optim.weight_decay=0.2")
+    pretend([run for run in planned(*more) if not run["finished"]])
+    assert states(planned(*more)) == dict.fromkeys(expected, True)
+
+
+STUDY = ["study", "run", "s.yaml", "out=outputs/mine"]
+OTHER_KINDS = [
+    ("run", ["train", "-m", "seed=0,1", "run.sweep=mine"], "sweep; choose another run.sweep"),
+    ("run", STUDY, "study; choose another out"),
+    ("sweep", ["train", "run.name=mine"], "run; choose another run.name"),
+    ("sweep", ["train", "run.dir=outputs/mine"], "run; choose another run.dir"),
+    ("sweep", STUDY, "study; choose another out"),
+    ("study", ["train", "run.name=mine"], "run; choose another run.name"),
+    ("study", ["train", "-m", "run.sweep=mine"], "sweep; choose another run.sweep"),
+]
+
+
+@pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
+def test_directory_of_another_kind_is_refused_and_unchanged(
+    workplace: Path, there: str, words: list[str], said: str
+) -> None:
+    study = study_file(workplace / "s.yaml", RULE)
+    if there == "run":
+        write_run(Path("outputs/mine"))
+    elif there == "sweep":
+        pretend(planned("seed=0,1"))
+    else:
+        directory = SweepDirectory(Path("outputs/mine"), "study")
+        directory.hold()
+        next_jobs(study, directory, [])
+        directory.lock.release()
+    before = snapshot(workplace)
+    added = [] if words == STUDY else ["model=tiny"]
+    result = tool([*words, *added], workplace, clean_environment(workplace / "cache"))
+    assert result.code == 2, result
+    assert result.err == f"error: outputs/mine is a {there}, not a {said}\n"
+    assert snapshot(workplace) == before
 
 
 def test_never_to_resume_is_refused_where_runs_are() -> None:
