@@ -1,16 +1,22 @@
 """The `diffllm` console script: `<command>_command` in one of the modules here for each command."""
 
 import importlib
+import os
 import re
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from decimal import Decimal
+from functools import partial
+from types import FrameType
 
 from diffllm.core import VERSION
-from diffllm.core.errors import UserError, choose_from
+from diffllm.core.errors import AgreedError, ConfigError, UserError, choose_from
 from diffllm.core.printing import echo
+from diffllm.distributed.launcher import own_rank, report_signal
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
 
 COMMANDS = {
@@ -41,6 +47,10 @@ REMOVED_COMMANDS = {
 NO_PLUGINS = ("train", "noise-floor")
 """Commands whose plugins=[...] is not imported here."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code after Ctrl-C."""
+RANK_0_S = 30.0
+"""Seconds for rank 0 to print an error of every rank."""
 
 
 def usage() -> str:
@@ -132,6 +142,9 @@ def run_command(name: str, words: list[str]) -> int:
         lacks = f"{sys.executable} has no module {error.name}"
         raise UserError(f"{lacks}; activate the environment: source .venv/bin/activate") from error
     command = getattr(module, f"{name.replace('-', '_')}_command")
+    if name != "train" and signal.getsignal(signal.SIGINT) is exit_at_once:
+        more = "; the same command resumes" * (name == "prepare")
+        signal.signal(signal.SIGINT, partial(interrupt, f"interrupted{more}"))
     # The result of all others is their output: they fail if it cannot be written.
     makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
     with nullcontext() if makes_files else result():
@@ -139,11 +152,41 @@ def run_command(name: str, words: list[str]) -> int:
     return 0
 
 
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C before a command begins, because imports may lose or wrap an exception."""
+    report_signal("interrupted")
+    os._exit(INTERRUPTED)
+
+
+def interrupt(text: str, number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C in a command, which then removes unfinished files; the next Ctrl-C kills it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    report_signal(text)
+    raise KeyboardInterrupt
+
+
+def report_error(error: UserError, more: str) -> None:
+    """Print an error and a hint on rank 0, or on the only rank that the error concerns."""
+    rank = own_rank()
+    if rank == 0:
+        echo(f"error: {error}{more}", file=sys.stderr)
+    elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
+        echo(f"error: rank {rank}: {error}", file=sys.stderr)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(RANK_0_S)  # torchrun stops all ranks when the first one ends
+
+
 def main(argv: list[str] | None = None, command: str | None = None) -> int:
-    """Run one subcommand, whose exit code is returned; 2 for an error of the user."""
+    """Run one subcommand and return its exit code: 2 for an error of the user, 130 after Ctrl-C.
+
+    Without `argv` the command line counts, and the process ends after this call.
+    """
     open_closed_descriptors()  # before the imports that open files
     args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
     never_fail()
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_at_once)
     try:
         if not args or args[0] in ("-h", "--help", "--version"):
             with result():
@@ -151,5 +194,10 @@ def main(argv: list[str] | None = None, command: str | None = None) -> int:
             return 0 if args else 2
         return run_command(args[0], args[1:])
     except UserError as error:
-        echo(f"error: {error}{hint(args[1:], str(error))}", file=sys.stderr)
+        report_error(error, hint(args[1:], str(error)))
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if before is signal.default_int_handler:  # it prints a traceback while the process ends
+            signal.signal(signal.SIGINT, signal.SIG_DFL if argv is None else before)

@@ -1,8 +1,5 @@
 """diffllm prepare [overrides]: the tokenizer, tokens and packing that a run would make first."""
 
-import signal
-import sys
-
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
 from diffllm.core.printing import echo
@@ -22,11 +19,7 @@ def prepare_command(argv: list[str]) -> None:
         echo(f"{USAGE}\n\n{sections_text(['data', 'prepare'])}")
         return
     cfg = load_config(argv)
-    try:
-        data = prepare(cfg.data, cfg.prepare)
-    except KeyboardInterrupt:
-        echo("stopped; what is done stays, and the same command goes on", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+    data = prepare(cfg.data, cfg.prepare)
     sources = [f"{name}\n{prepared_text(source)}" for name, source in data.sources.items()]
     echo("\n\n".join(sources or [prepared_text(data)]))
     if packed := packing_counts(data, cfg.data, cfg.seq_len):

@@ -1,17 +1,11 @@
 """diffllm train [overrides]: train a decoder, alone or under torchrun; -m for a sweep."""
 
-import os
-import sys
-import time
 import warnings
 from argparse import ArgumentParser
-from contextlib import suppress
 from typing import NoReturn
 
-from diffllm.distributed.launcher import end_with_torchrun, environment, set_variables
-from diffllm.metrics.streams import open_closed_descriptors
+from diffllm.distributed.launcher import end_with_torchrun, set_variables
 
-open_closed_descriptors()  # before the imports that open files
 end_with_torchrun()  # before the imports that take seconds
 set_variables()
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -19,17 +13,13 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 from omegaconf import OmegaConf  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
-from diffllm.cli import hint  # noqa: E402
 from diffllm.config import load_config  # noqa: E402
 from diffllm.config.origin import compose_with_origin  # noqa: E402
 from diffllm.config.overrides import one_line  # noqa: E402
 from diffllm.config.plugins import load_plugins, take_directories  # noqa: E402
-from diffllm.core.errors import AgreedError, ConfigError, LaunchError, UserError  # noqa: E402
+from diffllm.core.errors import ConfigError  # noqa: E402
 from diffllm.core.printing import echo  # noqa: E402
-from diffllm.metrics.streams import never_fail, result  # noqa: E402
-
-RANK_0_S = 30.0
-"""Seconds for rank 0 to print an error of every rank."""
+from diffllm.metrics.streams import result  # noqa: E402
 
 
 class Parser(ArgumentParser):
@@ -48,47 +38,33 @@ class Parser(ArgumentParser):
         raise ConfigError(message)
 
 
-def train_command(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    never_fail()
-    try:
-        config_dirs, argv = take_directories(argv)
-        args, unknown = Parser().parse_known_intermixed_args(argv)  # -m may come after overrides
-        if unknown:
-            raise ConfigError(f"unknown argument {unknown[0]!r}")
-        if args.resolve and not args.cfg:
-            raise ConfigError("--resolve needs --cfg job")
-        load_plugins(args.overrides, config_dirs)
-        if args.help:
-            from diffllm.config.help import help_text
+def train_command(argv: list[str]) -> int:
+    config_dirs, argv = take_directories(argv)
+    args, unknown = Parser().parse_known_intermixed_args(argv)  # -m may come after overrides
+    if unknown:
+        raise ConfigError(f"unknown argument {unknown[0]!r}")
+    if args.resolve and not args.cfg:
+        raise ConfigError("--resolve needs --cfg job")
+    load_plugins(args.overrides, config_dirs)
+    if args.help:
+        from diffllm.config.help import help_text
 
-            with result():
-                echo(help_text(args.overrides))
-        elif args.cfg:
-            cfg = compose_with_origin(args.overrides)
-            try:
-                text = OmegaConf.to_yaml(cfg, resolve=args.resolve)
-            except OmegaConfBaseException as error:
-                raise ConfigError(one_line(error)) from error
-            with result():
-                echo(text, end="")
-        elif args.multirun:
-            from diffllm.compare.sweep.command import run_sweep
+        with result():
+            echo(help_text(args.overrides))
+    elif args.cfg:
+        cfg = compose_with_origin(args.overrides)
+        try:
+            text = OmegaConf.to_yaml(cfg, resolve=args.resolve)
+        except OmegaConfBaseException as error:
+            raise ConfigError(one_line(error)) from error
+        with result():
+            echo(text, end="")
+    elif args.multirun:
+        from diffllm.compare.sweep.command import run_sweep
 
-            return run_sweep(args.overrides, config_dirs)
-        else:
-            from diffllm.cli.run import run_and_report
+        return run_sweep(args.overrides, config_dirs)
+    else:
+        from diffllm.cli.run import run_and_report
 
-            run_and_report(load_config(args.overrides))
-    except UserError as error:
-        rank = 0
-        with suppress(LaunchError):  # variables that make no sense
-            rank = environment()[0]
-        if rank == 0:
-            echo(f"error: {error}{hint(argv, str(error))}", file=sys.stderr)
-        elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
-            echo(f"error: rank {rank}: {error}", file=sys.stderr)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(RANK_0_S)  # torchrun stops all ranks when the first one ends
-        return 2
+        run_and_report(load_config(args.overrides))
     return 0

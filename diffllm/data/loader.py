@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
-from diffllm.data.preparation.workers import ignore_signals
+from diffllm.data.preparation.workers import ignore_signals, signals_blocked
 from diffllm.data.samples import Samples
 from diffllm.data.sequences import Batch
 
@@ -135,6 +134,8 @@ class TrainLoader:
     def _started(self) -> Iterator[Any]:
         """Start the workers without the SIGCHLD handler of torch, which would raise anywhere in the
         main thread; reading notices a dead worker."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         m = self._micro_batch_size
         # Steps follow each other without a gap, and so do the micro-steps in them.
         first = itertools.count(self._start + self._rank * m, self._world_size * m)
@@ -152,7 +153,8 @@ class TrainLoader:
                 **self._options,
             )
         handler = signal.getsignal(signal.SIGCHLD)
-        batches = iter(loader)
+        with signals_blocked():
+            batches = iter(loader)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handler)
         return batches

@@ -7,9 +7,10 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from diffllm.core.errors import LaunchError
+from diffllm.core.errors import LaunchError, printable
 
 FIRST_PORT, PORTS = 12000, 20000
 """The range of ports derived from job ids, below those that Linux gives to clients."""
@@ -43,6 +44,22 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     if r >= n:
         raise LaunchError(f"{rank}={r} must be below {size}={n}")
     return r, n, whole_number(env, local, 0) if local in env else 0
+
+
+def own_rank() -> int:
+    """Return this process's rank; 0 if the launcher's variables do not fit together."""
+    try:
+        return environment()[0]
+    except LaunchError:
+        return 0
+
+
+def report_signal(text: str) -> None:
+    """Write a line to stderr on rank 0, also in a handler that interrupts a write to sys.stderr."""
+    with suppress(OSError):
+        if own_rank() == 0:
+            after_echo = "\n" * os.isatty(2)  # the terminal has printed ^C
+            os.write(2, f"{after_echo}{printable(text)}\n".encode(errors="replace"))
 
 
 def whole_number(env: Mapping[str, str], name: str, least: int) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from diffllm.core.errors import AgreedByAll, DataError
+from diffllm.distributed.launcher import report_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
@@ -33,6 +34,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
+        self.saved: Callable[[], str] = lambda: "nothing is saved"
         self.come = False
         self.previous: dict[int, Any] = {}
         # A handler waits for the main thread to be back from a collective, these bytes do not.
@@ -48,9 +50,12 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received, number
         if again and number == signal.SIGINT:
+            report_signal(f"stopped at once; {self.saved()}")
             raise KeyboardInterrupt
         if not again and not self.deferred:
             raise StoppedEarly(signal.Signals(number))
+        if number == signal.SIGINT:
+            report_signal("stopping after this step; press again to stop now")
 
     def has_come(self) -> bool:
         with contextlib.suppress(BlockingIOError):

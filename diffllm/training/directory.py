@@ -90,6 +90,10 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         return list_checkpoints(self.path / "checkpoints")
 
+    def saved(self) -> str:
+        newest = self.checkpoints[-1:]
+        return f"the newest checkpoint is {newest[0]}" if newest else "nothing is saved"
+
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
         """Begin the run, or resume it after `step`; `changes` are those of the data order."""
         self.changes |= changes or {}

@@ -64,6 +64,8 @@ def leave(here: Process, error: BaseException | None, directory: RunDirectory | 
         if error is not None and not in_sweep() and not (rank and of_all):
             if isinstance(error, StoppedEarly):
                 text = f"stopped by {error.args[0].name} before the first step\n"
+            elif isinstance(error, KeyboardInterrupt):
+                text = f"stopped at once by SIGINT at {here.watch.place}\n"
             elif isinstance(error, UserError):
                 text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
             else:

@@ -72,6 +72,8 @@ def in_process(
     try:
         claimed = claim(cfg, here)
         directory = claimed.directory
+        if directory:
+            here.stop.saved = directory.saved
         if claimed.ended:
             outcome = Outcome(claimed.ended)
         else:

@@ -71,7 +71,7 @@ def test_rewritten_file_of_same_size_and_time_gives_its_new_text(
 
 MOMENTS = {
     "before it is divided": (files, "parts_of"),
-    "before the tokenizer is trained": (preparation, "train_tokenizer"),
+    "before the tokenizer is trained": (preparation, "build_tokenizer"),
     "before it is encoded": (TokensJob, "encode"),
     "before the manifest is written": (TokensJob, "manifest"),
 }

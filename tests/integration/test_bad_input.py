@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from runs.command import (
     snapshot,
     tool_command,
     train_command,
-    train_module,
     write_jsonl,
 )
 from tiers import slow_but
@@ -43,8 +41,7 @@ class Workspace:
 
     def train(self, *words: str) -> Result:
         """`python train.py`; `tiny` comes first unless a sweep flag does."""
-        self.monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        return call(train_module().main, self.capfd)
+        return call(lambda: tools.main(["train", *words]), self.capfd)
 
     def rejects(self, words: Sequence[str], *named: str) -> str:
         """The error line of `train.py tiny words`; nothing may have changed anywhere."""

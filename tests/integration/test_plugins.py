@@ -20,6 +20,7 @@ from runs.command import (
     train,
     train_command,
 )
+from tiers import slow_but
 
 MODULE = "scaled_attention"
 PLUGIN = f"plugins=[{MODULE}]"
@@ -182,6 +183,34 @@ def test_a_plugin_that_cannot_be_imported_is_one_line(place, tmp_path, name):
     (tmp_path / "bad.py").write_text(source)
     env = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"}
     assert_ends(tool(["count", "plugins=[bad]"], tmp_path, env), "plugins=[bad]", *parts)
+
+
+PLANTED = "raise ValueError('planted')"
+FAILING = {
+    "forward": ("if aux is not None:", f"{PLANTED}\n        if aux is not None:"),
+    "statistics": ('return {"scale_mean"', f'{PLANTED}\n        return {{"scale_mean"'),
+    "source": (
+        '    return Corpus("counting", identity, lambda: [TextsPart("counting", texts)])',
+        "    def read():\n        yield TextBatch(texts)\n        " + PLANTED + "\n"
+        '    return Corpus("counting", identity, lambda: [Part("counting", 9, read)])',
+    ),
+}
+"""Code of the plugin, and code in its place that fails: the source fails in another process."""
+
+
+@pytest.mark.parametrize("name", slow_but(["source"], FAILING))
+def test_error_in_plugin_code_prints_one_traceback(place, tmp_path, name):
+    _, env = place
+    file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
+    source = file.read_text().replace(*FAILING[name])
+    file.write_text(source.replace("import Corpus,", "import Corpus, Part, TextBatch,"))
+    env = {**env, "PYTHONPATH": f"{file.parent}{os.pathsep}{env['PYTHONPATH']}"}
+    words = ["--config-dir", str(file.parent), PLUGIN, "experiment=count_up", *QUIET]
+    done = train([*words, "data.documents=300"], tmp_path, env)
+    assert done.code == 1, done
+    assert done.err.count("Traceback") == 1, done.err
+    assert done.err.count("ValueError: planted") <= 2
+    assert f'{file}", line' in done.err
 
 
 def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path):

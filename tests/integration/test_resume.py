@@ -120,9 +120,9 @@ def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, 
 AS_A_LONG_RUN = """
 import sys
 from diffllm.training import build
-from diffllm.cli.train import train_command
+from diffllm.cli import main
 build.WORTH_COMPILING = 1.0
-sys.exit(train_command())
+sys.exit(main(command="train"))
 """
 
 

@@ -1,11 +1,13 @@
-"""Signals of a scheduler: every rank stops at one step, saved, and a marker asks to go on."""
+"""Signals of a scheduler and Ctrl-C: every rank stops at one step, saved, ready to be resumed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+from processes import PATIENCE_S
 from runs.command import (
     ROOT,
     ForkedRun,
@@ -14,10 +16,28 @@ from runs.command import (
     finish,
     metric_lines,
     overrides_of,
+    tool_command,
+    train_command,
     trained_on,
 )
 from runs.planted_train import Fault
 from tiers import slow_but
+
+from diffllm import cli
+from diffllm.checkpoint.directory import list_checkpoints
+
+FIRST = "stopping after this step; press again to stop now\n"
+SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
+HANGING = """
+import time
+from diffllm.cli import {module}
+
+def hang(words):
+    print("begun", flush=True)
+    time.sleep(600)
+
+{module}.{name}_command = hang
+"""
 
 
 @pytest.mark.parametrize(
@@ -32,6 +52,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, ra
     words = [*overrides_of(corpus, run), "steps=60", "log_interval=1", "checkpoint.interval=1000"]
     said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)
     assert f"stopped by {number.name} after step" in said
+    assert said.count(FIRST) == (number == signal.SIGINT)
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
     assert metric_lines(run)[-1]["step"] == step < 60
@@ -42,6 +63,63 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, ra
     again = ForkedRun([*words, f"steps={step + 2}", "run.allow_changes=[steps]"], 2, run)
     assert f"continues after step {step}" in again.finish()
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("interval", "saved"),
+    [(2, "the newest checkpoint is {run}/checkpoints/step-00000002"), (1000, "nothing is saved")],
+)
+def test_second_ctrl_c_stops_at_once_and_names_newest_checkpoint(corpus, tmp_path, interval, saved):
+    run = tmp_path / "run"
+    gate = Gate(run, 4)
+    words = [*overrides_of(corpus, run), "steps=60", f"checkpoint.interval={interval}"]
+    process = ForkedRun(words, 1, run)
+    process.wait_for(gate.reached, "gate")
+    process.wait_for(lambda: interval > 2 or list_checkpoints(run / "checkpoints"), "checkpoint")
+    process.signal(signal.SIGINT)
+    process.wait_for(lambda: process.text().endswith(FIRST), "first line")
+    process.signal(signal.SIGINT)
+    said = process.finish(130)
+    assert said.endswith(f"{FIRST}stopped at once; {saved.format(run=run)}\n")
+    assert "Traceback" not in said
+
+
+def run_command(_: Fault, words: list[str]) -> int:
+    return cli.main(words)
+
+
+@pytest.mark.parametrize("name", slow_but(["prepare"], ["prepare", "report", "export", "import"]))
+def test_ctrl_c_in_command_prints_one_line(tmp_path, monkeypatch, name):
+    module = cli.module_of_command(name).rpartition(".")[2]
+    (tmp_path / "hanging.py").write_text(HANGING.format(module=module, name=name))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = ForkedRun([name, "plugins=[hanging]"], 1, tmp_path, main=run_command)
+    process.wait_for(lambda: process.text() == "begun\n", "command")
+    process.signal(signal.SIGINT)
+    more = "; the same command resumes" * (name == "prepare")
+    assert process.finish(130) == f"begun\ninterrupted{more}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [train_command([]), tool_command(["train"]), [sys.executable, "-m", "diffllm", "count"]],
+    ids=["train.py", "console script", "module"],
+)
+def test_ctrl_c_while_modules_are_imported_prints_one_line(tmp_path, environment, words):
+    (tmp_path / "torch.py").write_text(SLEEP)
+    path = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        words,
+        env={**environment, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE_S) == ("", "interrupted\n")
+    assert process.returncode == 130
 
 
 def test_a_finished_run_does_not_ask_to_go_on(corpus, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -75,6 +76,7 @@ def test_study_resumes_after_any_stop_with_equal_results_and_is_judged(tmp_path,
             output = process.communicate(timeout=PATIENCE_S)[0]
             assert process.returncode == 128 + number, output
             assert "the same command resumes them" in output
+            assert not re.search("Traceback|SIGTERM" if name == "INT" else "Traceback", output)
         assert written(out).items() >= before.items(), line
         before = written(out)
 

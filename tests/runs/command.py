@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,6 @@ from runs.ranks import forked
 TRAIN = ROOT / "train.py"
 NO_FAULT = Fault()
 PERF = ("perf/",)
-train_module = cache(planted_train.entry_module)
-"""Return train.py, imported once."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from diffllm.core.files import open_to_append
+from diffllm.distributed.launcher import report_signal
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
@@ -95,7 +96,7 @@ class JobProcess:
 
     def stop(self, number: int) -> None:
         """The first signal lets the run save; another SIGINT interrupts it at once."""
-        self.child.send_signal(number if self.signalled else signal.SIGTERM)
+        self.child.send_signal(number)
         self.signalled = True
 
     def _note(self, text: str) -> None:
@@ -161,6 +162,8 @@ class Stops:
         self.received = number
         if self.process:
             self.process.stop(number)
+        elif number == signal.SIGINT:  # otherwise the run reports it
+            report_signal("stopping the sweep")
 
     def run(self, job: Job, rank: int) -> Ending:
         process = JobProcess(job, rank)

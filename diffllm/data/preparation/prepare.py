@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported import prepare_tokens
 from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.preparation.tokens import TokensJob
-from diffllm.data.preparation.workers import PrepareConfig, available_cores
+from diffllm.data.preparation.workers import PrepareConfig, available_cores, work_through
 from diffllm.data.shards import FORMAT_VERSION
 from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
@@ -162,10 +163,15 @@ def build_tokenizer(
 ) -> None:
     """Train a tokenizer on a sample of `corpora`, unless it exists; raises DataError if a corpus
     has changed meanwhile."""
+    say = partial(to_stderr, f"training the tokenizer {path}")
+
+    def train(directory: Path, _: int) -> None:
+        (directory / MODEL).write_bytes(train_tokenizer(sample, cfg.vocab_size, available_cores()))
 
     def build(directory: Path) -> None:
-        to_stderr(f"training the tokenizer {path}")
-        (directory / MODEL).write_bytes(train_tokenizer(sample, cfg.vocab_size, available_cores()))
+        say()
+        # In another process: sentencepiece does not return to Python, which handles signals.
+        work_through([0], partial(train, directory), 1, say, lambda: "the tokenizer's sample")
         for corpus in corpora:
             corpus.check()
 

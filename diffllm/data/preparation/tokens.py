@@ -5,7 +5,6 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -92,13 +91,7 @@ class TokensJob:
             report(counts, share, before, time.monotonic() - started, reading())
 
         work = partial(encoding.work, counts=counts, threads=threads)
-        try:
-            work_through(todo, work, processes, tick)
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a process of the preparation was killed, perhaps because memory ran out, while "
-                f"these were read: {reading() or 'nothing'}; run the same command again to resume"
-            ) from error
+        work_through(todo, work, processes, tick, reading)
 
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         records = self.records()

@@ -1,23 +1,27 @@
 """Processes that encode the parts of a corpus, and the report of their progress."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawArray
 
 from diffllm.core.bounds import bounded, check_bounds
+from diffllm.core.errors import DataError
 from diffllm.core.printing import to_stderr
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 EVERY = 60.0
 """Seconds between two lines of the report."""
 READING, DONE = 1, 2
+HEADER = "Traceback (most recent call last):"
 
 _do: Callable[[int], None]
 
@@ -41,21 +45,34 @@ class Counts:
 
 
 def work_through(
-    numbers: Sequence[int], do: Callable[[int], None], processes: int, tick: Callable[[], None]
+    numbers: Sequence[int],
+    do: Callable[[int], None],
+    processes: int,
+    tick: Callable[[], None],
+    reading: Callable[[], str],
 ) -> None:
-    """Call `do` with each number, in forked processes, and `tick` every EVERY seconds; raises the
-    error of a worker, or BrokenProcessPool. No worker is left."""
+    """Call `do` with each number, in forked processes, and `tick` every EVERY seconds. No worker is
+    left. Raises the error of a worker, or DataError with `reading()` if a worker was killed."""
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
     try:
-        left = {pool.submit(work, number) for number in numbers}
+        with signals_blocked():
+            left = {pool.submit(work, number) for number in numbers}
         while left:
             done, left = wait(left, EVERY, FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            for error in filter(None, (future.exception() for future in done)):
+                # One traceback with the frames of both processes, in place of two.
+                frames = str(error.__cause__).strip('"\n').replace(HEADER, "In the worker:")
+                error.add_note(frames)
+                raise error from None
             if left:
                 tick()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process of the preparation was killed, perhaps because memory ran out, while these "
+            f"were read: {reading() or 'nothing'}; run the same command again to resume"
+        ) from error
     except BaseException:
         for child in multiprocessing.active_children():
             if child not in others:
@@ -83,6 +100,16 @@ def ignore_signals(*_: object) -> None:
     """Ignore signals that reach the whole process group."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Start processes in this context that no signal reaches before they ignore signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def work(number: int) -> None:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from runs.command import clean_environment, snapshot, tool
 from runs.written import study_file, write_run
 
-from diffllm.cli.train import train_command
+from diffllm.cli import main
 from diffllm.compare.study.planned_runs import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import print_outcomes
@@ -258,7 +258,7 @@ def test_folder_below_a_file_is_refused_in_one_line(
 ) -> None:
     (workplace / "file").touch()
     words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=file/logs"]
-    assert train_command([*words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
+    assert main(["train", *words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
         "error: hydra.launcher.submitit_folder=file/logs cannot be used: Not a directory"
