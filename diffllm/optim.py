@@ -8,7 +8,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
@@ -96,7 +95,7 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        mesh = getattr(param, "device_mesh", None)  # of a DTensor, whose import takes half a second
         groups.setdefault((mesh, param.ndim >= 2), []).append(param)
     optimizer = torch.optim.AdamW(
         [

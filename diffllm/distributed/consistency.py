@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from diffllm.core.errors import AgreedError, LaunchError, listed
 from diffllm.distributed.gradients import local
@@ -84,7 +83,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     rows = [row.tolist() for row in gathered]
     different = []
     for i, (name, tensor) in enumerate(tensors.items()):
-        stride = replica_size if isinstance(tensor, DTensor) else 1
+        stride = replica_size if hasattr(tensor, "to_local") else 1
         for first in range(stride):
             ranks = range(first, size, stride)
             common, _ = Counter(rows[r][i] for r in ranks).most_common(1)[0]

@@ -14,7 +14,6 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 Sizes = tuple[list[int], list[int], Tensor]
 """Rows to send to each rank, rows to receive from each rank, and how many of the latter go to each
@@ -52,6 +51,8 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     still takes the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
     (M,) and counts (E,) to (M, D).
     """
+    from torch.distributed.tensor import DTensor, Shard  # half a second
+
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
         whole = DTensor.from_local(own.clone(), mesh, [Shard(0)], run_check=False)
@@ -83,9 +84,10 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
 
 
 def expert_ranks(param: Tensor) -> int:
-    if not isinstance(param, DTensor) or "expert" not in (param.device_mesh.mesh_dim_names or ()):
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None or "expert" not in (mesh.mesh_dim_names or ()):
         return 1
-    return param.device_mesh["expert"].size()
+    return mesh["expert"].size()
 
 
 class _Reorder(torch.autograd.Function):

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
 from diffllm.distributed.experts import Splits, exchanged_splits, expert_ranks, share_out
@@ -48,6 +45,8 @@ def parallelize(
         for layer in layers:
             wrap_forward(layer, compile, activation_checkpointing, one_graph=True)
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -71,6 +70,8 @@ def parallelize(
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     """Return arguments of `fully_shard` for one dimension, with replicas where there are any."""
 
+    from torch.distributed.tensor import Shard
+
     def placement(param: nn.Parameter) -> Shard | None:
         """Shard the first dimension of experts (E, out, in) that divides; others as FSDP does."""
         if param.ndim != 3:
@@ -78,7 +79,7 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
         ranks = mesh[name].size()
         even = [dim for dim, size in enumerate(local(param).shape) if size % ranks == 0]
         # DTensor misplaces a rank's part of another's part where they do not come out even.
-        assert even or not isinstance(param, DTensor), "TrainConfig.check_world rules this out"
+        assert even or not hasattr(param, "to_local"), "TrainConfig.check_world rules this out"
         return Shard(even[0]) if even else None
 
     both = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
@@ -219,6 +220,9 @@ class Sharded(Weights):
         self.reduce: Reduce = self.choices["reduce"].value
 
     def block(self, param: Tensor) -> LocalBlock:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         if not isinstance(param, DTensor):
             return unsharded(param)
         _, offset = compute_local_shape_and_global_offset(

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from diffllm.distributed.experts import expert_ranks
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Norms(NamedTuple):
@@ -33,7 +32,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     clipping off.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
-    replicated = [grad for grad in gathered if not isinstance(grad, DTensor)]
+    replicated = [grad for grad in gathered if not hasattr(grad, "to_local")]
     if replicated and dist.get_world_size() > 1:
         packed = torch.cat([g.flatten() for g in replicated])
         dist.all_reduce(packed)
@@ -61,7 +60,7 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     parameters.
     """
     named = dict(zip(params, tensors, strict=True))
-    sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
+    sharded = [name for name, param in params.items() if hasattr(param, "to_local")]
     names = sharded + [name for name in params if name not in sharded]
     squares = torch.stack(torch._foreach_norm([named[name] for name in names])).double().square()
     shards = mesh.get_group("fsdp")

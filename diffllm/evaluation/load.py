@@ -13,7 +13,6 @@ from torch import Tensor
 
 from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.manifest import check_parameters, read_state
-from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import ConfigError
@@ -43,6 +42,8 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
 
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
     """Return a run's decoder as `load_model` does, and the step of its checkpoint."""
+    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+
     cfg = load_run_config(run)
     warn_of_plugins(run)
     cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here

@@ -4,11 +4,10 @@ import signal
 import statistics
 import time
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, DataError
 from diffllm.data.loader import TrainLoader
 from diffllm.data.mixture import Prepared
@@ -24,11 +23,14 @@ from diffllm.training.record import Record
 from diffllm.training.state import LoopState, samples_of, save
 from diffllm.training.step import due, train_step
 
+if TYPE_CHECKING:
+    from diffllm.checkpoint.writer import Checkpointer
+
 
 class Outputs(NamedTuple):
     sinks: Sinks | None
     """None except on rank 0."""
-    checkpoints: Checkpointer
+    checkpoints: "Checkpointer"
     profiler: StepProfiler
 
 
@@ -106,7 +108,7 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 
 
 def exchange(
-    agreement: Agreement, checkpoints: Checkpointer, loader: TrainLoader, left: int, watch: Watch
+    agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
     """Read `agreement.delay` steps further ahead, and agree with other ranks on what follows."""
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.config.schema import changes_text
@@ -40,6 +39,8 @@ def open_outputs(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
     """Describe the run on disk and in wandb, and open all outputs. Every rank must call this."""
+    from diffllm.checkpoint.writer import Checkpointer  # loads torch.distributed.checkpoint
+
     _, sinks = here.world.broadcast_and_keep(
         "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
     )

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from diffllm.checkpoint.manifest import check_parameters, read_state
-from diffllm.checkpoint.reader import load_tensors
 from diffllm.config import TrainConfig
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import OF_A_RUN, origin_of
@@ -74,9 +73,9 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg))
     directory, saved = kept or (None, None)
     path, checkpoint, weights = (text and Path(text) for text in told["paths"])
-    if told["ended"]:
-        here.display.print(f"{path} {ended_text(told['ended'])}")
-    return Claimed(path, told["ended"], checkpoint, told["ranks"], weights, directory, saved)
+    ended = told["ended"]
+    here.display.print(f"{path} {ended_text(ended)}" if ended else f"run {path}: preparing data")
+    return Claimed(path, ended, checkpoint, told["ranks"], weights, directory, saved)
 
 
 def claim_on_rank_0(
@@ -213,6 +212,8 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state; return facts for run.json. Every rank must call this."""
+    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+
     origin = origin_of(path)
     tensors = {**t.params, **t.model.router_state()}
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from diffllm.checkpoint.directory import (
     step_of,
 )
 from diffllm.checkpoint.manifest import read_state
-from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.writer import Checkpointer
 from diffllm.config import TrainConfig
 from diffllm.config.schema import OF_WEIGHTS, Changes, changes_text, is_allowed
 from diffllm.config.yaml_file import printed_override
@@ -31,6 +29,9 @@ from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training
 from diffllm.training.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from diffllm.checkpoint.writer import Checkpointer
 
 
 @dataclass
@@ -62,7 +63,7 @@ def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
     return training_samples(data, cfg.data, cfg.seq_len, cfg.seed, total)
 
 
-def save(t: Training, state: LoopState, checkpointer: Checkpointer, final: bool = False) -> None:
+def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: bool = False) -> None:
     """Start an asynchronous checkpoint, `final` for the last one. Every rank must call this."""
     rng = rng_tensors(t.device)
     shapes = {name: list(param.shape) for name, param in t.params.items()}
@@ -75,6 +76,8 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
 
     Ranks beyond the `ranks` that wrote it keep their generators. Raises CheckpointError.
     """
+    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})
     t.weights.changed()

@@ -35,7 +35,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     train, millions = manifest.splits["train"], facts["parameters"] / 1e6
     predicted = f", {train.share_predicted:.0%} of them to be predicted" * train.masked
     lines = [
-        f"{path}" + (f" continues after step {step}" if step else ""),
+        *([f"{path} continues after step {step}"] if step else []),
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
     ]

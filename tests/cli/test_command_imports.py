@@ -14,6 +14,7 @@ HEAVY = (
     "datasets", "matplotlib", "scipy", "torch", "torch.distributed.checkpoint", "torchdata",
     "transformers", "wandb",
 )  # fmt: skip
+LATER = ("sympy", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,23 @@ def test_command_imports_only_the_heavy_libraries_that_it_uses(
     place: Path, words: list[str], allowed: set[str]
 ) -> None:
     """Commands that read a config import torch, because the variant's file defines its class."""
-    code = f"from diffllm.cli import main\nassert main({words}) == 0"
-    script = f"import sys\n{code}\nprint('\\n', *sys.modules, file=sys.stderr)"
+    assert {*HEAVY} & loaded_after(words, place, 0)[1] <= allowed
+
+
+def test_run_imports_only_torch_before_its_first_line(place: Path) -> None:
+    """The preparation fails after the first line, because all documents are equal."""
+    (place / "equal.txt").write_text("a b c\n" * 9)
+    words = ["model=tiny", "data.paths=equal.txt", "data.sample_by=line", "data.cache_dir=cache"]
+    stdout, loaded = loaded_after(["train", *words, "run.name=a"], place, 2)
+    assert stdout == "run outputs/a: preparing data\n"
+    assert {*HEAVY, *LATER} & loaded == {"torch"}
+
+
+def loaded_after(words: list[str], place: Path, code: int) -> tuple[str, set[str]]:
+    """Run a command in a process of its own; return its stdout and the modules that it imported."""
+    call = f"from diffllm.cli import main\nassert main({words}) == {code}"
+    script = f"import sys\n{call}\nprint('\\n', *sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=place, capture_output=True, text=True, check=True
     )
-    assert {*HEAVY} & {*done.stderr.split()} <= allowed
+    return done.stdout, {*done.stderr.split()}

@@ -206,7 +206,7 @@ def test_error_in_plugin_code_prints_one_traceback(place, tmp_path, name):
     file.write_text(source.replace("import Corpus,", "import Corpus, Part, TextBatch,"))
     env = {**env, "PYTHONPATH": f"{file.parent}{os.pathsep}{env['PYTHONPATH']}"}
     words = ["--config-dir", str(file.parent), PLUGIN, "experiment=count_up", *QUIET]
-    done = train([*words, "data.documents=300"], tmp_path, env)
+    done = train([*words, f"data.documents={300 + len(name)}"], tmp_path, env)
     assert done.code == 1, done
     assert done.err.count("Traceback") == 1, done.err
     assert done.err.count("ValueError: planted") <= 2
