@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 BASE = (
     "model=tiny", "model.vocab_size=512", "seq_len=64", "data.cache_dir=cache",
-    "data.num_workers=0", "data.heldout_fraction=0.1", "global_batch_size=8", "micro_batch_size=2",
+    "data.num_workers=0", "data.heldout_fraction=0.3", "global_batch_size=8", "micro_batch_size=2",
     "steps=6", "optim.warmup_steps=2", "log_interval=2", "diagnostics.interval=2",
     "diagnostics.probe_interval=3", "eval.interval=3", "eval.sequences=4", "eval.tokens=200",
     "checkpoint.interval=3", "checkpoint.keep_last=0", "distributed.check_interval=2",

@@ -6,7 +6,7 @@ from diffllm.core.printing import echo
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.sequences import packing_counts
-from diffllm.data.shards import Split
+from diffllm.data.shards import Split, thin_heldout
 
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
@@ -27,16 +27,17 @@ def prepare_command(argv: list[str]) -> None:
 
 
 def prepared_text(data: Prepared) -> str:
-    manifest = data.manifest
+    manifest, heldout = data.manifest, data.manifest.splits["heldout"]
     lines = [
         str(data.directory),
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
         *([f"corpus   {manifest.note}"] if manifest.note else []),
         *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} undecodable; "
-        f"held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} not UTF-8 or "
+        f"hidden; held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+        thin_heldout(heldout.documents, heldout.tokens),
     ]
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))
 
 
 def counts_text(split: Split) -> str:

@@ -16,11 +16,14 @@ from diffllm.core.files import open_to_write, read_json, replace_file, sync
 from diffllm.core.typed import made
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.data.verified import usable
+from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 2**27
 SPLITS = ("train", "heldout")
 MANIFEST = "manifest.json"
+LEAST_TOKENS, LARGEST_SHARE = 50_000, 0.2
+"""With LEAST_DOCUMENTS, the minimum of the held-out split, up to LARGEST_SHARE of the corpus."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Manifest:
     """Held-out loss in nats per token of the best model that ignores context."""
     splits: dict[str, Split]
     cut: bool = False
-    """Whether the corpus is a single document, whose end is held out."""
+    """Whether the corpus is a single document, of which pieces are held out."""
     note: str = ""
     """Differences from a known reference; empty if none."""
 
@@ -151,6 +154,20 @@ def together(splits: Sequence[Split]) -> Split:
         predicted=sum(s.tokens if s.predicted is None else s.predicted for s in splits)
         if any(split.masked for split in splits)
         else None,
+    )
+
+
+def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fraction") -> str:
+    """Return the warning about too little held-out text, which names the key that increases it;
+    empty if there is enough. Only documents count if `tokens` is None."""
+    if documents >= LEAST_DOCUMENTS and (tokens is None or tokens >= LEAST_TOKENS):
+        return ""
+    counted = f"{documents:,} document{'s' * (documents != 1)}"
+    counted += "" if tokens is None else f" and {tokens:,} tokens"
+    return (
+        f"held-out text: only {counted} (minimum: {LEAST_DOCUMENTS} documents and "
+        f"{LEAST_TOKENS:,} tokens), so a gap may not hold for other text; add text or increase "
+        f"{key}"
     )
 
 

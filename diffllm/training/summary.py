@@ -14,6 +14,7 @@ from diffllm.config.plugins import plugin_versions
 from diffllm.data.heldout import heldout_tokens
 from diffllm.data.mixture import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
+from diffllm.data.shards import SPLITS, thin_heldout
 from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.display import duration
 from diffllm.metrics.wandb_run import resolve_mode
@@ -22,7 +23,6 @@ from diffllm.training.build import Training, for_json
 from diffllm.training.loop import Trained
 from diffllm.training.state import LoopState, samples_of
 
-FEW_HELDOUT = 1000
 SPIKES = (
     "loss {spikes/loss_total:.0f}, gradient norm {spikes/grad_total:.0f}; events without the trend "
     "{spikes_detrended/loss_total:.0f}, {spikes_detrended/grad_total:.0f}"
@@ -32,7 +32,9 @@ SPIKES = (
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
     """Return the lines printed before the first step; `facts` are those of `describe`."""
     choices, manifest = cfg.run.choices, data.manifest
-    train, millions = manifest.splits["train"], facts["parameters"] / 1e6
+    train, heldout = (manifest.splits[split] for split in SPLITS)
+    millions = facts["parameters"] / 1e6
+    files = f" ({manifest.source})" * (choices["data"] == "files")
     predicted = f", {train.share_predicted:.0%} of them to be predicted" * train.masked
     lines = [
         *([f"{path} continues after step {step}"] if step else []),
@@ -48,10 +50,13 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         origin = f"weights of {weights['path']}{of_step}{unknown}{differs}"
         lines.append(f"{origin}; optimizer and data begin anew")
     lines.append(
-        f"{choices['data']}: {train.tokens:,} training tokens{predicted}, {heldout_text(data)}; "
+        f"{choices['data']}{files}: {train.tokens:,} training tokens{predicted}, "
+        f"{heldout.tokens:,} held out{', pieces of one text' * manifest.cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}"
     )
+    if thin := thin_heldout(heldout.documents, heldout.tokens):
+        lines.append(thin)
     if manifest.note:
         lines.append(f"corpus: {manifest.note}")
     lines += sources_text(cfg, data)
@@ -63,13 +68,6 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         for name, setting in facts["choices"].items()
     ]
     return "\n".join(lines)
-
-
-def heldout_text(data: Prepared) -> str:
-    tokens = data.manifest.splits["heldout"].tokens
-    end = ", the end of the text" * data.manifest.cut
-    few = ", which says little: a larger data.heldout_fraction holds out more"
-    return f"{tokens:,} held out{end}{few * (tokens < FEW_HELDOUT)}"
 
 
 def epochs_text(cfg: TrainConfig, data: Prepared) -> str:

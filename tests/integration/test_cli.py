@@ -63,6 +63,8 @@ def test_a_run_keeps_its_screen_in_a_log_start_by_start(tmp_path, tiny, environm
     header, _, shown = log.read_text().partition("\n")
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d on \S+: \S", header)
     assert shown == first.out + first.err
+    assert shown.count("held-out text: only ") == 1
+    assert "files (1 file: corpus.jsonl): " in shown
     refused = train([*words, "steps=5"], tmp_path, environment)
     assert refused.code == 2
     assert log.read_text() == f"{header}\n{shown}"
@@ -151,6 +153,7 @@ def test_prepare_makes_what_a_run_finds(tmp_path, tiny, environment):
     assert re.search(r"^train +[\d,]+ documents, [\d,]+ tokens", first.out, re.M), first.out
     assert re.search(r"^heldout +[\d,]+ documents, [\d,]+ tokens", first.out, re.M), first.out
     assert not CONTROL.search(first.out + first.err)
+    assert (first.out + first.err).count("held-out text: only ") == 1
     before = snapshot(tmp_path)
     again = tool(["prepare", *words], tmp_path, environment)
     assert again == Result(0, first.out, "")

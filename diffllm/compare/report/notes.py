@@ -1,5 +1,6 @@
 """The sentences of a report: about gaps and losses of rows, about runs, and what was run."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from diffllm.compare.report.keys import (
@@ -22,6 +23,7 @@ from diffllm.compare.report.numbers import (
 )
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist, skipped_text
+from diffllm.data.shards import thin_heldout
 from diffllm.statistics.gap_tests import ALPHA
 
 NAMED = 4
@@ -63,6 +65,20 @@ def holm_sentence(rows: list[Row]) -> str:
     names = f": {shortlist(kept, NAMED)}" if kept else ""
     count = f"{len(kept)} of {plural(len(tested), 'gap')}"
     return f"{count} survive Holm's correction at {ALPHA:g}{names}."
+
+
+def thin_note(runs: Iterable[Run]) -> str:
+    """Return the warning about too little held-out text in finished runs; empty if enough."""
+    found = []
+    for run in runs:
+        summary, data = run.summary or {}, run.cfg.data
+        documents, tokens = (finite(summary.get(f"heldout_{of}")) for of in ("documents", "tokens"))
+        if documents and tokens:
+            masked = data.prompt_column or getattr(data, "answers_only", False)
+            key = "eval.tokens or " * bool(run.cfg.eval.tokens) + "data.heldout_fraction"
+            thin = thin_heldout(int(documents), None if masked else int(tokens), key)
+            found += [(documents, thin)] if thin else []
+    return min(found, default=(0, ""))[1]
 
 
 def gap_tag(row: Row) -> str:

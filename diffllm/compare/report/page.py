@@ -18,6 +18,7 @@ from diffllm.compare.report.notes import (
     holm_sentence,
     runs_summary,
     settings,
+    thin_note,
 )
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed, with_interval
 from diffllm.compare.report.rows import Row, apart_text, in_short
@@ -71,6 +72,7 @@ def page(comparison: Comparison) -> str:
         settings=settings(rows),
         gaps=sum(row.gap is not None for row in rows),
         holm=holm_sentence(rows),
+        thin=thin_note(run for row in rows for run in row.runs),
         tests=tables.gap_table(rows, styles),
         costs=tables.cost_table(rows, comparison.baseline),
         family=len(family(rows)),
@@ -153,6 +155,7 @@ def table_text(comparison: Comparison) -> str:
         if any(row.gap and row.gap.holds_zero for row in rows):
             text.append("An interval that holds 0 shows no difference.")
         text += wrap(holm_sentence(rows), WIDTH)
+    text += wrap(thin_note(run for row in rows for run in row.runs), WIDTH)
     if lost := [f"{row.label}: {said}." for row in rows if (said := divergence(row))]:
         text += [*lost, "Runs that diverged are in no loss or gap; in brackets their share."]
     if len(groups) > 1:

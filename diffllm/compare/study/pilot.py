@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.report.comparison import read
+from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
 from diffllm.core.errors import ConfigError
@@ -66,6 +67,7 @@ def power_numbers(
         needs.append(need("paired", paired.differences, paired_power))
     left_out = ", ".join(row.label for group in others for row in group.rows)
     note = f"left out, since they cannot be compared with the others: {left_out}"
+    thin = thin_note(run for row in rows for run in row.finished)
     arms = [
         {"arm": row.label, "seeds": len(own), "diverged": row.diverged,
          "sd": (found := pooled([own])) and found.sd}
@@ -84,7 +86,7 @@ def power_numbers(
         "correlation": paired and paired.correlation,
         "sd_of_differences": paired and paired.differences.sd,
         "needs": needs,
-        "notes": [note] if left_out else [],
+        "notes": [*filter(None, (note * bool(left_out), thin))],
     }, paired
 
 

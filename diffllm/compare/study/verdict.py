@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.numbers import compact, ends
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, load_run
@@ -206,6 +207,8 @@ def judge(study: Study, out: Path) -> Verdict:
     would_be = verdict
     if problems := exploratory(study, arms, choices, out):
         verdict, reasons = EXPLORATORY, [*problems, *reasons]
+    if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
+        reasons += filter(None, [thin_note(run for arm in arms for run in arm.runs)])
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices)
 
 

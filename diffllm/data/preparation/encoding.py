@@ -15,9 +15,17 @@ from diffllm.core.errors import DataError
 from diffllm.core.files import locked, replace_file
 from diffllm.core.typed import read_typed
 from diffllm.data.preparation.workers import DONE, READING, Counts
-from diffllm.data.shards import SPLITS, ShardWriter, Split, check_split_counts, token_dtype
+from diffllm.data.shards import (
+    LEAST_TOKENS,
+    SPLITS,
+    ShardWriter,
+    Split,
+    check_split_counts,
+    token_dtype,
+)
 from diffllm.data.text.corpus import Corpus, Part
 from diffllm.data.tokenizer import Tokenizer
+from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 HALF = 2**63
@@ -43,6 +51,9 @@ class PartRecord:
     least: int | None
     most: int | None
     """Range of the hashes; None without documents."""
+    following: list[list[int]]
+    """The lowest hashes that are not held out, as far as the minimum of the held-out split needs
+    them: [hash, documents, tokens] each, ascending."""
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
@@ -104,6 +115,7 @@ class Encoding:
         }
         empty = 0
         range_of_hashes: list[int] = []
+        held, following = np.zeros(2, np.int64), np.zeros((0, 3), np.int64)
         for kept, blank in batches(self.corpus.parts[number]):
             empty += blank
             if not kept:
@@ -114,6 +126,9 @@ class Encoding:
             is_heldout = hashes < self.heldout_below
             if self.cut:
                 is_heldout[:] = number == len(self.corpus.parts) - 1
+            rows = np.array([[h, 1, len(ids)] for h, ids in zip(hashes, tokens, strict=True)])
+            held += rows[is_heldout, 1:].sum(axis=0)
+            following = lowest(np.concatenate([following, rows[~is_heldout]]), held)
             for split, chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
                 mine = np.flatnonzero(chosen).tolist()
                 writers[split].add(
@@ -130,6 +145,7 @@ class Encoding:
             below=self.heldout_below,
             least=min(range_of_hashes, default=None),
             most=max(range_of_hashes, default=None),
+            following=following.tolist(),
         )
         replace_file(record_path(self.partial, number), json.dumps(asdict(record)))
 
@@ -184,6 +200,17 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
     return np.fromiter(hashes, np.int64, len(documents))
+
+
+def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Add up `rows` of hash, documents and tokens, (n, 3) int64, by hash in ascending order, and
+    keep as many as are missing from `held`, (2,) documents and tokens, to the minimum."""
+    hashes, places = np.unique(rows[:, 0], return_inverse=True)
+    counts = np.zeros((len(hashes), 2), np.int64)
+    np.add.at(counts, places, rows[:, 1:])
+    before = held + counts.cumsum(axis=0) - counts
+    missing = (before < (LEAST_DOCUMENTS, LEAST_TOKENS)).any(axis=1)
+    return np.column_stack([hashes, counts])[missing]
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:

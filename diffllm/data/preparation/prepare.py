@@ -4,7 +4,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,18 @@ from diffllm.data.imported import prepare_tokens
 from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.preparation.tokens import TokensJob
 from diffllm.data.preparation.workers import PrepareConfig, available_cores, work_through
-from diffllm.data.shards import FORMAT_VERSION
+from diffllm.data.shards import FORMAT_VERSION, LARGEST_SHARE, LEAST_TOKENS
 from diffllm.data.text.corpus import Corpus, Part, TextsPart, open_corpus
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.token_data import TokenData
 from diffllm.data.tokenizer import MODEL, Tokenizer, check_tokenizer, located
+from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 DIVISION = "in parts"
+PIECE = 500
+"""Characters of a held-out piece of a single document, at least."""
+CHARACTERS_PER_TOKEN = 5
+"""More than most tokenizers have, so that held-out pieces reach LEAST_TOKENS."""
 WINDOW_BYTES = 4096
 READ_FOR_SAMPLE = 8
 MOST_SAMPLED = 64
@@ -115,21 +120,24 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
     directory = cache_dir / "tokens" / combined_hash(what)[:32]
     if directory.is_dir():
         return TokenData(directory)
-    halves = cut_in_two(corpus, cfg.heldout_fraction)
+    pieces = held_out_pieces(corpus, cfg.heldout_fraction)
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
     fraction = cfg.heldout_fraction
-    TokensJob(halves or corpus, tokenizer_path, fraction, directory, bool(halves)).build(how)
+    TokensJob(pieces or corpus, tokenizer_path, fraction, directory, bool(pieces)).build(how)
     return TokenData(directory)
 
 
-def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Cut a corpus of a single document in two, the second about `fraction` of the text; None for
-    several documents. Raises DataError if all are equal, or the only one cannot be cut."""
+def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
+    """Divide a corpus of a single document into pieces to train on and pieces to hold out, which
+    are spread evenly and have about `fraction` of the text, or more to fulfil the minimum.
+
+    None for several documents. Raises DataError if all are equal, or the only one is too short.
+    """
     too_few = DataError(
         "the corpus has fewer than two distinct documents, too few to hold one out; "
-        "cut txt files into more with data.sample_by=paragraph"
+        "cut text files into more with data.sample_by=paragraph"
     )
     if corpus.has_prompts:
         return None
@@ -142,16 +150,40 @@ def cut_in_two(corpus: Corpus, fraction: float) -> Corpus | None:
         if all(text == other for other in chain([second], texts)):
             raise too_few
         return None
-    end = len(text.rstrip())
-    size = max(1, round(fraction * end))
-    latest, earliest = end - size, max(0, end - 2 * size)
-    cuts = (text.rfind(mark, earliest, latest) + 1 for mark in "\n ")
-    cut = next((cut for cut in cuts if cut), latest)
-    if text[:cut].isspace() or not cut:
+    least = min(LARGEST_SHARE, LEAST_TOKENS * CHARACTERS_PER_TOKEN / len(text))
+    cuts = [0, *places_of_pieces(text, max(fraction, least)), len(text)]
+    pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+    train, heldout = ([t for t in pieces[k::2] if not t.isspace() and t] for k in (0, 1))
+    if not train:
         raise too_few
     blank = sum(not t or t.isspace() for p in corpus.parts for d in p.read() for t in d.texts)
-    halves = [TextsPart("its beginning", [text[:cut]]), TextsPart("its end", [text[cut:]])]
-    return replace(corpus, list_parts=lambda: halves, skipped_empty=corpus.skipped_empty + blank)
+    parts = [TextsPart("its training pieces", train), TextsPart("its held-out pieces", heldout)]
+    return replace(corpus, list_parts=lambda: parts, skipped_empty=corpus.skipped_empty + blank)
+
+
+def places_of_pieces(text: str, share: float) -> list[int]:
+    """Return the starts and stops of the held-out pieces, without the last stop: at most
+    LEAST_DOCUMENTS pieces, each before one of as many evenly spaced places."""
+    end = len(text.rstrip())
+    number = min(LEAST_DOCUMENTS, max(1, int(share * end) // PIECE))
+    size = max(1, round(share * end / number))
+    room = max(0, min(size, end // number - size))
+    places = [end * i // number for i in range(1, number + 1)]
+    cuts = [
+        (
+            beginning_of_line(text, place - size - room, place - size),
+            beginning_of_line(text, place - size // 2, place),
+        )
+        for place in places
+    ]
+    return [*chain(*cuts)][:-1]
+
+
+def beginning_of_line(text: str, earliest: int, latest: int) -> int:
+    """Return the last place in (earliest, latest] where a line begins, else a word, else
+    `latest`."""
+    cuts = (text.rfind(mark, max(0, earliest), latest) + 1 for mark in "\n ")
+    return next((cut for cut in cuts if cut), latest)
 
 
 def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:

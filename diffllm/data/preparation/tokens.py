@@ -14,7 +14,7 @@ import numpy as np
 from diffllm.core.errors import DataError
 from diffllm.core.files import publish
 from diffllm.core.printing import to_stderr
-from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord
+from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, lowest
 from diffllm.data.preparation.workers import (
     DONE,
     READING,
@@ -25,7 +25,7 @@ from diffllm.data.preparation.workers import (
     work_through,
 )
 from diffllm.data.progress import held
-from diffllm.data.shards import SPLITS, Manifest, together, unigram_entropy
+from diffllm.data.shards import LARGEST_SHARE, SPLITS, Manifest, together, unigram_entropy
 from diffllm.data.streams import TokenStream, as_targets, token_counts
 from diffllm.data.text.corpus import Corpus
 from diffllm.data.text.file_index import combined_hash
@@ -116,7 +116,7 @@ class TokensJob:
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         to_stderr(
             f"prepared {train:,} training and {heldout:,} held-out tokens"
-            f"{', the end of the one document,' * manifest.cut} "
+            f"{', pieces of the one document,' * manifest.cut} "
             f"in {time.monotonic() - started:.0f} s"
         )
 
@@ -146,8 +146,11 @@ class TokensJob:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Return the hash below which documents are held out: `below`, or the nearest that leaves a
-    document on either side; raises DataError if all documents are equal."""
+    """Return the hash below which documents are held out: `below`, or the lowest that fulfils the
+    minimum of the held-out split with at most LARGEST_SHARE of all documents and tokens.
+
+    Each side gets a document; raises DataError if all documents are equal.
+    """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)
     if least == most:
@@ -155,4 +158,13 @@ def split_hash(records: Sequence[PartRecord], below: int) -> int:
             "the corpus has fewer than two distinct documents that are not blank, too few to hold "
             "one out"
         )
-    return least + 1 if least >= below else min(below, most)
+    below = least + 1 if least >= below else min(below, most)
+    train, held = (
+        np.sum([[r.splits[split].documents, r.splits[split].tokens] for r in records], axis=0)
+        for split in SPLITS
+    )
+    following = [row for record in records for row in record.following]
+    rows = lowest(np.array(following, np.int64).reshape(-1, 3), held)
+    allowed = held + rows[:, 1:].cumsum(axis=0) <= LARGEST_SHARE * (train + held)
+    chosen = rows[allowed.all(axis=1), 0]
+    return max(below, int(chosen[-1]) + 1) if len(chosen) else below

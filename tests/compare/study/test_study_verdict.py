@@ -122,6 +122,27 @@ def test_welch_takes_the_arms_as_two_samples(tmp_path):
     assert found.gap.df == pytest.approx(4, abs=1e-3)
 
 
+@pytest.mark.parametrize("counts", [(2, 60_000), (20, 49_999), (20, 50_000)])
+@pytest.mark.parametrize(
+    "words",
+    [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
+)
+def test_thin_heldout_text_is_named_with_its_key(tmp_path, monkeypatch, capsys, words, counts):
+    monkeypatch.chdir(tmp_path)
+    judged(tmp_path, LOWER, BETTER)
+    for file in tmp_path.glob("out/*/summary.json"):
+        measured = dict(zip(("heldout_documents", "heldout_tokens"), counts, strict=True))
+        file.write_text(json.dumps({**json.loads(file.read_text()), **measured}))
+    assert main(words) == 0
+    shown = [" ".join(capsys.readouterr().out.split())]
+    shown += [" ".join(page.read_text().split()) for page in tmp_path.glob("out/*.html")]
+    thin = f"held-out text: only {counts[0]} documents and {counts[1]:,} tokens (minimum: 20 "
+    for text in shown:
+        assert (text.count(thin), text.count("increase data.heldout_fraction")) == (
+            (0, 0) if counts == (20, 50_000) else (1, 1)
+        )
+
+
 def judge_edited(tmp_path, old, new):
     """Judge the runs in tmp_path/out by their study file with `old` replaced."""
     path = tmp_path / "study.yaml"
