@@ -65,16 +65,20 @@ plugins=[MODULE,...] imports variants, data sources and metrics of your own, in 
 command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"""
 
 
-KEY, PLAIN = r"[\w.+~/@]+", r"[^\0=-][^\0=]*"
+NUL, KEY, PLAIN = "\0", r"[\w.+~/@]+", r"[^\0=-][^\0=]*"
 SHAPES: dict[str, Callable[[re.Match[str]], str]] = {
-    rf"({KEY})(?:\0=\0?|=\0)({PLAIN})": lambda found: f"write {found[1]}={found[2]} without blanks",
-    rf"--([\w.-]+)[=\0]{PLAIN}":
-        lambda found: f"write {found[1].replace('-', '_')}=... without dashes",
-    rf"({KEY}=[^\0]*(?:,|[\[{{][^\0\]}}]*)(?:\0{PLAIN})+)":
-        lambda found: f"quote a value that contains blanks: {shlex.quote(found[1])}",
-    rf"{KEY}=[^\0]+\0{PLAIN}": lambda found: "quote a value that contains blanks",
+    rf"({KEY})(?:\0=\0?|=\0)({PLAIN})|{KEY}=\d+(?:\0(\d\d\d))+":
+        lambda m: f"write {m[0].replace(NUL, '')} without blanks",
+    rf"(--(?!config-)[\w.-]+(?:=[^\0]*|(?=\0{PLAIN})))":
+        lambda m: f"write {m[0][2:].partition('=')[0].replace('-', '_')}=... without dashes",
+    rf"({KEY}=(?:[^\0\[{{]*,(?:\0{PLAIN})+|[\[{{][^\0\]}}]*(?:\0[^\0=\]}}]+)*\0[^\0=]*[\]}}]))":
+        lambda m: f"quote a value that contains blanks: {shlex.quote(m[0])}",
+    rf"{KEY}=[^\0]+\0({PLAIN})": lambda m: "quote a value that contains blanks",
 }  # fmt: skip
-"""Patterns of misread words, with NUL between two words, and the fix for a match."""
+"""Patterns of misread words, with NUL between two words, and the fix for a match.
+
+The groups contain the words of which the error must name at least one.
+"""
 LONGEST = 4096
 """Characters of a command line that the patterns search."""
 SEVERAL = "several values"
@@ -86,9 +90,10 @@ def hint(words: list[str], error: str) -> str:
     if "did you mean" in error:
         return ""
     for shape, fix in SHAPES.items():
-        for found in re.finditer(rf"(?<![^\0]){shape}(?![^\0])", "\0".join(words)[:LONGEST]):
-            if any(repr(word) in error for word in found[0].split("\0")):
-                return f"; {fix(found)}".replace("\0", " ")
+        for found in re.finditer(rf"(?<![^\0])(?:{shape})(?![^\0])", NUL.join(words)[:LONGEST]):
+            named = NUL.join(filter(None, found.groups())).split(NUL)
+            if any(repr(word) in error for word in named):
+                return f"; {fix(found)}".replace(NUL, " ")
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         if key in error and value in error and (number := number_meant(value, error)):

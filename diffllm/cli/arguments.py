@@ -126,7 +126,8 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
         else:
             runs = (word, os.path.join("outputs", word)) if "run" in known and not equals else ()
             near = [shlex.quote(f"run={path}") for path in runs if os.path.isdir(path)]
-            hint = choose_from(name if equals or name[:1] == "-" else "", list(known))
+            similar_to = f"{name}=" if equals or name[:1] == "-" else ""
+            hint = choose_from(similar_to, [f"{key}=" for key in known])
             hint = f"; did you mean {near[0]}?" if near else hint
             raise ConfigError(f"unknown argument {word!r}{hint}")
 

@@ -85,7 +85,10 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         if key in GROUPS and override.package is None:
             name, options = str(override.value()), choices(key)
             if key == "data" and name not in options and re.search(r"[./*]", name):
-                raise ConfigError(f"{word}: data.paths={name} reads files")
+                instead = (
+                    f"data.paths={name} reads files, data.dataset={name} a data set of the hub"
+                )
+                raise ConfigError(f"{word} does not exist; {instead}")
             check_choice(str(word), name, options)
 
 

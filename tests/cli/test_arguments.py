@@ -50,7 +50,7 @@ def test_parse_gives_other_words_to_the_overrides_in_their_order():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lambada=1"], "unknown argument 'lambada=1'; did you mean lambda?"),
+        (["lambada=1"], "unknown argument 'lambada=1'; did you mean lambda=?"),
         (["--jsn"], "unknown argument '--jsn'"),
         (["json=yes"], "json='yes' must be true or false"),
         (["lambda=x"], "lambda='x' must be a number"),

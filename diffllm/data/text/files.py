@@ -122,9 +122,8 @@ def paths_of(cfg: DataConfig) -> list[Path]:
         paths = [each for each in names if not each.is_dir()]
         if not paths:
             raise DataError(
-                f"data.paths: {pattern} matches no file"
-                f"{similar_path(Path(pattern), os.path.isfile)}; of a directory name the files, "
-                "such as DIRECTORY/*.parquet"
+                f"data.paths: {pattern} matches no file; of a directory name the files, such as "
+                f"DIRECTORY/*.parquet{similar_path(Path(pattern), os.path.isfile)}"
             )
         for each in paths:  # reading a pipe or a socket could block
             with usable(each), open_regular(each, 2**63, follow=True):

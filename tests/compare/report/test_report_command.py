@@ -144,7 +144,7 @@ def test_report_takes_a_baseline_and_a_directory(swept, capsys):
     ("words", "parts"),
     [
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
-        (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline?"]),
+        (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline=?"]),
         ([], ["no run is named"]),
         (["nowhere"], ["nowhere: no such directory"]),
         (["cmp1", "nowhere*"], ["nowhere*: no such directory"]),
