@@ -7,6 +7,7 @@ from typing import Any
 
 from diffllm.core.console import Console
 from diffllm.core.printing import to_stderr
+from diffllm.data import progress
 from diffllm.metrics.display import Copied, Display, RunLog
 
 STEPS = 2000
@@ -83,3 +84,19 @@ def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path, capsys):
         "warning: after it",
     ]
     assert not isinstance(sys.stderr, Copied)
+
+
+def test_stages_replace_each_other_on_a_terminal_and_are_lines_in_a_file(monkeypatch, capsys):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr(progress, "Console", lambda **_: terminal)
+    with progress.stages() as say:
+        say("first [a]")
+        say("second")
+    assert "second" in screen.getvalue()
+    assert capsys.readouterr().err == ""
+    monkeypatch.undo()
+    with progress.stages() as say:
+        say("first [a]")
+        say("second")
+    assert capsys.readouterr().err == "first [a]\nsecond\n"
