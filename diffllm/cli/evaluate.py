@@ -23,6 +23,7 @@ from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
 from diffllm.compare.report.evaluations import ALL
 from diffllm.compare.report.numbers import ascii_minus, in_digits, with_interval
+from diffllm.compare.report.runs import shortlist
 from diffllm.config.saved import load_run_config, no_run
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -70,7 +71,7 @@ def evaluate_command(argv: list[str]) -> None:
     asked = replace(asked, seed=args.seed, limit=args.limit)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, dict[str, Result]] = {}
-    skipped: list[tuple[Path, str]] = []
+    skipped: dict[str, list[str]] = {}
     for run in runs:
         checkpoints = run / "checkpoints"
         every = [step_of(path) for path in list_checkpoints(checkpoints)] if args.every else []
@@ -81,7 +82,7 @@ def evaluate_command(argv: list[str]) -> None:
             subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
             results, too_long = evaluate(subject, evaluations, asked)
             found[str(path if args.every else run)] = results
-            skipped += [(run, text) for text in too_long]
+            skipped |= {text: [*skipped.get(text, []), str(run)] for text in too_long}
             if results and not args.json:
                 imported = "imported" in (read_record(run / "run.json") or {})
                 unknown = ", trained on an unknown corpus" * imported
@@ -89,9 +90,9 @@ def evaluate_command(argv: list[str]) -> None:
                 if runs == [root]:
                     print_scores(results)
     if not any(found.values()):
-        raise ConfigError(skipped[0][1])
-    for run, text in skipped:
-        to_stderr(f"{run}: {text}; skipped")
+        raise ConfigError(next(iter(skipped)))
+    for text, own in skipped.items():
+        to_stderr(f"{text}; skipped for {shortlist(list(dict.fromkeys(own)), 3)}")
     if args.json:
         echo_json(found[args.run] if list(found) == [args.run] else found)
     elif runs != [root]:

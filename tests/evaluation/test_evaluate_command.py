@@ -124,7 +124,7 @@ def test_task_that_is_too_long_is_skipped(
     short = write_weights(runs / "short", tokenizer, "seq_len=16")
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
     why = r"the task mqar needs \d+ tokens, and the model reads 15"
-    line = f"{short}: {why}; skipped\n"
+    line = f"{why}; skipped for {short}\n"
     for tasks in (f"[mqar,{own}]", f"[{own},mqar]"):
         assert main(["evaluate", f"run={short}", f"tasks={tasks}", "--json"]) == 0
         said = capsys.readouterr()
