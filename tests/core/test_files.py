@@ -4,13 +4,16 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from filelock import Timeout
+from processes import PATIENCE_S, wait_until
 from runs.ranks import forked
 
 from diffllm.core.errors import ConfigError, InUseError
@@ -223,3 +226,13 @@ def test_a_directory_whose_holder_is_alive_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
+
+
+def test_hold_that_waits_gets_the_directory_once_it_is_released(tmp_path, capsys):
+    held, said = hold(tmp_path, "run directory", "run.dir=..."), []
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(hold, tmp_path, "run directory", "run.dir=...", wait=True)
+        wait_until(lambda: said.append(capsys.readouterr().err) or "".join(said), "message")
+        held.release()
+        found.result(PATIENCE_S).release()
+    assert re.fullmatch(f"waiting until {ME} releases {tmp_path}\n", "".join(said))
