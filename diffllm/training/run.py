@@ -92,7 +92,7 @@ def train_claimed(
     make_tasks: MakeTasks | None,
     report: Report | None,
 ) -> Outcome:
-    device, data = prepare_data(cfg, here)
+    device, data = prepare_data(cfg, here, claimed.path)
     state = begin(cfg, here, claimed, data)
     meet(cfg, here, device, claimed.path)
     here.watch.reached("the building of the model")

@@ -73,9 +73,9 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
     told, kept = here.world.broadcast_and_keep("run", lambda: claim_on_rank_0(cfg))
     directory, saved = kept or (None, None)
     path, checkpoint, weights = (text and Path(text) for text in told["paths"])
-    ended = told["ended"]
-    here.display.print(f"{path} {ended_text(ended)}" if ended else f"run {path}: preparing data")
-    return Claimed(path, ended, checkpoint, told["ranks"], weights, directory, saved)
+    if told["ended"]:
+        here.display.print(f"{path} {ended_text(told['ended'])}")
+    return Claimed(path, told["ended"], checkpoint, told["ranks"], weights, directory, saved)
 
 
 def claim_on_rank_0(
@@ -104,12 +104,13 @@ def claim_on_rank_0(
     return told, (directory, saved)
 
 
-def prepare_data(cfg: TrainConfig, here: Process) -> tuple[torch.device, Prepared]:
+def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
     """Choose the device and prepare the corpus, which may take hours: before collectives."""
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
     here.watch.reached("the preparation of the corpus")
+    here.display.print(f"run {path}: preparing data")
     data = prepare(cfg.data, cfg.prepare)
     check_fit(cfg, data)
     packing_counts(data, cfg.data, cfg.seq_len)  # may take longer than a collective may wait
