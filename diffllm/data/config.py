@@ -56,7 +56,7 @@ READ = {
 }
 """Fields that each of our sources reads."""
 NEEDED = {
-    "files": ("paths", "[file, glob, ...]"),
+    "files": ("paths", "[file, directory, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
     "hub": ("dataset", "<owner/name>"),
     MIXTURE: ("sources", "{name: {source: files, paths: [...], weight: 1}}"),
@@ -74,14 +74,13 @@ class TextConfig:
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (data=files): parquet, jsonl, ndjson, json or txt, or one such path. All but
-    parquet also .gz or .zst."""
+    """Files, directories or globs: parquet, json, jsonl, text; jsonl and txt also .gz, .zst."""
     text_column: str = "text"
-    """Column that holds the text, in any format but txt."""
+    """Column that holds the text, in parquet and json."""
     prompt_column: str | None = None
     """Column of what stands before each text and is only context: no loss is taken of it."""
     sample_by: SampleBy = SampleBy.document
-    """Unit of a txt file that becomes one document."""
+    """Unit of a text file that becomes one document."""
     dataset: str | None = None
     """Hub dataset owner/name (data=hub)."""
     name: str | None = None
@@ -149,7 +148,7 @@ class DataConfig(TextConfig):
     tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
     """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
     heldout_fraction: float = bounded(0.02, above=0, below=1)
-    """Share of documents that are never trained on, chosen by a hash of their text."""
+    """Share of documents never trained on; at least 20 and 50,000 tokens, up to a fifth."""
     num_workers: int = bounded(1, least=0, most=256)
     """Loader processes a rank; 0 reads in the training process."""
     prefetch_factor: int = bounded(4, least=1, most=10_000)

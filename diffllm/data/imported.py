@@ -9,7 +9,7 @@ import numpy as np
 from diffllm.core.errors import DataError
 from diffllm.core.files import build_once
 from diffllm.data.config import DataConfig
-from diffllm.data.shards import MANIFEST, Manifest, Shard, Split
+from diffllm.data.shards import LARGEST_SHARE, LEAST_TOKENS, MANIFEST, Manifest, Shard, Split
 from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans, token_counts
 from diffllm.data.text.file_index import (
     FileFacts,
@@ -97,7 +97,10 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     if cfg.tokenizer is None:
         raise DataError("data=tokens needs data.tokenizer, the one that they were written with")
     tokenizer = Tokenizer.from_file(cfg.tokenizer)
-    paths = paths_of(cfg)
+    found, _ = paths_of(cfg)
+    paths = [path for path, root in found.items() if root is None or path.suffix in OPENERS]
+    if not paths:
+        raise DataError(f"data.paths={cfg.paths[0]}: no {' or '.join(OPENERS)} file")
     beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
     paths = [path for path in paths if path not in beside]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:
@@ -126,11 +129,12 @@ def counted(
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
     length = len(whole)
-    cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - fraction)) - 1))
+    share = max(fraction, min(LARGEST_SHARE, LEAST_TOKENS / max(length, 1)))
+    cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
     if cut >= length:
         raise DataError(
             f"{', '.join(map(str, paths[:3]))}: no document ends before the last "
-            f"{fraction:.2g} of its tokens; a larger data.heldout_fraction holds out more"
+            f"{share:.2g} of its tokens; a larger data.heldout_fraction holds out more"
         )
     counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}
@@ -141,5 +145,5 @@ def counted(
                 documents += documents_in(files[number], first, last)
                 shards.append(Shard(paths[number].name, last - first, prints[number]))
         splits[name] = Split(documents, stop - start, 0, shards)
-    source = f"tokens of {names_of(paths)}"
+    source = f"tokens of {names_of([path.name for path in paths])}"
     return Manifest.of(tokenizer, counts, source=source, corpus=corpus, splits=splits)

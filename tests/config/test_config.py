@@ -182,7 +182,7 @@ def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, 
         ),
         (["data.source=stdlib", "data.paths=a.txt"], "is not read with data.source=stdlib"),
         (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
-        (["data.paths="], "data.source=files needs data.paths=[file, glob, ...]"),
+        (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),
     ],
 )
 def test_a_source_that_is_given_is_not_replaced(words, named):

@@ -90,7 +90,9 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
         ("a.txt.gz", b"plain", "a.txt.gz: cannot be unpacked as gzip"),
-        ("a.csv", b"text\nx\n", "a.csv: unsupported format; use .parquet"),
+        ("a.py", b"\xe9t\xe9\n", "a.py: not UTF-8 text"),
+        ("a.md.gz", b"text\n", "a.md.gz: unsupported format; data=files reads .parquet"),
+        ("a.bin", b"text\n", "other text, data=tokens .bin and .ds"),
         (
             "a.json",
             b'["a", "b"]',
@@ -166,9 +168,73 @@ def test_documents_do_not_depend_on_the_blocks_that_are_read(
 
 
 def test_paths_that_match_no_file_are_named(tmp_path: Path, make_config: MakeConfig) -> None:
-    for path in (tmp_path / "none.txt", tmp_path / "*.parquet", tmp_path):
+    for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
         with pytest.raises(DataError, match=re.escape(f"{path} matches no file")):
             opened(make_config(path))
+
+
+TREE = {
+    "z.md": b"z",
+    "a/b.py": b"b = 1",
+    "a/c/d.jsonl": b'{"text": "d"}',
+    "a/e": b"e",
+    "a.csv": b"f,g",
+    "blank.txt": b" \n",
+    "image.png": b"\x89PNG",
+    "latin.txt": b"\xe9",
+    "tokens.bin": b"0",
+    ".hidden": b"h",
+    ".git/config": b"h",
+    "a/.h/i.txt": b"h",
+}
+
+
+def write_tree(root: Path, tree: dict[str, bytes]) -> Path:
+    for name, content in tree.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    return root
+
+
+def test_directory_stands_for_all_its_text_sorted_by_path(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = write_tree(tmp_path / "home" / "docs", TREE)
+    (docs / "a" / "loop").symlink_to(docs)
+    (docs / "y").symlink_to(docs / "a")
+    (docs / "gone").symlink_to(tmp_path / "none")
+    os.mkfifo(docs / "pipe")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    found = opened(make_config(Path("~/docs")))
+    assert found.description == "5 files in docs/"
+    assert list(found.texts()) == ["f,g", "b = 1", "d", "e", "z"]
+    assert (found.skipped_empty, found.skipped_undecodable) == (1, 6)
+    names = ["a.csv", "a/b.py", "a/c/d.jsonl", "a/e", "z.md"]
+    docs.rename(tmp_path / "moved")
+    others = ([tmp_path / "moved"], [tmp_path / "mov*"], [tmp_path / "moved" / n for n in names])
+    for paths in others:
+        assert opened(make_config(*paths)).identity == found.identity
+    (tmp_path / "moved" / "new.rst").write_text("new")
+    assert opened(make_config(tmp_path / "moved")).identity != found.identity
+    assert list(opened(make_config(tmp_path / "moved" / "*.md")).texts()) == ["z"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({".hidden": b"h"}, "no text, .parquet or .jsonl file"),
+        ({"a.png": b"\x89PNG", "b.txt": b"\n"}, "no text, .parquet or .jsonl file"),
+        ({"a.bin": b"0", "a.idx": b"0"}, "file; data=tokens reads its token files"),
+        ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
+    ],
+)
+def test_directory_without_text_is_refused_by_its_name(
+    tmp_path: Path, make_config: MakeConfig, tree: dict[str, bytes], said: str
+) -> None:
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(DataError) as caught:
+        opened(make_config(write_tree(tmp_path / "docs", tree)))
+    assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
 
 
 def test_a_hub_branch_is_resolved_once(

@@ -24,7 +24,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n")
     cfg = DataConfig(
         **{"source": "files", "paths": [str(directory / "t.txt")], "sample_by": SampleBy.line},
-        **{"vocab_size": 300, "heldout_fraction": 0.1},
+        **{"vocab_size": 300, "heldout_fraction": 0.3},
         packing=Packing.best_fit,
         cache_dir=str(directory / "cache"),
     )

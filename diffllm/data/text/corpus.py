@@ -59,7 +59,7 @@ class Corpus:
     """Differences from a known reference; empty if none."""
     skipped_empty: int = 0
     skipped_undecodable: int = 0
-    """Skipped files: only whitespace, or not UTF-8."""
+    """Skipped files: only whitespace; hidden or not UTF-8."""
     has_prompts: bool = False
 
     @cached_property

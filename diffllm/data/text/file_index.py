@@ -18,6 +18,7 @@ from diffllm.data.verified import identity_of, settled_identity, usable
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT_FORMATS = {**dict.fromkeys((*JSON_LINES, ".json"), "json"), ".txt": "text"}
 FORMATS = {".parquet": "parquet", **TEXT_FORMATS}
+TOKEN_FILES = (".bin", ".idx", ".ds", ".index", ".metadata")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 INDEX_VERSION = 2
 BLOCK_BYTES = 1 << 20
@@ -34,21 +35,15 @@ class FileFacts(NamedTuple):
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file by its name: parquet, json or text; raises DataError."""
+    """Return the format of a file by its name: parquet, json or text; empty if unsupported."""
     stem, suffix = os.path.splitext(path.name.lower())
-    compressed = suffix in COMPRESSIONS
-    if compressed:
-        suffix = os.path.splitext(stem)[1]
-    if suffix not in (TEXT_FORMATS if compressed else FORMATS):
-        known = f"use .parquet, or {', '.join(TEXT_FORMATS)} and these with .gz or .zst"
-        raise DataError(f"{path}: unsupported format; {known}")
-    return FORMATS[suffix]
+    if suffix in COMPRESSIONS:
+        return TEXT_FORMATS.get(os.path.splitext(stem)[1], "")
+    return "" if suffix in TOKEN_FILES else FORMATS.get(suffix, "text")
 
 
-def names_of(paths: Sequence[str | Path]) -> str:
-    return ", ".join(
-        [printable(Path(path).name) for path in paths[:3]] + ["..."] * (len(paths) > 3)
-    )
+def names_of(names: Sequence[str]) -> str:
+    return ", ".join([*map(printable, names[:3]), *["..."] * (len(names) > 3)])
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:

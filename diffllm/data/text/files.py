@@ -3,7 +3,7 @@
 import codecs
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from diffllm.data.text.corpus import Corpus, Part, TextBatch, reason
 from diffllm.data.text.file_index import (
     COMPRESSIONS,
     TEXT_FORMATS,
+    TOKEN_FILES,
     FileFacts,
     check_unchanged,
     combined_hash,
@@ -36,27 +37,57 @@ MOST_PARTS = 4096
 
 @source("files")
 def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the files that data.paths names; raises DataError."""
-    paths = paths_of(cfg)
-    formats = [format_of(path) for path in paths]
-    facts = file_facts(paths, cache_dir)
+    """Open the files and directories that data.paths names; raises DataError."""
+    paths, hidden = paths_of(cfg)
+    supported = [path for path in paths if format_of(path)]
+    facts = dict(zip(supported, file_facts(supported, cache_dir), strict=True))
+    problems = {path: problem_of(path, facts.get(path), cfg) for path in paths}
+    for path, root in paths.items():
+        if problems[path] and root is None:
+            raise DataError(f"{path}: {problems[path]}")
+    kept = {path: each for path, each in facts.items() if not problems[path]}
+    tokens = any(path.suffix in TOKEN_FILES for path in paths)
+    if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
+        hint = "; data=tokens reads its token files" * tokens
+        named = ", ".join(map(str, cfg.paths[:3]))
+        raise DataError(f"data.paths={named}: no text, .parquet or .jsonl file{hint}")
+    empty = sum(each.is_blank for each in facts.values())
     contents = []
-    for path, form, of_file in zip(paths, formats, facts, strict=True):
-        if of_file.is_blank:
-            raise DataError(f"{path}: the file is empty")
-        if path.suffix.lower() in TEXT_FORMATS and not of_file.is_utf8:
-            raise DataError(f"{path}: not UTF-8 text")
-        if form == "text" and cfg.prompt_column:
-            raise DataError(f"{path}: a text has no columns, which data.prompt_column needs")
+    for path, of_file in kept.items():
+        form = format_of(path)
         # Older versions kept the byte order mark, so they use a different hash.
         marked = " behind a mark" * (form == "text" and begins_with_mark(path))
         contents.append([of_file.sha256, f"{form}{marked}"])
     return Corpus(
-        description=f"{len(paths)} file{'s'[: len(paths) > 1]}: {names_of(paths)}",
+        description=description_of({path: paths[path] for path in kept}),
         identity=combined_hash(["files", cfg.text_column, cfg.sample_by.value, contents]),
-        list_parts=lambda: parts_of(paths, facts, formats, cfg),
-        check=partial(check_all, paths, facts),
+        list_parts=lambda: parts_of(kept, cfg),
+        check=partial(check_all, kept),
+        skipped_empty=empty,
+        skipped_undecodable=len(paths) - len(kept) - empty + hidden,
     )
+
+
+def description_of(paths: Mapping[Path, Path | None]) -> str:
+    """Return "2 files: a.txt, b.txt" or "214 files in docs/"; arguments as `paths_of` returns."""
+    names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in paths.items())
+    link = ":" if None in paths.values() else " in"
+    return f"{len(paths)} file{'s'[: len(paths) > 1]}{link} {names_of([*names])}"
+
+
+def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
+    """Return why a file cannot be read; empty if it can. Unsupported formats have no facts."""
+    form = format_of(path)
+    if not facts:
+        known = f".parquet, {', '.join(TEXT_FORMATS)} and other text"
+        return f"unsupported format; data=files reads {known}, data=tokens .bin and .ds"
+    if facts.is_blank:
+        return "the file is empty"
+    if form != "parquet" and path.suffix.lower() not in COMPRESSIONS and not facts.is_utf8:
+        return "not UTF-8 text"
+    if form == "text" and cfg.prompt_column:
+        return "a text has no columns, which data.prompt_column needs"
+    return ""
 
 
 def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
@@ -67,18 +98,16 @@ def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
             check_unchanged(part.path, part.facts)
 
 
-def parts_of(
-    paths: Sequence[Path], facts: Sequence[FileFacts], formats: Sequence[str], cfg: DataConfig
-) -> list[Part]:
+def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
     """Divide files into parts of a size that follows from the total; raises DataError."""
     from diffllm.data.text.readers import slices_of
 
-    least = max(PART_BYTES, sum(each.size for each in facts) // MOST_PARTS)
+    least = max(PART_BYTES, sum(each.size for each in facts.values()) // MOST_PARTS)
     groups: list[list[Slice]] = []
     size = least
-    for path, of_file, form in zip(paths, facts, formats, strict=True):
+    for path, of_file in facts.items():
         with naming(path):
-            slices = list(slices_of(path, of_file, form, cfg, least))
+            slices = list(slices_of(path, of_file, format_of(path), cfg, least))
         for part in slices:
             if size >= least:
                 groups.append([])
@@ -92,8 +121,8 @@ def parts_of(
     return parts
 
 
-def check_all(paths: Sequence[Path], facts: Sequence[FileFacts]) -> None:
-    for path, of_file in zip(paths, facts, strict=True):
+def check_all(facts: Mapping[Path, FileFacts]) -> None:
+    for path, of_file in facts.items():
         with naming(path):
             check_unchanged(path, of_file)
 
@@ -112,23 +141,53 @@ def naming(source: Path | str) -> Iterator[None]:
         raise DataError(f"{source}: {what}{reason(error)}") from error
 
 
-def paths_of(cfg: DataConfig) -> list[Path]:
-    """List the files of data.paths once each, sorted within a glob; raises DataError."""
-    found: dict[Path, None] = {}
+def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
+    """List the files of data.paths, each with the directory that stands for it or None, and count
+    the hidden entries of directories, which are skipped; raises DataError.
+
+    Files of a glob or a directory are sorted. A glob that matches files stands for those alone.
+    """
+    found: dict[Path, Path | None] = {}
+    all_hidden = 0
     for pattern in cfg.paths:
         path = Path(pattern).expanduser().absolute()
         exists = os.path.lexists(path)
         names = [path] if exists else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not names:
+            near = similar_path(Path(pattern), os.path.exists)
+            raise DataError(f"data.paths: {pattern} matches no file or directory{near}")
         paths = [each for each in names if not each.is_dir()]
-        if not paths:
-            raise DataError(
-                f"data.paths: {pattern} matches no file; of a directory name the files, such as "
-                f"DIRECTORY/*.parquet{similar_path(Path(pattern), os.path.isfile)}"
-            )
         for each in paths:  # reading a pipe or a socket could block
             with usable(each), open_regular(each, 2**63, follow=True):
                 found[each] = None
-    return list(found)
+        for root in () if paths else names:
+            below, hidden = files_below(root)
+            found |= {each: root for each in below if each not in found}
+            all_hidden += hidden
+    return found, all_hidden
+
+
+def files_below(root: Path) -> tuple[list[Path], int]:
+    """List the regular files of a directory and its subdirectories, sorted by relative path, and
+    count hidden entries, which are skipped; follows links, but lists each directory once."""
+    files: list[Path] = []
+    hidden, seen = 0, {os.path.realpath(root)}
+    for directory, subdirectories, names in os.walk(root, onerror=unreadable, followlinks=True):
+        hidden += sum(name.startswith(".") for name in (*subdirectories, *names))
+        targets = {
+            os.path.realpath(os.path.join(directory, name)): name
+            for name in sorted(subdirectories, reverse=True)
+            if not name.startswith(".")
+        }
+        subdirectories[:] = sorted(targets[target] for target in targets.keys() - seen)
+        seen |= targets.keys()
+        paths = (Path(directory, name) for name in names if not name.startswith("."))
+        files += filter(Path.is_file, paths)
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix()), hidden
+
+
+def unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename}: {error.strerror}") from error
 
 
 def begins_with_mark(path: Path) -> bool:

@@ -75,13 +75,13 @@ def corpus_of(
     cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
 ) -> Corpus:
     """Make a corpus of the files `kept`, one document each; `facts` includes skipped files."""
-    of_kept = [facts[path] for path in kept]
+    of_kept = {path: facts[path] for path in kept}
     whole = replace(cfg, sample_by=SampleBy.document)
     return Corpus(
         description=f"{where}, {len(kept)} files",
         identity=identity,
-        list_parts=lambda: parts_of(kept, of_kept, ["text"] * len(kept), whole),
-        check=partial(check_all, kept, of_kept),
+        list_parts=lambda: parts_of(of_kept, whole),
+        check=partial(check_all, of_kept),
         skipped_empty=sum(each.is_blank for each in facts.values()),
         skipped_undecodable=sum(not each.is_utf8 for each in facts.values()),
     )
