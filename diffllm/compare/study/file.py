@@ -22,7 +22,11 @@ BOUNDS = {
 """Kinds of rules, and the bounds that each takes."""
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
-OF_THE_SUMMARY = ("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens_per_s", "seconds")
+OF_THE_SUMMARY = {
+    "heldout_loss": "nats per token", "heldout_bits_per_byte": "bits per byte",
+    "train_loss": "nats per token", "tokens_per_s": "tokens per second", "seconds": "seconds",
+}  # fmt: skip
+"""Numbers of summary.json, and their units."""
 LR_SENSITIVITY = "lr_sensitivity"
 MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
@@ -109,6 +113,15 @@ class Study:
     @property
     def quantity(self) -> str:
         return self.metric if self.scale == "linear" else f"log {self.metric}"
+
+    @property
+    def unit(self) -> str:
+        """The unit of gaps; empty for logarithms and numbers without a unit."""
+        if self.scale == "log":
+            return ""
+        if self.metric == LR_SENSITIVITY:
+            return OF_THE_SUMMARY["heldout_loss"]
+        return OF_THE_SUMMARY.get(self.metric) or metric_of(self.metric).unit
 
     @property
     def rules(self) -> list[Rule]:

@@ -230,7 +230,7 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         if each.times:
             verdict, reason = decide_times(each.rule, *each.times, p)
         else:
-            verdict, reason = decide(each.rule, each.outcome, each.gap, p)
+            verdict, reason = decide(study, each.rule, each.outcome, each.gap, p)
         tested.append(replace(each, p_adjusted=p, verdict=verdict, reason=reason))
     return tested
 
@@ -264,7 +264,7 @@ def p_of(rule: Rule, outcome: ArmComparison, gap: Gap | None) -> float | None:
 
 
 def decide(
-    rule: Rule, outcome: ArmComparison, gap: Gap | None, p_adjusted: float | None
+    study: Study, rule: Rule, outcome: ArmComparison, gap: Gap | None, p_adjusted: float | None
 ) -> tuple[str, str]:
     """Return the verdict by one rule, and why."""
     diverged = outcome.own.diverged + outcome.base.diverged
@@ -280,7 +280,10 @@ def decide(
     if gap is None or interval is None:
         return UNDERPOWERED, "fewer than two seeds have a number in both arms"
     low, high = interval
-    said = f"{gap.mean:+.4g} ({low:+.4g} to {high:+.4g})"
+    seeds = f"{gap.seeds} paired" if study.test == "paired" else f"{gap.seeds} and {gap.base_seeds}"
+    mean = f"{rule.arm} minus {rule.against} is {gap.mean:+.4g} {study.unit}".rstrip()
+    level = f"{100 * (1 - rule.alpha):g}% interval"
+    said = f"{mean} ({level} {low:+.4g} to {high:+.4g}, {seeds} seeds)"
     if rule.kind == "difference" and p_adjusted is not None and p_adjusted < rule.alpha:
         return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
@@ -288,7 +291,7 @@ def decide(
     if close and close.inside and not diverged and by_test:
         return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
     if gap.zero_variance:
-        return UNDERPOWERED, f"{gap.mean:+.4g} in every seed: without variance nothing is shown"
+        return UNDERPOWERED, f"{mean} in every seed: without variance nothing is shown"
     if rule.kind == "equivalence":
         refuted = rule.margin is not None and (low > rule.margin or high < -rule.margin)
     else:

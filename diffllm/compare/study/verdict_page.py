@@ -53,6 +53,23 @@ def verdict_headline(found: Verdict) -> str:
     return found.verdict
 
 
+def verdict_sentence(found: Verdict) -> str:
+    """Return the outcome of the deciding rule and the sizes of its arms."""
+    tested, arms = found.tested[0], found.numbers()["arms"]
+    own, base = (
+        [compact(arms[name][fact]) for fact in ("parameters", "flops_per_token")]
+        for name in (tested.rule.arm, tested.rule.against)
+    )
+    return (
+        f"{found.study.quantity}: {tested.reason}. {tested.rule.arm} has {own[0]} parameters and "
+        f"{own[1]} training FLOPs per token, {tested.rule.against} has {base[0]} and {base[1]}."
+    )
+
+
+def problems(found: Verdict) -> list[str]:
+    return [reason for reason in found.reasons if reason != found.tested[0].reason]
+
+
 def rule_line(tested: Tested, study: Study) -> str:
     words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
     interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
@@ -140,6 +157,8 @@ def verdict_html(found: Verdict) -> str:
         found=found,
         study=found.study,
         headline=verdict_headline(found),
+        sentence=verdict_sentence(found),
+        problems=problems(found),
         gaps=gaps_image(found),
         arms=arms_table(found),
         rules=[rule_line(each, found.study) for each in found.tested],
@@ -203,8 +222,10 @@ def markdown(found: Verdict) -> str:
             "",
             f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
             "",
-            *(f"- {reason}" for reason in found.reasons),
+            verdict_sentence(found),
             "",
+            *(f"- {problem}" for problem in problems(found)),
+            *[""] * bool(problems(found)),
             f"{conditions(numbers)} {power_words(study)}",
             "",
             *(f"- Rule: {rule_line(each, study)}" for each in found.tested),

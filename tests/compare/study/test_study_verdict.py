@@ -312,7 +312,13 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     assert text == verdict_html(found)
     for said in ("v2 is better than half", "Gaps of the rules"):
         assert said in text
-    assert markdown(found).startswith("# shown\n\n**Claim**: v2 is better than half")
+    sentence = (
+        "heldout_loss: v2 minus half is -0.09967 nats per token (95% interval -0.1035 to -0.09587, "
+        "3 paired seeds), adjusted p 3.9e-05. v2 has "
+    )
+    start = f"# shown\n\n**Claim**: v2 is better than half\n\n{sentence}"
+    assert markdown(found).startswith(start)
+    assert sentence in text
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
     assert main([*words, "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -346,6 +352,7 @@ def test_every_page_names_size_tokens_seeds_and_what_was_equal(tmp_path):
     )
     for text in (markdown(found), verdict_html(found)):
         assert expected in text
+        assert "v2 has 10.04k parameters and 66k training FLOPs per token, half has 10k" in text
     source = f"Corpus hash `{'a1' * 32}`. Python 3.12.1, torch 2.13.0, device CPU."
     assert source in markdown(found)
     assert source.replace("`", "") in verdict_html(found)
