@@ -159,6 +159,7 @@ def draw_figure(result: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
+    threshold = result["settings"]["threshold"]
     for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
         at, curves = result[f"by_{axis}"].values()
         for name, curve in curves.items():
@@ -169,8 +170,9 @@ def draw_figure(result: dict[str, Any]) -> Any:
         axes.set_xscale("log" if axis == "keys" else "linear")
         if axis != "lambda":
             axes.set_yscale("log")
-            axes.axhline(result["settings"]["threshold"], color="grey", linestyle="--")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+            line = f"SNR = {threshold:g}, the threshold"
+            axes.axhline(threshold, color="grey", linestyle="--", label=line)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 

@@ -220,7 +220,10 @@ def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
     result = noise_floor(cfg)
     json.dumps(result, default=np.ndarray.tolist, allow_nan=False)
     assert not any(word in tables(result) for word in ("nan", "inf"))
-    draw_figure(result).savefig(drawn := io.BytesIO(), dpi=20)
+    figure = draw_figure(result)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[-1] == f"SNR = {cfg.threshold:g}, the threshold"
+    figure.savefig(drawn := io.BytesIO(), dpi=20)
     assert drawn.getvalue().startswith(b"\x89PNG")
 
 
