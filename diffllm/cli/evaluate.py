@@ -103,10 +103,9 @@ def print_scores(results: dict[str, Result]) -> None:
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
         own = [(name, result) for name, result in results.items() if result["unit"] == unit]
         scores = [(name, score) for name, result in own for score in result["scores"]]
-        guessed = any(score.get("chance") is not None for _, score in scores)
-        heads = ["task", "of", "value", "95% interval", *GUESSED * guessed, "examples"]
-        rows = [[name, *cells(score, guessed)] for name, score in scores]
-        echo(f"\n{unit}\n{Table.of(heads, rows)}")
+        columns = Table.of(HEADS, [[name, *cells(score)] for name, score in scores]).columns
+        table = Table([each for each in columns if any(cell.text for cell in each.cells)])
+        echo(f"\n{unit}\n{table}")
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
@@ -133,15 +132,14 @@ def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
     echo("".join(f"\nnote: {note}" for note in comparison.notes))
 
 
-GUESSED = ("chance", "generated")
+HEADS = ("task", "of", "value", "chance", "95% interval", "generated", "examples")
 
 
-def cells(score: dict[str, Any], guessed: bool) -> list[str]:
-    chance = [decimals(score.get(key)) for key in GUESSED] if guessed else []
+def cells(score: dict[str, Any]) -> list[str]:
+    value, chance, made = (decimals(score.get(key)) for key in ("value", "chance", "generated"))
     low, high = score.get("interval") or (None, None)
     interval = f"{decimals(low)} to {decimals(high)}" if low is not None else ""
-    examples = str(score.get("examples") or "")
-    return [score["of"], decimals(score["value"]), interval, *chance, examples]
+    return [score["of"], value, chance, interval, made, str(score.get("examples") or "")]
 
 
 def decimals(value: float | None) -> str:

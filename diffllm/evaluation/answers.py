@@ -29,6 +29,7 @@ from diffllm.evaluation.evaluation import (
 )
 from diffllm.model import Transformer
 from diffllm.model.attention.base import KVCache
+from diffllm.statistics.estimates import wilson
 
 T = TypeVar("T")
 TOKENS = 16_384
@@ -253,23 +254,20 @@ class Answers(Evaluation):
         return lines_of(asked, found)
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        from scipy.stats import binomtest  # a second and a half that training does not need
-
         found = []
         for i, level in enumerate(settings["levels"]):
             own = [line for line in lines if line["level"] == i]
             if not own:
                 continue
-            right = sum(bool(line["correct"]) for line in own)
-            interval = binomtest(right, len(own)).proportion_ci(method="wilson")
+            right = share(own, "correct")
             # a guess among candidates; where there is one alone, it is never right
             chance = sum(1 / line["candidates"] for line in own if line["candidates"] > 1)
             facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
             found.append(
                 NamedScore(
                     ", ".join(f"{key} {value}" for key, value in level.items()),
-                    right / len(own),
-                    (interval.low, interval.high),
+                    right,
+                    wilson(right, len(own)),
                     len(own),
                     chance / len(own),
                     {"level": level, "generated": share(own, "generated"), **facts},

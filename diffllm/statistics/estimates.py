@@ -1,12 +1,15 @@
 """Estimates of one arm: mean over seeds, rate of events, tokens until a level is reached."""
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 CONFIDENCE = 0.95
+ROUNDING = 1e-12
+"""Share of the largest value below which a standard deviation counts as rounding error."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,23 @@ class Estimate:
     low: float | None = None
     high: float | None = None
     seeds: int = 1
+    uninformative: bool = False
+    """Whether the interval contains every possible value."""
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether seeds do not vary, so that the interval is one point without meaning."""
+        return self.low is not None and self.low == self.high
+
+    def within(self, low: float, high: float) -> "Estimate":
+        """Limit the interval to the possible values.
+
+        The truth lies among them, so the interval covers it as often as before.
+        """
+        if self.low is None or self.high is None:
+            return self
+        ends = max(low, self.low), min(high, self.high)
+        return replace(self, low=ends[0], high=ends[1], uninformative=ends == (low, high))
 
     @property
     def holds_zero(self) -> bool:
@@ -34,7 +54,23 @@ def estimate(values: Sequence[float]) -> Estimate:
     n, mean = len(sample), float(sample.mean())
     if n == 1:
         return Estimate(mean)
-    return Estimate(mean, *t_interval(mean, float(sample.std(ddof=1) / np.sqrt(n)), n - 1), n)
+    deviation = float(sample.std(ddof=1))
+    if deviation <= ROUNDING * float(np.abs(sample).max()):
+        deviation = 0.0
+    return Estimate(mean, *t_interval(mean, deviation / math.sqrt(n), n - 1), n)
+
+
+def wilson(share: float, examples: float) -> tuple[float, float]:
+    """Return the 95% score interval of a share of independent examples, within [0, 1].
+
+    From Wilson (JASA 22, 1927).
+    """
+    from scipy.special import ndtri
+
+    z2 = float(ndtri((1 + CONFIDENCE) / 2)) ** 2 / examples
+    centre = share + z2 / 2
+    half = math.sqrt(z2 * (share * (1 - share) + z2 / 4))
+    return max(0.0, (centre - half) / (1 + z2)), min(1.0, (centre + half) / (1 + z2))
 
 
 def t_interval(

@@ -7,14 +7,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from diffllm.statistics.estimates import CONFIDENCE, Estimate, t_interval
+from diffllm.statistics.estimates import CONFIDENCE, ROUNDING, Estimate, t_interval
 
 Seed = TypeVar("Seed", bound=Hashable)
 
 ALPHA = 0.05
 """Probability that a family without any true difference shows one or more by chance."""
-ROUNDING = 1e-12
-"""Share of the largest value below which a standard deviation counts as rounding error."""
 FEWEST = 3
 """Fewest common seeds for a correlation: with two it is always 1 or -1."""
 
@@ -89,7 +87,7 @@ def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
         return Gap(mean, 1, 1)
     deviation = float(differences.std(ddof=1))
     none = deviation <= ROUNDING * largest_magnitude(first, second)
-    return Gap(mean, n, n, deviation / float(np.sqrt(n)), n - 1, none)
+    return Gap(mean, n, n, 0.0 if none else deviation / float(np.sqrt(n)), n - 1, none)
 
 
 def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffllm.statistics.estimates import CONFIDENCE
-from diffllm.statistics.gap_tests import ROUNDING, Seed, in_seed_order, largest_magnitude
+from diffllm.statistics.estimates import CONFIDENCE, ROUNDING
+from diffllm.statistics.gap_tests import Seed, in_seed_order, largest_magnitude
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, diverged_more
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, LEAST_SEEDS, bootstrap, withheld
-from diffllm.statistics.estimates import Estimate, Times, estimate, sooner
+from diffllm.statistics.estimates import Estimate, Times, estimate, sooner, wilson
 from diffllm.statistics.gap_tests import equivalence, holm, paired, seed_correlation, welch
 from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 
@@ -107,6 +109,32 @@ def test_shares_have_exact_intervals():
         assert ArmComparison(None, None, None, own, base).p_diverged == pytest.approx(p)
     assert diverged_more(Share(1, 2), Share(1, 3))
     assert not diverged_more(Share(1, 3), Share(1, 3))
+
+
+def test_wilson_intervals_lie_in_range_and_cover_by_enumeration():
+    """The mean coverage over p is 95%; at a single p it may be lower (Brown et al., 2001)."""
+    for n in (1, 5, 20, 50):
+        intervals = [wilson(k / n, n) for k in range(n + 1)]
+        assert all(0 <= low <= k / n <= high <= 1 for k, (low, high) in enumerate(intervals))
+        for k, found in enumerate(intervals):
+            expected = stats.binomtest(k, n).proportion_ci(method="wilson")
+            assert found == pytest.approx((expected.low, expected.high))
+        grid = np.linspace(0.005, 0.995, 199)
+        covered = [
+            sum(stats.binom.pmf(k, n, p) for k, (a, b) in enumerate(intervals) if a <= p <= b)
+            for p in grid
+        ]
+        assert 0.93 < np.mean(covered) < 0.975
+        assert min(covered) > 0.79
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.booleans())
+def test_limited_interval_lies_in_range_and_contains_the_mean(shares, gap):
+    values = [2 * x - 1 for x in shares] if gap else shares
+    found = estimate(values).within(-1.0 if gap else 0.0, 1.0)
+    assert (-1 if gap else 0) <= found.low <= found.mean <= found.high <= 1
+    assert found.uninformative == ((found.low, found.high) == (-1 if gap else 0, 1))
+    assert found.all_equal or len({*values}) > 1
 
 
 def test_a_diverged_run_is_an_outcome():

@@ -10,7 +10,8 @@ from diffllm.compare.report.numbers import ends, finite
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Run, shortlist
 from diffllm.evaluation.evaluation import SHARE, Line, Lines, all_results
-from diffllm.statistics.estimates import Estimate, estimate
+from diffllm.statistics.estimates import Estimate, estimate, wilson
+from diffllm.statistics.gap_tests import paired
 
 Seeds = tuple[int, int]
 ALL = "mean of all levels"
@@ -19,6 +20,8 @@ ALL = "mean of all levels"
 class ScoreCell(NamedTuple):
     mean: Estimate
     gap: Estimate | None
+    over_examples: tuple[float, float] | None = None
+    """Wilson's interval of a share, if its seeds do not vary or there is only one."""
 
 
 class ScoreLine(NamedTuple):
@@ -82,7 +85,8 @@ def gathered(
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
-    if not (lines := score_lines(newest_scores, bases)):
+    shares = unit == SHARE
+    if not (lines := score_lines(newest_scores, bases, shares)):
         return None
     parts = [
         {seeds: scores_by_fact(scores) for seeds, scores in own.items()} for own in newest_scores
@@ -91,8 +95,8 @@ def gathered(
     if loss is not None:
         read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
         if sum(any(own.values()) for own in read) > 1:
-            equal = score_lines(read, bases)
-    return Evaluated(name, unit, lines, score_lines(parts, bases), equal, loss)
+            equal = score_lines(read, bases, shares)
+    return Evaluated(name, unit, lines, score_lines(parts, bases, shares), equal, loss)
 
 
 def question_asked(result: Line) -> Line:
@@ -118,6 +122,7 @@ def by_name(result: Line) -> Lines:
         for key in ("value", "chance"):
             known = [x for score in scores if (x := finite(score.get(key))) is not None]
             means[key] = sum(known) / len(known) if len(known) == len(scores) else None
+        means["examples"] = sum(finite(score.get("examples")) or 0 for score in scores)
         scores = [means, *scores]
     return {score["of"]: score for score in scores}
 
@@ -158,7 +163,13 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
     return {}
 
 
-def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> list[ScoreLine]:
+def score_lines(
+    results: list[dict[Seeds, Lines]], bases: list[int | None], shares: bool
+) -> list[ScoreLine]:
+    """Return means over seeds and paired gaps, with Student's t interval.
+
+    The interval of a share is limited to [0, 1], that of a gap of shares to [-1, 1].
+    """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
         every = [scores[of] for own in results for scores in own.values() if of in scores]
@@ -167,12 +178,21 @@ def score_lines(results: list[dict[Seeds, Lines]], bases: list[int | None]) -> l
         cells: list[ScoreCell | None] = []
         for own, base in zip(values, bases, strict=True):
             theirs = {} if base is None else values[base]
-            common = sorted(own.keys() & theirs.keys())
-            gap = estimate([own[seeds] - theirs[seeds] for seeds in common]) if common else None
-            cells.append(ScoreCell(estimate(list(own.values())), gap) if own else None)
+            gap = found.estimate if (found := paired(own, theirs)) else None
+            cell = ScoreCell(estimate(list(own.values())), gap) if own else None
+            examples = finite(every[0].get("examples")) or 0
+            cells.append(of_shares(cell, examples) if cell and shares else cell)
         if any(cells):
             lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))
     return lines
+
+
+def of_shares(cell: ScoreCell, examples: float) -> ScoreCell:
+    mean, gap = cell.mean.within(0.0, 1.0), cell.gap and cell.gap.within(-1.0, 1.0)
+    varies = mean.low is not None and not mean.all_equal
+    if varies or examples < 1 or not 0 <= mean.mean <= 1:
+        return ScoreCell(mean, gap)
+    return ScoreCell(mean, gap, wilson(mean.mean, examples))
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:

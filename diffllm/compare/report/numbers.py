@@ -44,6 +44,7 @@ def compact(value: Any, digits: int = 4) -> str:
     x = finite(value)
     if x is None:
         return MISSING
+    x = float(f"{x:.{digits}g}")  # rounds before the prefix is chosen: 999,960 is 1M, not 1000k
     scale, prefix = next((pair for pair in PREFIXES if abs(x) >= pair[0]), (1, ""))
     return with_minus(f"{x / scale:.{digits}g}{prefix}")
 
@@ -61,8 +62,10 @@ def clock(value: Any) -> str:
 def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
     if finite(estimate.low) is None or finite(estimate.high) is None:
         return ""
+    if estimate.all_equal:
+        return "equal in all seeds"
     low, high = (fixed(x, digits, signed) for x in (estimate.low, estimate.high))
-    return f"{low} to {high}"
+    return f"{low} to {high}{', uninformative' * estimate.uninformative}"
 
 
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:

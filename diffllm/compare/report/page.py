@@ -23,7 +23,7 @@ from diffllm.compare.report.notes import (
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed, with_interval
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
-from diffllm.compare.report.tables import cost_columns, csv_text, fold_constant, table_columns
+from diffllm.compare.report.tables import cost_columns, csv_text, table_columns
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
@@ -58,7 +58,6 @@ def page(comparison: Comparison) -> str:
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         first, others = page_sections(comparison, styles, hidden)
     every = table_columns(rows, comparison.baseline)
-    columns, constant = fold_constant(every)
     groups = comparison.groups if len(comparison.groups) > 1 else []
     names = TableColumn("Row", [Cell(style.label, icon=style.swatch) for style in styles])
     return template("page.html.jinja").render(
@@ -78,9 +77,8 @@ def page(comparison: Comparison) -> str:
         family=len(family(rows)),
         documents="; ".join(dict.fromkeys(row.no_documents for row in rows if row.no_documents)),
         hidden=hidden,
-        results=Table([names, *columns]),
+        results=Table([names, *every]),
         meanings=[*every, *cost_columns(rows)],
-        constant=constant,
         first=first,
         sections=others,
         fixed=fixed,

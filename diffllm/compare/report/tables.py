@@ -147,7 +147,6 @@ def seeds_cell(row: Row) -> Cell:
 def events_cell(row: Row, series: str) -> Cell:
     if not (rate := row.events(series)):
         return Cell(MISSING)
-    # the upper end is never 0: no column of events is omitted because all are
     interval = f"{short(rate.low, 2)} to {short(rate.high, 2)}"
     return Cell(short(rate.value, 2), rate.high, (interval,))
 
@@ -205,7 +204,8 @@ PAGE = {
     },
 }  # fmt: skip
 """Columns of the page by their names in report.csv."""
-CONSTANT = ("Parameters", "FLOPs", "Tokens", "Seeds")
+KEPT = ("Held-out loss", "Gap to")
+"""Beginnings of titles of columns that tables keep if all rows have one value."""
 EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
 
 
@@ -229,22 +229,25 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
     ]  # fmt: skip
 
 
-def fold_constant(columns: list[TableColumn]) -> tuple[list[TableColumn], list[str]]:
-    """The columns that tell rows apart, and sentences about the others."""
-    zero = [each for each in columns if all(cell.value == 0 for cell in each.cells)]
-    same = [
-        each
-        for each in columns
-        if each not in zero and each.title in CONSTANT and len({*each.cells}) == 1
-        if len(each.cells) > 1 and not each.cells[0].tag
-    ]
-    said = []
-    if zero:
-        said.append(f"All zero: {', '.join(each.title for each in zero)}.")
-    if same:
-        parts = (filter(None, (each.title, each.unit, each.cells[0].text)) for each in same)
-        said.append(f"The same in all rows: {', '.join(map(' '.join, parts))}.")
-    return [each for each in columns if each not in zero and each not in same], said
+def fold_constant(table: Table) -> tuple[Table, list[str]]:
+    """Return the first column and those that tell rows apart, and sentences about the others."""
+    kept, folded = [table.columns[0]], dict[str, list[str]]()
+    for column in table.columns[1:]:
+        cell = max(column.cells, key=lambda each: finite(each.value) or 0.0)
+        same = len({(each.text, each.tag) for each in column.cells}) == 1 and not cell.tag
+        if not same or column.title.startswith(KEPT):
+            kept.append(column)
+        elif cell.text == MISSING:
+            folded.setdefault("Not measured", []).append(column.title)
+        elif cell.text in ("0", "0%"):
+            bounds = f" ({', '.join(cell.small)} {column.unit})" if cell.small else ""
+            folded.setdefault("All zero", []).append(column.title + bounds)
+        elif len(column.cells) > 1:
+            words = filter(None, (column.title, column.unit, cell.line))
+            folded.setdefault("The same in all rows", []).append(" ".join(words))
+        else:
+            kept.append(column)
+    return Table(kept), [f"{name}: {', '.join(said)}." for name, said in folded.items()]
 
 
 TESTS = (
@@ -309,11 +312,14 @@ def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
     def cell(score: ScoreCell | None) -> Cell:
         if score is None:
             return Cell(MISSING)
-        gap = (with_interval(score.gap, signed=True),) if score.gap else ()
-        return Cell(in_digits(score.mean.mean), small=gap)
+        small = [in_words(score.mean, digits=3)]
+        if score.over_examples:
+            small.append("{:.3f} to {:.3f} over examples".format(*score.over_examples))
+        small += [f"gap {with_interval(score.gap, signed=True)}"] if score.gap else []
+        return Cell(in_digits(score.mean.mean), small=tuple(filter(None, small)))
 
     guessed = any(line.chance is not None for line in lines)
-    heads = [name, *["Guess"] * guessed, *(row.label for row in rows)]
+    heads = [name, *["Chance"] * guessed, *(row.label for row in rows)]
     cells: list[list[str | Cell]] = [
         [line.of or "all", *[fixed(line.chance, 3)] * guessed, *map(cell, line.cells)]
         for line in lines
@@ -326,7 +332,8 @@ def runs_table(rows: list[Row]) -> Table:
     root = os.path.commonpath([run.path.absolute().parent for _, run in runs])
     lines: list[list[str | Cell]] = []
     for label, run in runs:
-        losses, command = run.series("eval/loss").values, run.facts.get("command")
+        sample, command = run.series("eval/loss").values, run.facts.get("command")
+        loss = run.final_loss if run.ended or not len(sample) else float(sample[-1])
         path = os.path.relpath(run.path.absolute(), root)
         lines.append(
             [
@@ -334,7 +341,7 @@ def runs_table(rows: list[Row]) -> Table:
                 str(run.cfg.seed),
                 Cell(path, small=(command,) if isinstance(command, str) else ()),
                 compact(run.metrics.tokens[-1] if len(run.metrics.tokens) else None),
-                fixed(losses[-1] if len(losses) else None),
+                Cell(fixed(loss), small=() if run.ended or loss is None else ("held-out sample",)),
                 clock((run.summary or {}).get("seconds")),
                 run.state,
             ]

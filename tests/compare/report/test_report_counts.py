@@ -11,12 +11,26 @@ from scipy import stats
 from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.numbers import compact
 from diffllm.compare.report.page import page, table_text
 from diffllm.compare.report.tables import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.plan import SweepDirectory
+from diffllm.core.printing import Cell, Table, TableColumn
 from diffllm.statistics.estimates import Rate
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (999.94, "999.9"), (999.96, "1k"), (-999.96, "−1k"), (999_949, "999.9k"),
+        (999_960, "1M"), (1e9 - 1, "1B"), (999.96e9, "1T"), (1e12 - 1e9, "999B"), (3e-9, "3e−09"),
+        (1e21, "1000E"), (math.nan, "–"),
+    ],
+)  # fmt: skip
+def test_compact_rounds_before_it_chooses_the_prefix(value, text):
+    assert compact(value) == text
 
 
 @pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])
@@ -87,10 +101,32 @@ def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert "standard: 2 of 2 seeds diverged (100%, 16% to 100%)" in Reader(page(found)).text
-    said = fold_constant(table_columns(found.rows, found.baseline))[1]
-    assert "Seeds 0 of 2" not in " ".join(said)
+    kept, said = fold_constant(Table(table_columns(found.rows, found.baseline)))
+    assert "Seeds" in [column.title for column in kept.columns]
+    assert "Seeds" not in " ".join(said)
     assert found.rows[0].values["loss"] is None
     assert "0 of 2, 2 diverged" in table_text(found)
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ([Cell("1"), Cell("2")], []),
+        ([Cell("3"), Cell("3")], ["The same in all rows: Events per step 3."]),
+        ([Cell("–"), Cell("–")], ["Not measured: Events."]),
+        (
+            [Cell("0", 2.0, ("0 to 2",)), Cell("0", 3.7, ("0 to 3.7",))],
+            ["All zero: Events (0 to 3.7 per step)."],
+        ),
+        ([Cell("3", tag="1 diverged")] * 2, []),
+        ([Cell("3")], []),
+    ],
+)
+def test_a_column_of_one_value_is_a_sentence(cells, said):
+    names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
+    table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
+    assert found == said
+    assert len(table.columns) == (1 if said else 2)
 
 
 def with_events(root, name, seed, total, judged, **more):
@@ -104,6 +140,7 @@ def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path
     with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)  # its events count
     with_events(tmp_path, "gated", 0, 0.0, 500.0)
     found = compare(loaded(sorted(tmp_path.iterdir())))
+    assert "All zero" not in page(found)
     standard, gated = found.rows
     rate = standard.events("loss")
     assert (rate.count, rate.steps, rate.value) == (3, 500, 6.0)
