@@ -105,8 +105,9 @@ METRICS: list[Metric] = [
     Metric(
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`", "nats a token",
         summary="min",
-        plots=(Curve("Held-out loss", "On a sample of held-out text, in nats a token, at every "
-                     "evaluation.{incomparable}", clip=True),),
+        plots=(Curve("Held-out sample loss", "Loss of the held-out sample during training, in nats "
+                     "a token; the tables have the loss of the whole held-out split after the last "
+                     "step.{incomparable}", clip=True),),
     ),
     Metric("train/bits_per_byte", LOSS, "`train/loss` in bits a byte of text, by the mean bytes of "
            "a training token", "bits a byte"),
@@ -117,7 +118,7 @@ METRICS: list[Metric] = [
     Metric(
         "eval/loss/*", LOSS, "Cross-entropy of held-out text of one source of a mixture, "
         "`eval.sequences` of all sources together", "nats a token", summary="min",
-        plots=(Curve("Held-out loss, {group}", clip=True),),
+        plots=(Curve("Held-out sample loss, {group}", clip=True),),
     ),
     Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
     Metric("train/target_share", LOSS, "Share of the logged step's targets that its loss is a mean "

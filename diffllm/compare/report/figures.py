@@ -123,24 +123,25 @@ def legend_of(styles: list[RowStyle]) -> list[tuple[str, RowStyle]]:
     return [(short_label(name), style) for name, style in entries.items()]
 
 
-def new_figure(width: float, height: float, styles: list[RowStyle] | None = None) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
-    if not styles:
-        return Figure(figsize=(width / 72, height / 72), layout="constrained")
-    names, shown = zip(*legend_of(styles), strict=True)
-    entry = HANDLE + CHARACTER * max(map(len, names))
-    lines = -(-len(names) // max(1, int(width / entry)))
-    height += LEGEND_LINE * lines + 4
-    figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+    return Figure(figsize=(width / 72, height / 72), layout="constrained")
+
+
+def add_legend(figure: "Figure") -> None:
+    """Add a legend of the labels in use below the axes, and its height to the figure."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    width, height = figure.get_size_inches()
+    entry = HANDLE + CHARACTER * max(map(len, entries))
+    lines = -(-len(entries) // max(1, int(72 * width / entry)))
+    figure.set_size_inches(width, height + (LEGEND_LINE * lines + 4) / 72)
     figure.legend(
-        [Line2D([], [], linewidth=1.8, **style.line) for style in shown],
-        [f" {name}" for name in names],  # without a space, matplotlib omits names such as "_x"
-        loc="outside lower center", ncols=-(-len(names) // lines), frameon=False, borderpad=0,
-        borderaxespad=0, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.4,
+        list(entries.values()), list(entries),
+        loc="outside lower center", ncols=-(-len(entries) // lines), frameon=False, borderpad=0,
+        borderaxespad=0.25, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.4,
     )  # fmt: skip
-    return figure
 
 
 def draw_curves(
@@ -164,37 +165,48 @@ def draw_curves(
         mark: a value to draw a dotted line at, and its name.
         floor: half the width of a band that is drawn around zero behind the curves.
     """
-    drawn = [style for band, style in zip(bands, styles, strict=True) if band is not None]
-    figure = new_figure(WIDTH, HEIGHT, drawn)
+    drawn = [(band, style) for band, style in zip(bands, styles, strict=True) if band is not None]
+    # Without a space, matplotlib omits names such as "_x" from a legend.
+    names = {style: f" {name}" for name, style in legend_of([style for _, style in drawn])}
+    figure = new_figure(WIDTH, HEIGHT)
     axes = figure.subplots()
-    for band, style in zip(bands, styles, strict=True):
-        if band is not None:
-            draw_band(axes, band, style, log)
+    for band, style in drawn:
+        draw_band(axes, band, style, log, names.get(style, ""))
     axes.set_title(unit, loc="left")
     axes.locator_params(axis="y", nbins=6, steps=ROUND)
     axes.margins(x=0.03)
     if floor is not None:
         half = floor.values
         axes.axhline(0, color=MUTED, linewidth=1, zorder=1)
-        axes.fill_between(floor.tokens, -half, half, color=MUTED, alpha=0.22, lw=0, zorder=0)
+        how: dict[str, Any] = {"color": MUTED, "alpha": 0.22, "lw": 0, "zorder": 0}
+        axes.fill_between(floor.tokens, -half, half, label="noise floor", **how)
     if mark is not None:
-        axes.axhline(mark[0], color=MUTED, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
-        axes.text(1.01, mark[0], mark[1], transform=axes.get_yaxis_transform(), va="center")
+        how = {"color": MUTED, "linewidth": 1, "linestyle": (0, (2, 2)), "zorder": 1}
+        axes.axhline(mark[0], label=mark[1], **how)
     if log:
         logarithmic(axes)
     elif top is not None:
         axes.set_ylim(axes.dataLim.ymin - 0.05 * (top - axes.dataLim.ymin), top)
+        for band, style in drawn:
+            if band.drawn.min() > top:
+                draw_arrow(axes, (band.x[-1], top), "^", style.colour)
     axes.set_xlabel(across, loc="right")
     axes.locator_params(axis="x", nbins=5, steps=ROUND, integer=True)
     axes.xaxis.set_major_formatter(lambda x, _: compact(x))
+    add_legend(figure)
     return figure
 
 
-def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool) -> None:
+def draw_arrow(axes: "Axes", place: tuple[float, float], arrow: str, colour: str) -> None:
+    how: dict[str, Any] = {"ls": "", "ms": 7, "clip_on": False, "label": "off the scale"}
+    axes.plot(*place, arrow, color=colour, **how)
+
+
+def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -> None:
     marker = style.marker if len(band.x) <= FEW else ""
     how: dict[str, Any] = {"marker": marker, **style.line}
-    for y, width in ((band.mean, 1.6), *((y, 0.7) for y in band.singles)):
-        axes.plot(band.x, on_scale(y, log), lw=width, ms=2 * width, **how)
+    for y, width, label in ((band.mean, 1.6, name), *((y, 0.7, "") for y in band.singles)):
+        axes.plot(band.x, on_scale(y, log), lw=width, ms=2 * width, label=label, **how)
     x, low, high = envelope(band)
     low = on_scale(low, log)
     known = np.isfinite(low) & np.isfinite(high)
@@ -202,7 +214,8 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool) -> None:
         axes.fill_between(x, low, high, where=known, color=style.colour, alpha=0.13, lw=0)
     if band.stops:
         x, y = np.transpose(band.stops)
-        axes.plot(x, on_scale(y, log), "x", color=style.colour, ms=6, mew=1.6)
+        how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "end of a seed"}
+        axes.plot(x, on_scale(y, log), "x", **how)
 
 
 def on_scale(values: np.ndarray, log: bool) -> np.ndarray:
@@ -247,14 +260,22 @@ def draw_gaps(
     axes.axvline(0, color=FOREGROUND, linewidth=1, zorder=1)
     rings = hollow or [False] * len(gaps)
     for y, (gap, style, ring) in enumerate(zip(gaps, styles, rings, strict=True)):
-        colour = style.colour
-        if gap.low is not None and gap.high is not None:
-            axes.plot((gap.low, gap.high), (y, y), lw=2.4, solid_capstyle="butt", color=colour)
-            for end, beyond, arrow in ((low, gap.low < low, "<"), (high, gap.high > high, ">")):
-                if beyond:
-                    axes.plot(end, y, arrow, markersize=7, clip_on=False, color=colour)
+        colour, first, last = style.colour, gap.mean, gap.mean
+        if gap.low is not None and gap.high is not None and not gap.all_equal:
+            first, last = gap.low, gap.high
+            how: dict[str, Any] = {"lw": 2.4, "solid_capstyle": "butt", "label": "95% interval"}
+            axes.plot((first, last), (y, y), color=colour, **how)
+        for end, beyond, arrow in ((low, first < low, "<"), (high, last > high, ">")):
+            if beyond:
+                draw_arrow(axes, (end, y), arrow, colour)
+        if not low <= gap.mean <= high:
+            side, end = ("left", low) if gap.mean < low else ("right", high)
+            value = with_minus(f"{gap.mean:+.3g}")
+            axes.text(end, y - 0.1, f" {value} ", horizontalalignment=side)
         fill = SURFACE if ring else colour
-        axes.plot(gap.mean, y, "o", ms=7, mew=1.8, color=colour, markerfacecolor=fill)
+        name = "does not survive Holm" if ring else "survives Holm" if hollow else "mean"
+        how = {"ms": 7, "mew": 1.8, "color": colour, "markerfacecolor": fill, "label": name}
+        axes.plot(gap.mean, y, "o", **how)
     axes.set_yticks(range(len(gaps)), [short_label(style.label, 22) for style in styles])
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
@@ -264,6 +285,7 @@ def draw_gaps(
     axes.set_title(f"← {sides[0]}" if low < 0 else "", loc="left")
     axes.set_title(f"{sides[1]} →" if high > 0 else "", loc="right")
     axes.set_xlabel(across, loc="right")
+    add_legend(figure)
     return figure
 
 

@@ -17,6 +17,7 @@ from diffllm.compare.report.numbers import (
     MISSING,
     compact,
     finite,
+    fixed,
     plural,
     share_words,
     with_interval,
@@ -61,10 +62,13 @@ def p_text(p: float | None) -> str:
 def holm_sentence(rows: list[Row]) -> str:
     if not (tested := family(rows)):
         return ""
-    kept = [row.label for row in tested if survives(row)]
-    names = f": {shortlist(kept, NAMED)}" if kept else ""
+    kept = [(row.label, row.gap.mean) for row in tested if row.gap and survives(row)]
+    better, worse = ([name for name, x in kept if side * x > 0] for side in (-1, 1))
     count = f"{len(kept)} of {plural(len(tested), 'gap')}"
-    return f"{count} survive Holm's correction at {ALPHA:g}{names}."
+    said = [f"{count} survive Holm's correction at {ALPHA:g}"]
+    said += [f"better: {shortlist(better, NAMED)}"] * bool(better)
+    said += [f"worse: {shortlist(worse, NAMED)}"] * bool(worse)
+    return f"{'; '.join(said)}."
 
 
 def thin_note(runs: Iterable[Run]) -> str:
@@ -122,25 +126,34 @@ def finding(row: Row) -> str:
         parts += [plural(row.gap.seeds, "seed"), size_against(row, base), divergence(row)]
         return ", ".join(filter(None, [*parts, divergence(base, f" of {base.label}")]))
     if row.loss is None or finite(row.loss.mean) is None:
-        return f"{row.label}: {divergence(row) or 'not finished'}"
+        ahead = max(row.runs, key=lambda run: run.last_step)
+        return f"{row.label}: {divergence(row) or f'not finished: {progress(ahead)}'}"
     loss = f"{row.label} held-out loss {with_interval(row.loss)}"
     parts = [loss, "the baseline" if row.is_baseline else "", plural(row.loss.seeds, "seed")]
     return ", ".join(filter(None, [*parts, divergence(row)]))
 
 
+def progress(run: Run) -> str:
+    """ "step 10 of 20, held-out sample loss 4.123 nats per token"."""
+    losses = run.series("eval/loss").values
+    sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
+    return f"step {run.last_step} of {run.cfg.steps}{sample}"
+
+
 def run_notes(run: Run) -> list[str]:
     notes = []
-    where = f"step {run.last_step} of {run.cfg.steps}"
     if run.changes:
         changes = "; ".join(run.changes)
         notes.append(f"{run.path} was changed on its way ({changes}): it has no gap.")
     if run.diverged:
         why = "its held-out loss is not a finite number"
         if run.gave_up:
+            where = f"step {run.last_step} of {run.cfg.steps}"
             why = f"it stopped at {where}, because too many updates in a row were skipped"
         notes.append(f"{run.path} diverged: {why}; it is in no loss or gap.")
     elif run.summary is None:
-        notes.append(f"{run.path} has not finished: {where}; it is in no number of the table.")
+        unfinished = f"{run.path} has not finished: {progress(run)}"
+        notes.append(f"{unfinished}; it is in no number of the table.")
     if run.metrics.skipped:
         notes.append(f"{skipped_text(run.path, run.metrics.skipped)}.")
     return notes

@@ -176,10 +176,10 @@ class Figures:
 
     def gap(self) -> list[Card]:
         bands = [curves.gap_band(row) for row in self.rows]
-        caption = "Held-out loss minus the baseline's at equal seeds; below 0 is better."
+        caption = "Held-out sample loss minus the baseline's at equal seeds; below 0 is better."
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
-            caption += " Grey: the noise floor, 95% of gaps between rows of equal expectation."
+            caption += " Noise floor: 95% of gaps between rows of equal expectation."
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats a token", bands, floor=floor)
 
@@ -206,7 +206,7 @@ class Figures:
             omitted = "; values that are not above 0 leave a gap" if low <= 0 else ""
             caption += f" Logarithmic scale{omitted}."
         if plot.mark is not None:
-            how["mark"] = (plot.mark, short(plot.mark))
+            how["mark"] = (plot.mark, f"{unit} {short(plot.mark)}")
         image = to_image(draw_curves(bands, self.styles, unit, log=log, **how), plot.title)
         return [Card(plot.title, caption, image, plot.folded)]
 

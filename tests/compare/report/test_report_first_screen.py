@@ -29,7 +29,7 @@ def test_the_first_sentence_is_the_gap(swept):
     standard, gated, diff_v2 = (finding(row) for row in found.rows)
     more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
     assert diff_v2 == (
-        "diff_v2 −0.200 (−0.200 to −0.200) against standard, 2 seeds, "
+        "diff_v2 −0.200 (equal in all seeds) against standard, 2 seeds, "
         f"{more[1] / more[0] - 1:.1%} more parameters"
     )
     assert gated.startswith("gated +0.150 (−0.485 to +0.785) against standard, 2 seeds, ")
@@ -43,7 +43,7 @@ def test_the_first_sentence_is_the_gap(swept):
 def test_a_comparison_as_text(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
-    assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (-0.200 to -0.200)  2 ")
+    assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
     assert lines[4:8] == [
         "Nats a token, means over seeds; in brackets 95% intervals.",
         "An interval that holds 0 shows no difference.",
@@ -108,7 +108,7 @@ def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_pat
     )
     text = page(compare(loaded([*sorted(swept.iterdir()), tmp_path / "longer"])))
     assert "and the figures show the first alone" in text
-    words = words_of(figures_of(text)["Held-out loss"])
+    words = words_of(figures_of(text)["Held-out sample loss"])
     assert words[-3:] == ["standard steps=20", "gated steps=20", "diff_v2 steps=20"]
     assert "diff_v1 steps=40" in Reader(text).text
     table = table_text(compare(loaded([Path(swept / "gated-seed0"), tmp_path / "longer"])))

@@ -19,6 +19,7 @@ from diffllm.compare.report.tables import csv_text, gap_table, table_columns
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.statistics.arm_comparison import Share
 from diffllm.statistics.bootstrap import LEAST_SEEDS
+from diffllm.statistics.estimates import Estimate
 
 LOSSES = {
     "standard": [4.00, 4.10, 4.20, 4.05],
@@ -75,7 +76,8 @@ def gap_cells(found):
 
 
 def test_the_first_screen_says_which_gaps_survive(four, shown):
-    assert holm_sentence(four.rows) == "1 of 3 gaps survive Holm's correction at 0.05: gated."
+    expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
+    assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
     assert holm_sentence(four.rows) in table_text(four).splitlines()
     (tags,) = (
@@ -95,6 +97,16 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     fills = [mark.get_markerfacecolor() for mark in marks]
     assert fills == [styles[1].colour, SURFACE, SURFACE]
+
+
+def test_a_gap_off_the_scale_has_an_arrow_and_its_value(four):
+    gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(0.01, -0.01, 0.03, 3), Estimate(5.25)]
+    axes = draw_gaps(gaps, row_styles(four.rows)[1:]).axes[0]
+    (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
+    assert (arrow.get_xdata()[0], arrow.get_ydata()[0]) == (axes.get_xlim()[1], 2)
+    assert "+5.25" in [text.get_text().strip() for text in axes.texts]
+    legend = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert legend == ["95% interval", "mean", "off the scale"]
 
 
 def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
@@ -130,7 +142,8 @@ def test_a_row_that_diverged_more_is_never_better():
     assert lines[0]["Diverged, 95%, and p"].text == "1 of 4 (1% to 81%) against 0 of 4"
     assert "in favour of the side that diverged more" in lines[0]["p, Holm"].tag
     assert lines[2]["p, Holm"].tag == "no seed ended finite in both"
-    assert holm_sentence(found.rows) == "1 of 2 gaps survive Holm's correction at 0.05: diff_v1."
+    expected = "1 of 2 gaps survive Holm's correction at 0.05; worse: diff_v1."
+    assert holm_sentence(found.rows) == expected
     text = " ".join(Reader(page(found)).text.split())
     assert "4 of 4 (40% to 100%) against 0 of 4" in text
     assert "more parameters, 1 of 4 seeds diverged (25%, 0.63% to 81%)" in text

@@ -127,7 +127,7 @@ def test_figures_are_whole_svg_files_with_alternative_texts(case):
         assert not re.search(r'href="(?!#|data:image/png)', svg)
     if case == "hostile names":
         assert Reader(text).text.count(sample.HOSTILE) > 10
-        words = words_of(figures["Held-out loss"])
+        words = words_of(figures["Held-out sample loss"])
         assert sample.HOSTILE[:43] + "…" in words
         assert "</title></svg><img src=x onerror=alert(1)>" in words
 
@@ -135,13 +135,13 @@ def test_figures_are_whole_svg_files_with_alternative_texts(case):
 def test_figures_name_their_rows():
     labels = [row.label for row in comparison_of("nine rows").rows]
     figures = figures_of(html_of("nine rows"))
-    assert words_of(figures["Held-out loss"])[-9:] == labels
+    assert words_of(figures["Held-out sample loss"])[-9:] == labels
     assert set(labels[1:]) <= set(words_of(figures["Gap to standard at the end"]))
     lambdas = [name for name in labels if name.startswith("diff_v") and "no_lambda" not in name]
     assert words_of(figures["Largest lambda, by layer"])[-5:] == lambdas
     assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer"]))
     for name, style in zip(labels, row_styles(comparison_of("nine rows").rows), strict=True):
-        assert style.colour in figures["Held-out loss"], name
+        assert style.colour in figures["Held-out sample loss"], name
 
 
 def test_a_legend_of_many_rows_names_variants():
@@ -302,13 +302,18 @@ def drawn(y: list[np.ndarray], **how: Any) -> Axes:
         return draw_curves(bands, row_styles(rows), "unit", **how).axes[0]
 
 
-def test_a_spike_does_not_set_the_scale():
+def test_a_spike_does_not_set_the_scale_and_a_row_above_it_is_marked():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000
-    low, high = drawn([calm, spiky], top=10).get_ylim()
+    axes = drawn([calm, spiky, calm[:5] + 90], top=10)
+    low, high = axes.get_ylim()
     assert high == 10
     assert 2 < low < 3
+    (mark,) = (line for line in axes.lines if line.get_label() == "off the scale")
+    assert (mark.get_xdata(), mark.get_ydata()) == ([4], [10])
+    legend = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert legend == [" row 0", " row 1", " row 2", "off the scale"]
 
 
 def test_a_logarithmic_scale_stays_one_with_a_zero():
