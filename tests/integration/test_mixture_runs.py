@@ -35,5 +35,5 @@ def test_a_mixture_is_told_source_by_source(tmp_path):
     assert min(losses) <= summary["heldout_loss"] <= max(losses)
     page, _ = write_report([run])
     text = page.read_text()
-    assert "Held-out loss, code" in text
+    assert "Held-out sample loss, code" in text
     assert "Epochs of prose" in text
