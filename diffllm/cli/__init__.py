@@ -2,19 +2,16 @@
 
 import importlib
 import os
-import re
-import shlex
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from decimal import Decimal
 from functools import partial
 from types import FrameType
 
 from diffllm.core import VERSION
-from diffllm.core.errors import AgreedError, ConfigError, UserError, choose_from
+from diffllm.core.errors import AgreedError, ConfigError, UserError, choose_from, hint
 from diffllm.core.printing import echo
 from diffllm.distributed.launcher import own_rank, report_signal
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
@@ -65,60 +62,6 @@ plugins=[MODULE,...] imports variants, data sources and metrics of your own, in 
 command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"""
 
 
-NUL, KEY, PLAIN = "\0", r"[\w.+~/@]+", r"[^\0=-][^\0=]*"
-SHAPES: dict[str, Callable[[re.Match[str]], str]] = {
-    rf"({KEY})(?:\0=\0?|=\0)({PLAIN})|{KEY}=\d+(?:\0(\d\d\d))+":
-        lambda m: f"write {m[0].replace(NUL, '')} without blanks",
-    rf"(--(?!config-)[\w.-]+(?:=[^\0]*|(?=\0{PLAIN})))":
-        lambda m: f"write {m[0][2:].partition('=')[0].replace('-', '_')}=... without dashes",
-    rf"({KEY}=(?:[^\0\[{{]*,(?:\0{PLAIN})+|[\[{{][^\0\]}}]*(?:\0[^\0=\]}}]+)*\0[^\0=]*[\]}}]))":
-        lambda m: f"quote a value that contains blanks: {shlex.quote(m[0])}",
-    rf"{KEY}=[^\0]+\0({PLAIN})": lambda m: "quote a value that contains blanks",
-}  # fmt: skip
-"""Patterns of misread words, with NUL between two words, and the fix for a match.
-
-The groups contain the words of which the error must name at least one.
-"""
-LONGEST = 4096
-"""Characters of a command line that the patterns search."""
-SEVERAL = "several values"
-POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
-
-
-def hint(words: list[str], error: str) -> str:
-    """Return '; ' and the fix for a common slip in the words that an error names, or ''."""
-    if "did you mean" in error:
-        return ""
-    for shape, fix in SHAPES.items():
-        for found in re.finditer(rf"(?<![^\0])(?:{shape})(?![^\0])", NUL.join(words)[:LONGEST]):
-            named = NUL.join(filter(None, found.groups())).split(NUL)
-            if any(repr(word) in error for word in named):
-                return f"; {fix(found)}".replace(NUL, " ")
-    for word in words:
-        key, _, value = word.lstrip("+").partition("=")
-        if key in error and value in error and (number := number_meant(value, error)):
-            return f"; write {'one number as ' * (SEVERAL in error)}{key}={number}"
-    return ""
-
-
-def number_meant(text: str, error: str) -> str:
-    """Return a refused number as Python writes it, such as 10e6 for 10M, or ''."""
-    whole, real = "an integer" in error, "a number" in error
-    if not (whole or real or SEVERAL in error):
-        return ""
-    separated = re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text)
-    point = "" if separated else "." if real or ",0" in text else ","
-    found = re.fullmatch(
-        r"(-?\d{0,20}\.?\d{1,20})(e-?\d\d?|[kmbt]?)", text.replace(",", point), re.I
-    )
-    if not found:
-        return ""
-    number = found[1] + POWERS.get(found[2].lower(), found[2])
-    if whole:
-        number = str(int(Decimal(number))) if Decimal(number) % 1 == 0 else text
-    return number if number != text else ""
-
-
 def module_of_command(name: str) -> str:
     return f"diffllm.cli.{MODULES.get(name, name).replace('-', '_')}"
 
@@ -144,6 +87,8 @@ def run_command(name: str, words: list[str]) -> int:
         words = with_plugins(name, words)
         module = importlib.import_module(module_of_command(name))
     except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "diffllm":
+            raise
         lacks = f"{sys.executable} has no module {error.name}"
         raise UserError(f"{lacks}; activate the environment: source .venv/bin/activate") from error
     command = getattr(module, f"{name.replace('-', '_')}_command")
@@ -184,12 +129,14 @@ def report_error(error: UserError, more: str) -> None:
 def main(argv: list[str] | None = None, command: str | None = None) -> int:
     """Run one subcommand and return its exit code: 2 for an error of the user, 130 after Ctrl-C.
 
-    Without `argv` the command line counts, and the process ends after this call.
+    If `argv` is None, use the command line; the caller must exit afterwards.
     """
     open_closed_descriptors()  # before the imports that open files
     args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
     never_fail()
     before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        before = None  # another thread cannot set handlers
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_at_once)
     try:

@@ -33,8 +33,8 @@ def prepared_text(data: Prepared) -> str:
         f"{manifest.source}; {manifest.vocab_size} pieces, {manifest.dtype}",
         *([f"corpus   {manifest.note}"] if manifest.note else []),
         *(f"{name:<8} {counts_text(split)}" for name, split in manifest.splits.items()),
-        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} not UTF-8 or "
-        f"hidden; held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
+        f"skipped  {manifest.skipped_empty} empty, {manifest.skipped_undecodable} hidden or "
+        f"unsupported; held-out unigram entropy {manifest.heldout_unigram_entropy:.3f} nats",
         thin_heldout(heldout.documents, heldout.tokens),
     ]
     return "\n".join(filter(None, lines))

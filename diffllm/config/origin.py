@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
-from diffllm.config.compose import compose_config, variant_config, variants
+from diffllm.config.compose import compose_config, variant_config, variants, yaml_names
 from diffllm.config.overrides import check_shared
 from diffllm.config.saved import changes_to, flatten, load_run_config, yaml_dict
 from diffllm.config.schema import OF_WEIGHTS
@@ -137,7 +137,8 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
     """Return the overrides for the model and tokenizer of weights, unless `given` has its own."""
     words = []
     if "model" not in given:
-        if not origin.architecture:  # the learning rate goes with the YAML of a run's shape
+        # The learning rate belongs to the YAML; a run of an imported model has a name without one.
+        if not origin.architecture and origin.name in yaml_names("model"):
             words.append(f"model={origin.name}")
         words += [
             f"model.{key}={as_text(value)}"

@@ -30,6 +30,7 @@ NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (
 NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
 NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\..*")
 OF_A_SECTION = "a section has no value of its own; set its keys, such as wandb.mode=disabled"
+LIST_OR_TEXT = "a list needs brackets, a text with commas quotes"
 NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
@@ -80,14 +81,11 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         if key in GROUPS and override.is_add():
             raise ConfigError(f"{word}: {key} is always set; leave out the +")
         if override.is_sweep_override():
-            several = "several values are a sweep, which -m runs"
-            raise ConfigError(f"{word}: {several}; a list needs brackets, a text quotes")
+            raise ConfigError(f"{word}: several values need -m (a sweep); {LIST_OR_TEXT}")
         if key in GROUPS and override.package is None:
             name, options = str(override.value()), choices(key)
             if key == "data" and name not in options and re.search(r"[./*]", name):
-                instead = (
-                    f"data.paths={name} reads files, data.dataset={name} a data set of the hub"
-                )
+                instead = f"use data.paths={name} for files, data.dataset={name} for a hub dataset"
                 raise ConfigError(f"{word} does not exist; {instead}")
             check_choice(str(word), name, options)
 

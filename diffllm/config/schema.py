@@ -56,7 +56,7 @@ class RunConfig:
     study: str | None = None
     """The study that the run was begun for, its stage and arm; set by `diffllm study run`."""
     choices: dict[str, str] = field(default_factory=dict)
-    """The YAML chosen in each group; of an imported model its name. Filled in when composed."""
+    """The YAML chosen in each group, or an imported model's name. Filled in when composed."""
     schemas: dict[str, str] = field(default_factory=dict)
     """The registered names of the classes of `model.attention` and, where it has one of its own, of
     `data`; filled in when the config is loaded, and what a run directory is read by."""

@@ -88,7 +88,7 @@ def parse_yaml(text: str) -> Any:
 
 SUFFIXES = (".yaml", ".yml")
 PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
-"""Values that Hydra reads as text without quotes."""
+"""Values that need no quotes in a path."""
 
 
 def with_recipe(word: str) -> list[str]:

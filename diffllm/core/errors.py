@@ -1,7 +1,10 @@
 """Errors that a user can act on: each ends in one line on stderr and exit code 2, no traceback."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 
 LONGEST = 1500
 """Characters of a message; of a longer one the middle is left out."""
@@ -44,6 +47,61 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def choose_from(name: str, options: Sequence[str]) -> str:
     return f"{did_you_mean(name, options) or ';'} choose from {', '.join(options)}"
+
+
+NUL, KEY, PLAIN = "\0", r"[\w.+~/@]+", r"[^\0=-][^\0=]*"
+SHAPES: dict[str, Callable[[re.Match[str]], str]] = {
+    rf"({KEY})(?:\0=\0?|=\0)({PLAIN})|{KEY}=\d+(?:\0(\d\d\d))+":
+        lambda m: f"write {m[0].replace(NUL, '')} without blanks",
+    rf"(--(?!config-)[\w.-]+(?:=[^\0]*|(?=\0{PLAIN}(?![^\0]))))":
+        lambda m: f"write {m[0][2:].partition('=')[0].replace('-', '_')}=... without dashes",
+    rf"({KEY}=(?:[^\0\[{{]*,(?:\0{PLAIN})+|[\[{{][^\0\]}}]*(?:\0[^\0=\]}}]+)*\0[^\0=]*[\]}}]))":
+        lambda m: f"quote a value that contains blanks: {shlex.quote(m[0])}",
+    rf"{KEY}=[^\0]+\0({PLAIN})": lambda m: "quote a value if it contains blanks",
+}  # fmt: skip
+"""Patterns of misread words, with NUL between two words, and the fix for a match.
+
+The groups contain the words of which the error must name at least one.
+"""
+SEARCHED = 4096
+"""Characters of a command line that the patterns search."""
+SEVERAL = "several values"
+POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
+
+
+def hint(words: list[str], error: str) -> str:
+    """Return '; ' and the fix for a common slip in the words that an error names, or ''."""
+    if "did you mean" in error:
+        return ""
+    for shape, fix in SHAPES.items():
+        for found in re.finditer(rf"(?<![^\0])(?:{shape})(?![^\0])", NUL.join(words)[:SEARCHED]):
+            named = NUL.join(filter(None, found.groups())).split(NUL)
+            if any(repr(word) in error for word in named):
+                return f"; {fix(found)}".replace(NUL, " ")
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key in error and value in error and (number := number_meant(value, error)):
+            return f"; write {'one number as ' * (SEVERAL in error)}{key}={number}"
+    return ""
+
+
+def number_meant(text: str, error: str) -> str:
+    """Return a refused number as Python writes it, such as 10e6 for 10M, or ''."""
+    whole, real = "an integer" in error, "a number" in error
+    if not (whole or real or SEVERAL in error):
+        return ""
+    separated = re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", text)
+    point = "" if separated else "." if real or re.match("-?0,0", text) else ","
+    found = re.fullmatch(
+        r"(-?\d{0,20}\.?\d{1,20})(e-?\d\d?|[kmbt]?)", text.replace(",", point), re.I
+    )
+    if not found:
+        return ""
+    number = found[1] + POWERS.get(found[2].lower(), found[2])
+    if whole:
+        exact = Decimal(number)
+        number = str(int(exact)) if exact == exact.to_integral_value() else text
+    return number if number != text else ""
 
 
 class AgreedError(UserError):

@@ -237,12 +237,13 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
     made, lock = missing(path), path / ".lock"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        return acquire(lock, wait=False)
-    except Timeout:
-        if not wait:
-            raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
-        to_stderr(f"waiting until {holder(lock)} releases {path}")
-        return acquire(lock)
+        try:
+            return acquire(lock, wait=False)
+        except Timeout:
+            if not wait:
+                raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
+            to_stderr(f"waiting until {holder(lock)} releases {path}")
+            return acquire(lock)
     except OSError as error:
         for part in made:
             with suppress(OSError):  # it was not made, or others use it by now

@@ -74,7 +74,7 @@ class TextConfig:
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
     paths: list[str] = field(default_factory=list)
-    """Files, directories or globs: parquet, json, jsonl, text; jsonl and txt also .gz, .zst."""
+    """Files, directories, globs: parquet, json, jsonl, text; json, jsonl, txt also .gz, .zst."""
     text_column: str = "text"
     """Column that holds the text, in parquet and json."""
     prompt_column: str | None = None
@@ -148,7 +148,7 @@ class DataConfig(TextConfig):
     tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
     """Bytes of text that a tokenizer is trained on, spread evenly over the corpus."""
     heldout_fraction: float = bounded(0.02, above=0, below=1)
-    """Share of documents never trained on; at least 20 and 50,000 tokens, up to a fifth."""
+    """Share of documents to hold out; at least 20 and 50,000 tokens, at most a fifth."""
     num_workers: int = bounded(1, least=0, most=256)
     """Loader processes a rank; 0 reads in the training process."""
     prefetch_factor: int = bounded(4, least=1, most=10_000)

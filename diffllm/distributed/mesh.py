@@ -60,7 +60,7 @@ class ParallelConfig:
         if over or (rest > 1 and -1 not in (replicate, shard)):
             experts = f" x parallel.expert={expert}" if expert != 1 else ""
             multiple = "a multiple of " if -1 in (replicate, shard) else ""
-            start = f": torchrun --nproc-per-node={fixed} train.py ..." if world_size == 1 else ""
+            start = f"; torchrun --nproc-per-node={fixed} starts them" if world_size == 1 else ""
             raise ConfigError(
                 f"parallel.replicate={replicate} x parallel.shard={shard}{experts} needs "
                 f"{multiple}{fixed} processes, not {world_size}{start}"

@@ -50,7 +50,7 @@ class RunDirectory:
         self.path, self.cfg = path, cfg
         self.changes: Changes = {}
         self.made = missing(path)
-        # A sweep or a study waits for the run of a killed one, which still saves.
+        # The run of a killed sweep or study may still save: wait for its lock.
         self.lock = hold(path, "run directory", "run.dir=...", "DIFFLLM_SWEEP_JOB" in os.environ)
 
     def check(self) -> None:

@@ -9,8 +9,9 @@ import pytest
 from runs.command import TRAIN
 from runs.written import write_run
 
-from diffllm.cli import hint, main
+from diffllm.cli import main
 from diffllm.config import load_config
+from diffllm.core.errors import hint
 
 LONGEST = 500
 MOE = ["model=moe_tiny", "data.paths=t.txt"]
@@ -33,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "-m", "attention=gated,", "diff_v2"], "blanks: 'attention=gated, diff_v2'"),
         (["train", "data.paths=[a.txt,", "b.txt]"], "blanks: 'data.paths=[a.txt, b.txt]'"),
         (["train", "plugins=[a,", "b]"], "blanks: 'plugins=[a, b]'"),
-        (["train", "data.sample_prompt=Once", "upon"], "quote a value that contains blanks"),
+        (["train", "data.sample_prompt=Once", "upon"], "quote a value if it contains blanks"),
         (["generate", "prompt=One,", "two", "run=c04"], "blanks: 'prompt=One, two'"),
         (["train", "seed", "=1"], "write seed=1 without blanks"),
         (["train", "seed", "=", "1", "steps=2"], "write seed=1 without blanks"),
@@ -41,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["count", "seed=", "1"], "write seed=1 without blanks"),
         (["train", "--max-tokens", "10"], "write max_tokens=... without dashes"),
         (["count", "--steps=10"], "write steps=... without dashes"),
-        (["train", "steps=1,000"], "-m runs; a list needs brackets, a text quotes; write one"),
+        (["train", "steps=1,000"], "a list needs brackets, a text with commas quotes; write one"),
         (["train", "steps=1,000"], "write one number as steps=1000"),
         (["train", "optim.lr=0,001"], "write one number as optim.lr=0.001"),
         (["train", "steps=10k"], "write steps=10000"),
@@ -52,12 +53,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "tokens='1T' must be a number, such as 0.5 or 1e6; write tokens=1e",
         ),
         (["plan", "gpus=1k"], "gpus='1k' must be an integer; write gpus=1000"),
+        (["plan", "gpus=1e30"], f"gpus='1e30' must be an integer; write gpus={10**30}"),
         (["generate", "run=c04", "prompt=a", "temperature=0,8"], "write temperature=0.8"),
-        (
-            ["train", "seed=0,1"],
-            "seed=0,1: several values are a sweep, which -m runs; a list needs",
-        ),
-        (["train", *MOE, "parallel.expert=8"], "8 processes, not 1: torchrun --nproc-per-node=8"),
+        (["train", "seed=0,1"], "seed=0,1: several values need -m (a sweep); a list needs"),
+        (["train", *MOE, "parallel.expert=8"], "8 processes, not 1; torchrun --nproc-per-node=8"),
         (["plan", *MOE, "gpus=3", "parallel.expert=2"], "needs a multiple of 2 processes, not 3"),
         (["generate", "run=c04", "prompt=a"], "did you mean outputs/c04?"),
         (["checkpoints", "run=c04"], "did you mean outputs/c04?"),
@@ -68,7 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["generate", "c04", "prompt=a"], "did you mean run=outputs/c04?"),
         (["study", "verdict", "studie.yaml", "out=o"], "did you mean study.yaml?"),
         (["prepare", "data.paths=tt.txt"], "did you mean t.txt?"),
-        (["train", "data=t.txt"], "data.paths=t.txt reads files, data.dataset=t.txt a data set"),
+        (["train", "data=t.txt"], "use data.paths=t.txt for files, data.dataset=t.txt for"),
         (["train", *MOE, "eval.suites=[nedle]"], "did you mean needle?"),
         (["evaluate", "run=outputs/c04", "suite=claim"], "did you mean claims?"),
         (["train", "model=TINY"], "did you mean tiny?"),
@@ -90,7 +89,9 @@ def test_slip_is_answered_with_its_fix(place, monkeypatch, capsys, words, fix):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["seed=0,1"], "seed=0,1: several values are a sweep"),
+        (["seed=0,1"], "seed=0,1: several values need -m (a sweep)"),
+        (["seed=1,0"], "seed=1,0: several values need -m (a sweep)"),
+        (["--quick", "model=tiny"], "unknown argument '--quick'"),
         (["steps=1.5"], "steps=1.5: '1.5' is not an integer"),
         (["--config-name", "mine"], "unknown argument '--config-name'"),
         (["--multirun", "foo"], "'foo' is not of the form key=value"),

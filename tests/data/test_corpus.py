@@ -178,6 +178,7 @@ TREE = {
     "a/b.py": b"b = 1",
     "a/c/d.jsonl": b'{"text": "d"}',
     "a/e": b"e",
+    "a/package.json": b'{\n  "name": "a"\n}',
     "a.csv": b"f,g",
     "blank.txt": b" \n",
     "image.png": b"\x89PNG",
@@ -208,7 +209,7 @@ def test_directory_stands_for_all_its_text_sorted_by_path(
     found = opened(make_config(Path("~/docs")))
     assert found.description == "5 files in docs/"
     assert list(found.texts()) == ["f,g", "b = 1", "d", "e", "z"]
-    assert (found.skipped_empty, found.skipped_undecodable) == (1, 6)
+    assert (found.skipped_empty, found.skipped_undecodable) == (1, 7)
     names = ["a.csv", "a/b.py", "a/c/d.jsonl", "a/e", "z.md"]
     docs.rename(tmp_path / "moved")
     others = ([tmp_path / "moved"], [tmp_path / "mov*"], [tmp_path / "moved" / n for n in names])

@@ -18,6 +18,7 @@ from runs.command import (
 from tiers import slow_but
 
 from diffllm.cli import main
+from diffllm.config import load_config
 from diffllm.config.compose import parsed_override
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import printed_override
@@ -120,7 +121,10 @@ def test_the_model_and_the_tokenizer_come_from_there(environment, corpus, source
     assert "differs:" not in ended.out
     assert "standard / hf: " in ended.out
     assert f"weights of {sources['export']}, trained on an unknown corpus;" in ended.out
-    assert load_run_config(tmp_path / "run").run.choices["model"] == "hf"
+    of_run = load_run_config(tmp_path / "run")
+    for cfg in (of_run, load_config([f"resume=weights:{tmp_path / 'run'}", "seq_len=64"])):
+        assert cfg.run.choices["model"] == "hf"
+        assert cfg.model == of_run.model
 
 
 def test_what_differs_is_named(corpus, sources, tmp_path):

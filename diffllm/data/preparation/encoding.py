@@ -203,8 +203,8 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 
 
 def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Add up `rows` of hash, documents and tokens, (n, 3) int64, by hash in ascending order, and
-    keep as many as are missing from `held`, (2,) documents and tokens, to the minimum."""
+    """Sum `rows` of hash, documents and tokens, (n, 3) int64, over equal hashes, sort them by hash,
+    and keep the first ones that `held`, (2,) documents and tokens, needs to reach the minimum."""
     hashes, places = np.unique(rows[:, 0], return_inverse=True)
     counts = np.zeros((len(hashes), 2), np.int64)
     np.add.at(counts, places, rows[:, 1:])

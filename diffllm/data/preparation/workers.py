@@ -68,16 +68,16 @@ def work_through(
                 raise error from None
             if left:
                 tick()
-    except BrokenProcessPool as error:
+    except BaseException as error:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.kill()
+        if not isinstance(error, BrokenProcessPool):
+            raise
         raise DataError(
             "a process of the preparation was killed, perhaps because memory ran out, while these "
             f"were read: {reading() or 'nothing'}; run the same command again to resume"
         ) from error
-    except BaseException:
-        for child in multiprocessing.active_children():
-            if child not in others:
-                child.kill()
-        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -104,7 +104,7 @@ def ignore_signals(*_: object) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes in this context that no signal reaches before they ignore signals."""
+    """Block signals, so that processes started here receive none before they ignore signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         yield

@@ -2,6 +2,7 @@
 
 import codecs
 import glob
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,6 +46,8 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     for path, root in paths.items():
         if problems[path] and root is None:
             raise DataError(f"{path}: {problems[path]}")
+        if root and path.suffix == ".json" and not is_of_rows(path, cfg.text_column):
+            problems[path] = "no rows of text"  # such as package.json
     kept = {path: each for path, each in facts.items() if not problems[path]}
     tokens = any(path.suffix in TOKEN_FILES for path in paths)
     if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
@@ -79,7 +82,8 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     """Return why a file cannot be read; empty if it can. Unsupported formats have no facts."""
     form = format_of(path)
     if not facts:
-        known = f".parquet, {', '.join(TEXT_FORMATS)} and other text"
+        formats = ", ".join(TEXT_FORMATS)
+        known = f".parquet, {formats} (also compressed) and other text"
         return f"unsupported format; data=files reads {known}, data=tokens .bin and .ds"
     if facts.is_blank:
         return "the file is empty"
@@ -88,6 +92,15 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     if form == "text" and cfg.prompt_column:
         return "a text has no columns, which data.prompt_column needs"
     return ""
+
+
+def is_of_rows(path: Path, column: str) -> bool:
+    """Whether a .json file is an array, or its first line an object with a column of text."""
+    with path.open("rb") as file, suppress(ValueError):
+        line = file.readline().lstrip()
+        row = [] if line[:1] == b"[" else json.loads(line)
+        return isinstance(row, list) or (isinstance(row, dict) and column in row)
+    return False
 
 
 def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
