@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.core.errors import AgreedError, LaunchError, listed
-from diffllm.distributed.gradients import local
+from diffllm.distributed.gradients import is_dtensor, local
 from diffllm.distributed.world import World
 
 CHUNK = 2**26
@@ -83,7 +83,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     rows = [row.tolist() for row in gathered]
     different = []
     for i, (name, tensor) in enumerate(tensors.items()):
-        stride = replica_size if hasattr(tensor, "to_local") else 1
+        stride = replica_size if is_dtensor(tensor) else 1
         for first in range(stride):
             ranks = range(first, size, stride)
             common, _ = Counter(rows[r][i] for r in ranks).most_common(1)[0]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from diffllm.distributed.experts import Splits, exchanged_splits, expert_ranks, share_out
-from diffllm.distributed.gradients import local
+from diffllm.distributed.gradients import is_dtensor, local
 from diffllm.distributed.mesh import Meshes, Reduce
 from diffllm.model.auto_setting import ASKED, AutoSetting
 from diffllm.model.init import LocalBlock, unsharded
@@ -79,7 +79,7 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
         ranks = mesh[name].size()
         even = [dim for dim, size in enumerate(local(param).shape) if size % ranks == 0]
         # DTensor misplaces a rank's part of another's part where they do not come out even.
-        assert even or not hasattr(param, "to_local"), "TrainConfig.check_world rules this out"
+        assert even or not is_dtensor(param), "TrainConfig.check_world rules this out"
         return Shard(even[0]) if even else None
 
     both = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]

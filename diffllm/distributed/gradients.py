@@ -11,8 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from diffllm.distributed.experts import expert_ranks
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")  # to import DTensor takes half a second
+
+
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 class Norms(NamedTuple):
@@ -32,7 +36,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     clipping off.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
-    replicated = [grad for grad in gathered if not hasattr(grad, "to_local")]
+    replicated = [grad for grad in gathered if not is_dtensor(grad)]
     if replicated and dist.get_world_size() > 1:
         packed = torch.cat([g.flatten() for g in replicated])
         dist.all_reduce(packed)
@@ -60,7 +64,7 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     parameters.
     """
     named = dict(zip(params, tensors, strict=True))
-    sharded = [name for name, param in params.items() if hasattr(param, "to_local")]
+    sharded = [name for name, param in params.items() if is_dtensor(param)]
     names = sharded + [name for name in params if name not in sharded]
     squares = torch.stack(torch._foreach_norm([named[name] for name in names])).double().square()
     shards = mesh.get_group("fsdp")
