@@ -3,7 +3,7 @@
 The suite claims has retrieval and in-context tasks for the tokenizer and length of a run: needle,
 mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures held-out
 data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
-4 bits). Results are kept below <run>/evaluation/ and not made again. A sweep ends with one table of
+4 bits). Results are kept below <run>/evaluation/ and not made again. A sweep ends with tables of
 means over seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
 
 diffllm evaluate run=outputs/mine
@@ -26,7 +26,7 @@ from diffllm.compare.report.numbers import ascii_minus, in_digits, with_interval
 from diffllm.compare.report.runs import shortlist
 from diffllm.config.saved import load_run_config, no_run
 from diffllm.config.yaml_file import parse_yaml
-from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.core.errors import CheckpointError, ConfigError, listed
 from diffllm.core.printing import Table, echo, echo_json, to_stderr
 from diffllm.data.tasks.task import levels_of
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
@@ -72,6 +72,7 @@ def evaluate_command(argv: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, dict[str, Result]] = {}
     skipped: dict[str, list[str]] = {}
+    tables = args.every or runs == [root]
     for run in runs:
         checkpoints = run / "checkpoints"
         every = [step_of(path) for path in list_checkpoints(checkpoints)] if args.every else []
@@ -81,16 +82,17 @@ def evaluate_command(argv: list[str]) -> None:
             tokenizer = Tokenizer.from_file(tokenizer_of(run))
             subject = Subject(model.to(device), tokenizer, path, run, load_run_config(run))
             results, too_long = evaluate(subject, evaluations, asked)
-            found[str(path if args.every else run)] = results
             skipped |= {text: [*skipped.get(text, []), str(run)] for text in too_long}
             if results and not args.json:
                 imported = "imported" in (read_record(run / "run.json") or {})
                 unknown = ", trained on an unknown corpus" * imported
-                echo(f"{run}, {path.name}{unknown}", flush=True)
-                if runs == [root]:
+                blank = "\n" * (tables and any(found.values()))
+                echo(f"{blank}{run}, {path.name}{unknown}", flush=True)
+                if tables:
                     print_scores(results)
+            found[str(path if args.every else run)] = results
     if not any(found.values()):
-        raise ConfigError(next(iter(skipped)))
+        raise ConfigError(listed(list(skipped)))
     for text, own in skipped.items():
         to_stderr(f"{text}; skipped for {shortlist(list(dict.fromkeys(own)), 3)}")
     if args.json:
@@ -103,9 +105,12 @@ def print_scores(results: dict[str, Result]) -> None:
     for unit in dict.fromkeys(result["unit"] for result in results.values()):
         own = [(name, result) for name, result in results.items() if result["unit"] == unit]
         scores = [(name, score) for name, result in own for score in result["scores"]]
-        columns = Table.of(HEADS, [[name, *cells(score)] for name, score in scores]).columns
-        table = Table([each for each in columns if any(cell.text for cell in each.cells)])
-        echo(f"\n{unit}\n{table}")
+        table = Table.of(HEADS, [[name, *cells(score)] for name, score in scores])
+        echo(f"\n{unit}\n{without_empty(table)}")
+
+
+def without_empty(table: Table) -> Table:
+    return Table([each for each in table.columns if any(cell.text for cell in each.cells)])
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
@@ -127,9 +132,9 @@ def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
             for each, line in lines if each.unit == unit
             for row, cell in zip(comparison.rows, line.cells, strict=True) if cell
         ]  # fmt: skip
-        table = ascii_minus(str(Table.of(heads, rows, range(3))))
+        table = ascii_minus(str(without_empty(Table.of(heads, rows, range(3)))))
         echo(f"\n{unit}, means over seeds; in brackets 95% intervals\n{table}")
-    echo("".join(f"\nnote: {note}" for note in comparison.notes))
+    echo("".join(f"\nnote: {note}" for note in comparison.score_notes))
 
 
 HEADS = ("task", "of", "value", "chance", "95% interval", "generated", "examples")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,15 @@ def test_sweep_ends_with_one_table_of_means_and_gaps(
     assert [row[6] for row in table[:2]] == [f"{mean:.3f}" for mean in means]
     assert table[1][8] == f"{means[1] - means[0]:+.3f}"
     assert "gap to standard" in text
-    assert main([*words[:2], "tasks=[mqar]", "limit=8"]) == 0
-    assert re.search(r"^mqar  pairs 4 +diff_v2 ", capsys.readouterr().out, re.M)
+    assert main([*words[:2], "tasks=[mqar]", "limit=8", "every=true"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("share of right answers\n") == 4, "the table of each checkpoint"
+    assert re.search(r"^mqar  pairs 4 +diff_v2 ", text, re.M)
+    assert "has not finished" not in text
+    for name in names[2:]:
+        shutil.rmtree(sweep / name)
+    assert main(words) == 0
+    assert "gap to" not in capsys.readouterr().out
 
 
 def test_task_that_is_too_long_is_skipped(
@@ -130,8 +138,8 @@ def test_task_that_is_too_long_is_skipped(
         said = capsys.readouterr()
         assert list(json.loads(said.out)) == ["own"]
         assert re.fullmatch(line, said.err.splitlines(keepends=True)[-1])
-    assert main(["evaluate", f"run={runs}", "tasks=[mqar]"]) == 2
-    assert re.fullmatch(f"error: {why}\n", capsys.readouterr().err)
+    assert main(["evaluate", f"run={runs}", "tasks=[mqar,needle]"]) == 2
+    assert re.fullmatch(f"error: {why}; the task needle needs .*\n", capsys.readouterr().err)
     write_weights(runs / "long", tokenizer, "seq_len=128")
     assert main(["evaluate", f"run={runs}", "tasks=[mqar]", "limit=8"]) == 0
     said = capsys.readouterr()

@@ -31,6 +31,8 @@ class Comparison:
     groups: list[Group] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     evaluated: list[Evaluated] = field(default_factory=list)
+    score_notes: list[str] = field(default_factory=list)
+    """The notes that also limit `evaluated`."""
 
 
 def read(
@@ -56,6 +58,7 @@ def read(
     comparison = compare(runs, baseline, found.title, step)
     waiting = [note for sweep in found.sweeps for note in sweep_notes(sweep)]
     comparison.notes = unreadable + waiting + comparison.notes
+    comparison.score_notes = unreadable + comparison.score_notes
     return comparison, found.home
 
 
@@ -83,16 +86,17 @@ def compare(
     for (row, _), p in zip(tested, holm([p for _, p in tested]), strict=True):
         row.p_holm = p  # all gaps are one family
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
-    if alone and len(rows) > 1:
-        notes.append(f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys.")
-    notes += fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
-    evaluated = evaluations(rows, step, notes)
+    no_gap = f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys."
+    of_scores = [no_gap] if alone and len(rows) > 1 else []
+    notes += of_scores + fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
+    evaluated = evaluations(rows, step, about := list[str]())
     for i, row in enumerate(rows):
         gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
         row.equal = {name: gap for name, gap in gaps.items() if gap}
         row.incomparable = keys.incomparable
         row.values = row_values(row) | columns(evaluated, i)
-    return Comparison(title, rows, chosen, keys.incomparable, groups, notes, evaluated)
+    notes, of_scores = notes + about, of_scores + about
+    return Comparison(title, rows, chosen, keys.incomparable, groups, notes, evaluated, of_scores)
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
