@@ -75,7 +75,8 @@ class ClusterLauncher:
         A signal stops jobs on this machine, and leaves those of a cluster in its queue. Returns the
         signal or 0, and the ending of each job by name.
         """
-        with Stops() as stops:
+        stay = "the jobs stay in the queue; the same command waits for them"
+        with Stops(stay if self.kind == "slurm" else "stopping") as stops:
             handles = self.submit(jobs, directory)
             endings: dict[str, Ending] = {}
             while len(endings) < len(jobs) and not (stops.received and self.kind == "slurm"):

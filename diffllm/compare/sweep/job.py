@@ -150,7 +150,14 @@ class ClusterTask:
 
 
 class Stops:
-    """A context in which SIGINT and SIGTERM are noted, and passed on to the job that runs."""
+    """A context in which SIGINT and SIGTERM are noted, and passed on to the job that runs.
+
+    Args:
+        said: reported after SIGINT if no job runs in this process.
+    """
+
+    def __init__(self, said: str = "stopping") -> None:
+        self.said = said
 
     def __enter__(self) -> "Stops":
         self.received = 0
@@ -163,7 +170,7 @@ class Stops:
         if self.process:
             self.process.stop(number)
         elif number == signal.SIGINT:  # otherwise the run reports it
-            report_signal("stopping the sweep")
+            report_signal(self.said)
 
     def run(self, job: Job, rank: int) -> Ending:
         process = JobProcess(job, rank)

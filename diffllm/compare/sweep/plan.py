@@ -190,6 +190,7 @@ def plan_sweep(
     directory.hold()
     try:
         if keys != directory.record["keys"]:  # runs that have not begun get other names
+            check_queue({n: i for n, i in directory.record["jobs"].items() if n not in begun})
             known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
             directory.record |= {"keys": keys, "runs": known}
         check_runs(directory, configs, overrides)
@@ -225,6 +226,16 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
         with suppress(CheckpointError):  # not begun, or damaged: the run itself reports damage
             begun[name] = load_run_config(directory.path / name)
     return begun
+
+
+def check_queue(jobs: dict[str, str]) -> None:
+    """Raise ConfigError if a job, whose run gets another name, is in SLURM's queue."""
+    from diffllm.compare.sweep.cluster import in_queue
+
+    for name, job_id in jobs.items():
+        if in_queue(job_id):
+            fix = f"wait until it begins, or run scancel {job_id}"
+            raise ConfigError(f"{name} is in the queue under its old name: {fix}")
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,3 +307,33 @@ def test_a_scheduler_that_does_not_answer_is_an_error_not_an_empty_queue(squeue,
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="squeue cannot be run: No such file"):
         in_queue("7_0")
+
+
+def test_sweep_whose_runs_are_queued_gets_no_new_key(squeue):
+    planned("seed=0,1")
+    file = Path("outputs/mine/sweep.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
+    squeue("7_0\n", "", 0)
+    with pytest.raises(ConfigError, match=r"seed0 is in the queue under its old name: .* 7_0"):
+        planned("seed=0,1", VARIANTS)
+    planned("seed=0,1,2")
+    squeue("", "", 0)
+    assert "seed0-gated" in states(planned("seed=0,1", VARIANTS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
+)
+def test_ctrl_c_reports_what_happens_to_jobs(kind, said, monkeypatch, capfd):
+    ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
+
+    def interrupted(*_):
+        signal.raise_signal(signal.SIGINT)
+        return {"seed0": SimpleNamespace(job_id="7_0", **ended)}
+
+    monkeypatch.setattr(ClusterLauncher, "submit", interrupted)
+    stopped, _ = ClusterLauncher(kind, [], {}).run(
+        [job(Path("s/seed0"))], SweepDirectory(Path("s"))
+    )
+    assert stopped == signal.SIGINT
+    assert capfd.readouterr().err.startswith(said)
