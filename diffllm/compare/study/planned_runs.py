@@ -255,7 +255,11 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
     for planned in first_runs(study):
-        config_of_planned(planned).check_world(world_size)
+        cfg = config_of_planned(planned)
+        try:
+            cfg.check_world(world_size)
+        except ConfigError as error:
+            raise ConfigError(f"arm {planned.arm}: {error}") from error
     for path in (out / name for name in SweepDirectory(out, "study").record["runs"]):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")

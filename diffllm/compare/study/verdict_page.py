@@ -21,7 +21,7 @@ from diffllm.compare.report.numbers import MISSING, compact, percent, plural, sh
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.verdict import EXPLORATORY, SHOWN, Tested, Verdict
+from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, SHOWN, Tested, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file
@@ -60,7 +60,9 @@ def verdict_sentence(found: Verdict) -> str:
         [compact(arms[name][fact]) for fact in ("parameters", "flops_per_token")]
         for name in (tested.rule.arm, tested.rule.against)
     )
+    comparable = NOT_COMPARABLE not in (found.verdict, found.would_be)
     return (
+        f"{'' if comparable else 'Not comparable; the runs alone give: '}"
         f"{found.study.quantity}: {tested.reason}. {tested.rule.arm} has {own[0]} parameters and "
         f"{own[1]} training FLOPs per token, {tested.rule.against} has {base[0]} and {base[1]}."
     )

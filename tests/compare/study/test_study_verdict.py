@@ -15,6 +15,7 @@ from diffllm.compare.study.verdict import StudyArm, apply_rules, judge, lr_sensi
 from diffllm.compare.study.verdict_page import (
     markdown,
     verdict_html,
+    verdict_sentence,
 )
 from diffllm.config import load_config
 from diffllm.config.plugins import config_directory
@@ -216,6 +217,8 @@ def test_study_with_runs_of_other_plugin_code_is_not_extended(tmp_path):
         ConfigError, match=r"half-seed0 was made with other plugin code \(plugins: "
     ):
         check_study_runs(study, tmp_path / "out", 1)
+    with pytest.raises(ConfigError, match="arm half: global_batch_size"):
+        check_study_runs(study, tmp_path / "new", 7)
 
 
 def test_a_run_that_was_changed_is_not_comparable(tmp_path):
@@ -224,6 +227,7 @@ def test_a_run_that_was_changed_is_not_comparable(tmp_path):
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
     assert "v2-seed0 is not the run of the study: it was changed on its way" in found.reasons
+    assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
 
 
 def test_any_metric_can_decide(tmp_path):
