@@ -260,8 +260,6 @@ class Answers(Evaluation):
             if not own:
                 continue
             right = share(own, "correct")
-            # a guess among candidates; where there is one alone, it is never right
-            chance = sum(1 / line["candidates"] for line in own if line["candidates"] > 1)
             facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
             found.append(
                 NamedScore(
@@ -269,7 +267,7 @@ class Answers(Evaluation):
                     right,
                     wilson(right, len(own)),
                     len(own),
-                    chance / len(own),
+                    chance(own),
                     {"level": level, "generated": share(own, "generated"), **facts},
                 )
             )
@@ -329,6 +327,12 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
         }
         lines.append({**line, **example.facts})
     return lines
+
+
+def chance(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of right answers of guesses; a guess is never right without candidates."""
+    right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
+    return sum(right) / len(lines)
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:

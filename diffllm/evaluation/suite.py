@@ -18,6 +18,7 @@ from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import (
     Answers,
     Questions,
+    chance,
     lines_of,
     questions,
     score_batches,
@@ -175,8 +176,8 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return `tasks/<name>`, `tasks/<name>/<level>` and `tasks_generated/<name>`; every rank
-        must call this."""
+        """Return the shares of right answers, by task and by level, of guesses and of generated
+        answers by metric name; every rank must call this."""
         model.eval()
         found: dict[str, float] = {}
         for name, asked in self.asked.items():
@@ -184,6 +185,7 @@ class TasksWhileTraining:
                 scores = score_batches(model, [question for _, _, question in asked], together=True)
             lines = lines_of(asked, scores)
             found[f"tasks/{name}"] = share(lines, "correct")
+            found[f"tasks_chance/{name}"] = chance(lines)
             found[f"tasks_generated/{name}"] = share(lines, "generated")
             for i, level in enumerate(self.levels[name]):
                 own = [each for each in lines if each["level"] == i]

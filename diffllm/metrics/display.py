@@ -158,7 +158,11 @@ def measured(values: Mapping[str, Any]) -> list[str]:
     if "eval/loss" in values:
         said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
     tasks = [name for name in values if name.startswith("tasks/") and name.count("/") == 1]
-    return said + [f"{name.removeprefix('tasks/')} {values[name]:.2f}" for name in tasks]
+    for name in tasks:
+        chance = values.get(f"tasks_chance/{name.removeprefix('tasks/')}")
+        guessed = "" if chance is None else f" (chance {chance:.2f})"
+        said.append(f"{name.removeprefix('tasks/')} {values[name]:.2f}{guessed}")
+    return said
 
 
 def bits(values: Mapping[str, Any], of: str) -> str:

@@ -129,6 +129,8 @@ METRICS: list[Metric] = [
     Metric("tasks/*", TASKS, "Share of right answers among the candidates of a task's examples, or "
            "of one level of it alone", "share", summary="max",
            plots=(Curve("Right answers, {group}", "Share of right answers by likelihood."),)),
+    Metric("tasks_chance/*", TASKS, "Expected share of right answers of a guess among the "
+           "candidates of a task's examples", "share"),
     Metric("tasks_generated/*", TASKS, "Share of a task's answers that the model would generate, "
            "always taking the likeliest token", "share", summary="max",
            plots=(Curve("Generated answers, {group}", folded=True),)),

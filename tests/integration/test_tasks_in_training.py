@@ -24,15 +24,16 @@ def test_shares_stand_in_the_metrics_and_are_those_of_the_checkpoint(place, envi
     words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 0, result
-    assert " mqar 0." in result.out
     lines = read(place / "run")
     found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
     assert list(found) == [3, 4]
     words = ["tasks=[mqar]", "level={pairs: 4}", "limit=64", "--json"]
-    result = tool(["evaluate", f"run={place}/run", *words], place, environment)
-    (score,) = json.loads(result.out)["mqar"]["scores"]
+    evaluated = tool(["evaluate", f"run={place}/run", *words], place, environment)
+    (score,) = json.loads(evaluated.out)["mqar"]["scores"]
     assert found[4] == score["value"]
     assert lines[4]["tasks_generated/mqar"] == score["generated"]
+    assert lines[4]["tasks_chance/mqar"] == score["chance"]
+    assert f" mqar {found[4]:.2f} (chance {score['chance']:.2f})" in result.out
     words = ["tasks=[mqar]", "level={pairs: 4}", "limit=4", "every=true", "--json"]
     result = tool(["evaluate", f"run={place}/run", *words], place, environment)
     assert list(json.loads(result.out)) == [
