@@ -176,11 +176,12 @@ def score_lines(
         read = [{k: finite(s.get(of, {}).get("value")) for k, s in own.items()} for own in results]
         values = [{seeds: x for seeds, x in own.items() if x is not None} for own in read]
         cells: list[ScoreCell | None] = []
-        for own, base in zip(values, bases, strict=True):
+        for own, base, scores in zip(values, bases, results, strict=True):
             theirs = {} if base is None else values[base]
             gap = found.estimate if (found := paired(own, theirs)) else None
             cell = ScoreCell(estimate(list(own.values())), gap) if own else None
-            examples = finite(every[0].get("examples")) or 0
+            counts = [finite(s[of].get("examples")) or 0 for s in scores.values() if of in s]
+            examples = min(counts, default=0)
             cells.append(of_shares(cell, examples) if cell and shares else cell)
         if any(cells):
             lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))

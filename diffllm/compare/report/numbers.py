@@ -68,13 +68,17 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
     return f"{low} to {high}{', uninformative' * estimate.uninformative}"
 
 
+def digits_for(estimate: Estimate) -> int:
+    """Return the number of decimals that a mean and its interval need."""
+    known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
+    if known and (widest := max(map(abs, known))) < TINY:
+        return 1 - math.floor(math.log10(widest))
+    return 3 if abs(estimate.mean) >= SMALL else 4
+
+
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
     """ "-0.200 (-0.313 to -0.088)"; `digits=0` takes as many decimals as needed."""
-    if not digits:
-        known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
-        digits = 3 if abs(estimate.mean) >= SMALL else 4
-        if known and (widest := max(map(abs, known))) < TINY:
-            digits = 1 - math.floor(math.log10(widest))
+    digits = digits or digits_for(estimate)
     mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)
     return f"{mean} ({interval})" if interval else mean
 

@@ -14,6 +14,7 @@ from diffllm.compare.report.numbers import (
     MISSING,
     clock,
     compact,
+    digits_for,
     ends,
     finite,
     fixed,
@@ -204,7 +205,7 @@ PAGE = {
     },
 }  # fmt: skip
 """Columns of the page by their names in report.csv."""
-KEPT = ("Held-out loss", "Gap to")
+KEPT = ("Held-out loss", "Gap to", "Diverged")
 """Beginnings of titles of columns that tables keep if all rows have one value."""
 EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
 
@@ -234,17 +235,19 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
     kept, folded = [table.columns[0]], dict[str, list[str]]()
     for column in table.columns[1:]:
         cell = max(column.cells, key=lambda each: finite(each.value) or 0.0)
-        same = len({(each.text, each.tag) for each in column.cells}) == 1 and not cell.tag
+        zero = cell.text in ("0", "0%")
+        shown = {(each.text, each.tag, zero or each.small) for each in column.cells}
+        same = len(shown) == 1 and not cell.tag
         if not same or column.title.startswith(KEPT):
             kept.append(column)
         elif cell.text == MISSING:
             folded.setdefault("Not measured", []).append(column.title)
-        elif cell.text in ("0", "0%"):
+        elif zero:
             bounds = f" ({', '.join(cell.small)} {column.unit})" if cell.small else ""
             folded.setdefault("All zero", []).append(column.title + bounds)
         elif len(column.cells) > 1:
             words = filter(None, (column.title, column.unit, cell.line))
-            folded.setdefault("The same in all rows", []).append(" ".join(words))
+            folded.setdefault("Equal as shown in all rows", []).append(" ".join(words))
         else:
             kept.append(column)
     return Table(kept), [f"{name}: {', '.join(said)}." for name, said in folded.items()]
@@ -312,7 +315,7 @@ def score_table(name: str, lines: list[ScoreLine], rows: list[Row]) -> Table:
     def cell(score: ScoreCell | None) -> Cell:
         if score is None:
             return Cell(MISSING)
-        small = [in_words(score.mean, digits=3)]
+        small = [in_words(score.mean, digits=digits_for(score.mean))]
         if score.over_examples:
             small.append("{:.3f} to {:.3f} over examples".format(*score.over_examples))
         small += [f"gap {with_interval(score.gap, signed=True)}"] if score.gap else []

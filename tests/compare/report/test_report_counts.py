@@ -112,7 +112,8 @@ def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
     ("cells", "said"),
     [
         ([Cell("1"), Cell("2")], []),
-        ([Cell("3"), Cell("3")], ["The same in all rows: Events per step 3."]),
+        ([Cell("3"), Cell("3")], ["Equal as shown in all rows: Events per step 3."]),
+        ([Cell("3", small=("1 to 8",)), Cell("3", small=("1 to 9",))], []),
         ([Cell("–"), Cell("–")], ["Not measured: Events."]),
         (
             [Cell("0", 2.0, ("0 to 2",)), Cell("0", 3.7, ("0 to 3.7",))],

@@ -13,7 +13,7 @@ from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.evaluations import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.page import page
 from diffllm.compare.report.tables import csv_text
-from diffllm.evaluation.evaluation import results_of, store_result
+from diffllm.evaluation.evaluation import SHARE, results_of, store_result
 
 STEPS = (5, 10, 20)
 
@@ -42,9 +42,11 @@ def test_a_score_is_read_between_the_two_checkpoints_around_it() -> None:
     assert scores_at(4.0, [checkpoint(5.0, None), checkpoint(3.0, 5.0)])["top_1"]["value"] is None
 
 
-def write(place: Path, seeds: int = 3, **more: Any) -> Comparison:
-    """Runs of standard that end at loss 4, and of diff_v2, which are 0.5 lower at each step."""
-    for variant, ahead in (("standard", 0.0), ("diff_v2", 0.5)):
+def write(
+    place: Path, seeds: int = 3, unit: str = "magnitude", lead: float = 0.5, **more: Any
+) -> Comparison:
+    """Runs of standard that end at loss 4, and of diff_v2, which are `lead` lower at each step."""
+    for variant, ahead in (("standard", 0.0), ("diff_v2", lead)):
         for seed in range(seeds):
             run = place / f"{variant}{seed}"
             write_run(run, f"attention={variant}", f"seed={seed}")
@@ -53,8 +55,10 @@ def write(place: Path, seeds: int = 3, **more: Any) -> Comparison:
                 loss = 5.0 - step / 20 - ahead
                 lines.append({"step": step, "tokens": 256 * step, "eval/loss": loss})
                 score = {"of": "top_1", "value": loss + seed / 10, "chance": None, "examples": 9}
+                if unit == SHARE:
+                    score["value"] = loss / 10
                 key = {"checkpoint": f"{run} {step}", **more.get(f"{variant} {step}", {})}
-                first = {"key": key, "unit": "magnitude", "scores": [score]}
+                first = {"key": key, "unit": unit, "scores": [score]}
                 store_result(results_of(run, step) / "outliers.jsonl", first, [])
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (run / "metrics.jsonl").write_text(text)
@@ -82,3 +86,11 @@ def test_checkpoints_that_were_asked_otherwise_are_not_read(tmp_path: Path) -> N
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
     (outliers,) = write(tmp_path, **other).evaluated
     assert outliers.equal == []
+
+
+def test_interpolated_share_has_no_interval_over_examples(tmp_path: Path) -> None:
+    (shares,) = write(tmp_path, seeds=1, unit=SHARE, lead=0.4).evaluated
+    standard, diff_v2 = shares.equal[0].cells
+    assert (standard.mean.mean, diff_v2.mean.mean) == pytest.approx((0.4, 0.4))
+    assert standard.over_examples, "read at a checkpoint"
+    assert diff_v2.over_examples is None

@@ -133,6 +133,15 @@ def test_intervals_of_shares_hold_possible_values_alone(
     assert gap.low is None or -1 <= gap.low <= gap.high <= 1
 
 
+def test_small_scores_have_intervals_with_significant_digits(tmp_path: Path) -> None:
+    for seed, value in enumerate((0.0003, 0.00031)):
+        run = write_run(tmp_path / f"standard{seed}", "attention=standard", f"seed={seed}")
+        write_result(run, score("weights 8", value))
+    comparison = compared(tmp_path)
+    cell = score_table("quantise", comparison.evaluated[0].lines, comparison.rows).rows[0][2]
+    assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
+
+
 def test_other_levels_are_not_compared(runs: Path) -> None:
     for seed in range(3):
         write_result(runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
