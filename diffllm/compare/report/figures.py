@@ -132,14 +132,16 @@ def new_figure(width: float, height: float) -> "Figure":
 def add_legend(figure: "Figure") -> None:
     """Add a legend of the labels in use below the axes, and its height to the figure."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    entries = dict(zip(labels, handles, strict=True))
+    # Names of rows, which begin with a space, may be equal after `short_label`.
+    kept = [i for i, label in enumerate(labels) if label[0] == " " or label not in labels[:i]]
+    labels = [labels[i] for i in kept]
     width, height = figure.get_size_inches()
-    entry = HANDLE + CHARACTER * max(map(len, entries))
-    lines = -(-len(entries) // max(1, int(72 * width / entry)))
+    entry = HANDLE + CHARACTER * max(map(len, labels))
+    lines = -(-len(labels) // max(1, int(72 * width / entry)))
     figure.set_size_inches(width, height + (LEGEND_LINE * lines + 4) / 72)
     figure.legend(
-        list(entries.values()), list(entries),
-        loc="outside lower center", ncols=-(-len(entries) // lines), frameon=False, borderpad=0,
+        [handles[i] for i in kept], labels,
+        loc="outside lower center", ncols=-(-len(labels) // lines), frameon=False, borderpad=0,
         borderaxespad=0.25, labelspacing=0.25, columnspacing=1, handlelength=2.2, handletextpad=0.4,
     )  # fmt: skip
 
@@ -214,7 +216,7 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
         axes.fill_between(x, low, high, where=known, color=style.colour, alpha=0.13, lw=0)
     if band.stops:
         x, y = np.transpose(band.stops)
-        how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "end of a seed"}
+        how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "last finite value"}
         axes.plot(x, on_scale(y, log), "x", **how)
 
 

@@ -291,10 +291,10 @@ def test_layers_show_finished_runs_or_a_common_step():
     assert curves.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
 
 
-def drawn(y: list[np.ndarray], **how: Any) -> Axes:
+def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
     """The axes of curves, a row each."""
     rows = [
-        Row(f"row {i}", {"attention": variant}, [])
+        Row(f"{label} {i}", {"attention": variant}, [])
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
     ]
     bands = [curves.over_seeds([Series(np.arange(len(v)), v)]) for v in y]
@@ -314,6 +314,8 @@ def test_a_spike_does_not_set_the_scale_and_a_row_above_it_is_marked():
     assert (mark.get_xdata(), mark.get_ydata()) == ([4], [10])
     legend = [text.get_text() for text in axes.figure.legends[0].get_texts()]
     assert legend == [" row 0", " row 1", " row 2", "off the scale"]
+    axes = drawn([calm, spiky], label="r" * 50)
+    assert len(axes.figure.legends[0].get_texts()) == 2, "shortened names are equal"
 
 
 def test_a_logarithmic_scale_stays_one_with_a_zero():
