@@ -76,7 +76,8 @@ def chosen(
     return found, Asked(levels={found[0].name: levels} if levels else own)
 
 
-def evaluation_named(name: str) -> Evaluation:
+def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
+    """Return a task or evaluation; raises ConfigError, which lists `known` or all names."""
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
         if task.name in TASKS or task.name in EVALUATIONS:
@@ -88,7 +89,7 @@ def evaluation_named(name: str) -> Evaluation:
         return Answers(TASKS[name])
     if name in REMOVED:
         raise ConfigError(f"tasks: {name} {REPLACED}")
-    known = sorted([*TASKS, *EVALUATIONS])
+    known = known or sorted([*TASKS, *EVALUATIONS])
     allowed = f"{', '.join(known)}, or a {' or '.join(JSON_LINES)} file"
     raise ConfigError(f"tasks: {name} must be one of {allowed}{did_you_mean(name, known)}")
 
@@ -136,10 +137,13 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
     Both raise ConfigError, the maker for a task that does not fit the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
+    known = sorted({*TASKS, *SUITES} - {"checkpoint"})
     for name in cfg.eval.suites:
-        suite, tasks = (name, []) if name in SUITES else ("claims", [name])
         try:
-            evaluations, asked = chosen(suite, tasks, [])
+            if name in SUITES:
+                evaluations, asked = chosen(name, [], [])
+            else:
+                evaluations, asked = [evaluation_named(name, known)], Asked()
         except ConfigError as error:
             raise ConfigError(f"eval.suites: {str(error).removeprefix('tasks: ')}") from None
         for each in evaluations:

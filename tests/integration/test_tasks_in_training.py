@@ -50,6 +50,11 @@ def read(run: Path) -> dict[int, dict[str, float]]:
     ("words", "said"),
     [
         (["eval.suites=[nedle]"], "eval.suites: nedle must be one of"),
+        (
+            ["eval.suites=[claim]"],
+            "eval.suites: claim must be one of claims, icl, mqar, needle, needle_4k, needle_64k, "
+            "or a .jsonl or .ndjson file; did you mean claims?",
+        ),
         (["eval.suites=[induction]"], "eval.suites: induction was removed; use needle"),
         (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 90}}"], "the task mqar at"),
         (["eval.levels={mqar: {pairs: 4}}"], "eval.levels: mqar is not in eval.suites"),
