@@ -7,9 +7,8 @@ diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 par
     gpus=512 gpu=h200 tokens=1e12
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse
@@ -32,13 +31,14 @@ def plan_command(argv: list[str]) -> None:
     """Print each part of the plan when it is ready, or everything as JSON at the end."""
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
-    show: Callable[[str], object] = str if args.json else partial(echo, flush=True)
-    show(head_text(made))
+    if not args.json:
+        echo(head_text(made), flush=True)
     chosen, change = made.cfg.activation_checkpointing, None
     for policy, text in ((chosen, speed_text), (not chosen, memory_text)):
         with stages() as say:
             made = made.simulated(policy, say)
-        show(text(made))
+        if not args.json:
+            echo(text(made), flush=True)
     if not made.fits:
         with stages() as say:
             change = nearest_change(made, say)

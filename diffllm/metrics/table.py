@@ -6,7 +6,7 @@ from typing import Literal
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.metric import Column, Curve, Layers, Metric, Section
 
-LOSS = Section("Loss", "Learning", "Losses in nats a token, over training tokens.{incomparable}")
+LOSS = Section("Loss", "Learning", "Losses in nats per token, over training tokens.{incomparable}")
 SPIKES = Section("Spikes", "Stability")
 NORMS = Section("Gradient norm", "Stability", "Gradient norms are taken before clipping.")
 CONTEXT = Section(
@@ -99,15 +99,15 @@ METRICS: list[Metric] = [
     Metric(
         "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
         summary="min",
-        plots=(Curve("Training loss", "{smoothing}, in nats a token.{incomparable}", smooth=True,
+        plots=(Curve("Training loss", "{smoothing}, in nats per token.{incomparable}", smooth=True,
                      clip=True),),
     ),
     Metric(
         "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`", "nats a token",
         summary="min",
         plots=(Curve("Held-out sample loss", "Loss of the held-out sample during training, in nats "
-                     "a token; the tables have the loss of the whole held-out split after the last "
-                     "step.{incomparable}", clip=True),),
+                     "per token; the tables have the loss of the whole held-out split after the "
+                     "last step.{incomparable}", clip=True),),
     ),
     Metric("train/bits_per_byte", LOSS, "`train/loss` in bits a byte of text, by the mean bytes of "
            "a training token", "bits a byte"),

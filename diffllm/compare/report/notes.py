@@ -134,7 +134,7 @@ def finding(row: Row) -> str:
 
 
 def progress(run: Run) -> str:
-    """ "step 10 of 20, held-out sample loss 4.123 nats per token"."""
+    """Return "step 10 of 20, held-out sample loss 4.123 nats per token"."""
     losses = run.series("eval/loss").values
     sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
     return f"step {run.last_step} of {run.cfg.steps}{sample}"
@@ -199,7 +199,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def setting_of(run: Run, key: str) -> Any:
-    """The value of a fact or of a config key; the corpus of an imported model is "unknown"."""
+    """Return the value of a fact or config key; the corpus of an imported model is "unknown"."""
     if "imported" in run.facts and key in ("corpus", *CORPUS):
         return "unknown" if key == "corpus" else None
     return run.facts.get(key, run.config.get(key))
