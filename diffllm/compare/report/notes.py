@@ -152,8 +152,9 @@ def run_notes(run: Run) -> list[str]:
             why = f"it stopped at {where}, because too many updates in a row were skipped"
         notes.append(f"{run.path} diverged: {why}; it is in no loss or gap.")
     elif run.summary is None:
-        unfinished = f"{run.path} has not finished: {progress(run)}"
-        notes.append(f"{unfinished}; it is in no number of the table.")
+        unfinished = f"has not finished: {progress(run)}"
+        why = "was imported and not trained here" if "imported" in run.facts else unfinished
+        notes.append(f"{run.path} {why}; it is in no number of the table.")
     if run.metrics.skipped:
         notes.append(f"{skipped_text(run.path, run.metrics.skipped)}.")
     return notes
