@@ -24,7 +24,7 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import permute
 from diffllm.data.shards import Manifest
 
-SEQ_LEN, SEED = 32, 0
+SEQ_LEN, SEED = 32, 3
 WORDS = [
     *("model=tiny", "model.vocab_size=512", "data=files", f"seq_len={SEQ_LEN}", f"seed={SEED}"),
     *("global_batch_size=1", "steps=400", "optim.warmup_steps=1", "checkpoint.interval=4"),
