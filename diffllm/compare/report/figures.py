@@ -7,6 +7,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -45,8 +46,8 @@ LEGEND_LINE, HANDLE = 16, 40
 """Pixels."""
 MARGIN, GAP_LINE = 60, 26
 """Pixels."""
-OUTLYING = 4
-"""The scale covers this multiple of the median reach of an interval."""
+OUTLYING = 8
+"""The scale covers this multiple of the (lower) median reach of an interval."""
 FEW = 24
 """Each point has a marker up to this number of points."""
 ROUND = [1, 2, 2.5, 5, 10]
@@ -299,7 +300,7 @@ def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
         for gap in gaps
         if gap.seeds == most
     ]
-    limit = OUTLYING * float(np.median([max(map(abs, each)) for each in bounds])) or 1.0
+    limit = OUTLYING * median_low(max(map(abs, each)) for each in bounds) or 1.0
     shown = [float(np.clip(x, -limit, limit)) for each in bounds for x in each]
     shown += [gap.mean for gap in gaps if abs(gap.mean) <= limit]
     low, high = min(0.0, *shown), max(0.0, *shown)
