@@ -93,7 +93,8 @@ def test_a_hub_dataset_that_cannot_be_reached(tmp_path, environment, words):
     hub = [word for word in words if not word.startswith("data")]
     hub = train_command([*hub, "data=hub", "data.dataset=nobody/nothing", "run.name=a"])
     output = output_without_secrets(hub, tmp_path, environment, 2)
-    waits, error = output.splitlines()
+    begun, waits, error = output.splitlines()
+    assert begun == "run outputs/a: preparing data"
     assert waits.startswith("waiting for the hub")
     assert error.startswith("error: data.dataset=nobody/nothing: ")
 
