@@ -70,7 +70,7 @@ class Origin:
 
     @property
     def architecture(self) -> str | None:
-        """The class of transformers that the model was imported from; None for a run of ours."""
+        """The class of transformers that the model was imported from; None for a run of diffllm."""
         imported = self.facts.get("imported") or {}
         return self.directory.architecture if self.directory else imported.get("architecture")
 

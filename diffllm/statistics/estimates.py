@@ -31,7 +31,7 @@ class Estimate:
     def within(self, low: float, high: float) -> "Estimate":
         """Limit the interval to the possible values.
 
-        The truth lies among them, so the interval covers it as often as before.
+        The true value is within these limits, so the coverage does not change.
         """
         if self.low is None or self.high is None:
             return self

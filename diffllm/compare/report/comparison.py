@@ -89,14 +89,15 @@ def compare(
     no_gap = f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys."
     of_scores = [no_gap] if alone and len(rows) > 1 else []
     notes += of_scores + fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
-    evaluated = evaluations(rows, step, about := list[str]())
+    evaluated, about = evaluations(rows, step)
     for i, row in enumerate(rows):
         gaps = {name: equal_gap(row, budget) for name, budget in BUDGETS.items()}
         row.equal = {name: gap for name, gap in gaps.items() if gap}
         row.incomparable = keys.incomparable
         row.values = row_values(row) | columns(evaluated, i)
-    notes, of_scores = notes + about, of_scores + about
-    return Comparison(title, rows, chosen, keys.incomparable, groups, notes, evaluated, of_scores)
+    return Comparison(
+        title, rows, chosen, keys.incomparable, groups, notes + about, evaluated, of_scores + about
+    )
 
 
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:

@@ -49,20 +49,27 @@ class Evaluated(NamedTuple):
     """The lowest loss of the held-out sample that all evaluated runs reached."""
 
 
-def evaluations(rows: Sequence[Row], step: int, notes: list[str]) -> list[Evaluated]:
-    """Gather the results of the checkpoints of a step, or for 0 of the newest evaluated ones;
-    problems are added to `notes`."""
+def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[str]]:
+    """Gather the results of the checkpoints of a step, or for 0 of the newest evaluated ones.
+
+    Return them with notes about skipped files and runs.
+    """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
-    notes += [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
+    notes = [f"{shortlist(files, 3)}: {reason}." for reason, files in problems.items()]
     names = dict.fromkeys(name for steps in by_run.values() if steps for name in steps[max(steps)])
-    return [made for name in names if (made := gathered(name, rows, by_run, notes))]
+    found = [gathered(name, rows, by_run) for name in names]
+    notes += [note for _, note in found if note]
+    return [each for each, _ in found if each], notes
 
 
 def gathered(
-    name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]], notes: list[str]
-) -> Evaluated | None:
-    """Gather one evaluation, of the runs that were asked the same as the first of them."""
+    name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
+) -> tuple[Evaluated | None, str]:
+    """Gather one evaluation, of the runs that were asked the same as the first of them.
+
+    Return None without a score, and a note about runs that were asked something else.
+    """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
     unit, others = "", []
@@ -79,15 +86,14 @@ def gathered(
                 own[run.seeds] = checkpoints(run, name, steps)
             else:
                 others.append(str(run.path))
-    if others:
-        why = "evaluated after other tokens, with another tokenizer or at other levels"
-        notes.append(f"{name}: {shortlist(others, 3)} left out, {why}.")
+    why = "evaluated after other tokens, with another tokenizer or at other levels"
+    note = f"{name}: {shortlist(others, 3)} left out, {why}." if others else ""
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
     shares = unit == SHARE
     if not (lines := score_lines(newest_scores, bases, shares)):
-        return None
+        return None, note
     parts = [
         {seeds: scores_by_fact(scores) for seeds, scores in own.items()} for own in newest_scores
     ]
@@ -96,7 +102,8 @@ def gathered(
         read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
         if sum(any(own.values()) for own in read) > 1:
             equal = score_lines(read, bases, shares)
-    return Evaluated(name, unit, lines, score_lines(parts, bases, shares), equal, loss)
+    by_fact = score_lines(parts, bases, shares)
+    return Evaluated(name, unit, lines, by_fact, equal, loss), note
 
 
 def question_asked(result: Line) -> Line:

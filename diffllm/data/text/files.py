@@ -155,10 +155,10 @@ def naming(source: Path | str) -> Iterator[None]:
 
 
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
-    """List the files of data.paths, each with the directory that stands for it or None, and count
-    the hidden entries of directories, which are skipped; raises DataError.
+    """List the files of data.paths, each with the directory that it was found in, or None if it
+    was named, and count the hidden entries of directories, which are skipped; raises DataError.
 
-    Files of a glob or a directory are sorted. A glob that matches files stands for those alone.
+    Files of a glob or a directory are sorted. A glob that matches files ignores directories.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0
