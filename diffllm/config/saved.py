@@ -1,6 +1,5 @@
 """The config of a run directory: read without running anything, and compared with another."""
 
-import os
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
@@ -86,7 +85,8 @@ def load_run_config(path: Path) -> TrainConfig:
 def no_run(path: Path, missing: str = "config.yaml") -> str:
     """Say that a path is not a run directory, and which runs it contains."""
     if not path.is_dir():
-        near = similar_path(path, lambda near: os.path.exists(near / missing))
+        names = (missing, f"*/{missing}")  # a run's, or those of a sweep's runs
+        near = similar_path(path, lambda near: any(any(near.glob(name)) for name in names))
         return f"{path} is not a run directory: it does not exist{near}"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
     hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""

@@ -59,7 +59,7 @@ def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     The similar path must satisfy `fits`. Return '' if `path` exists or no name is similar.
     """
     found: dict[str, Path] = {}
-    for directory in (path.parent, "outputs" / path.parent):
+    for directory in ("outputs" / path.parent, path.parent):
         with suppress(OSError):
             found |= {near.name: near for near in directory.iterdir()}
     close = difflib.get_close_matches(path.name, found)

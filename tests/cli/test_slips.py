@@ -19,9 +19,10 @@ MOE = ["model=moe_tiny", "data.paths=t.txt"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a text, a study file and the run outputs/c04."""
+    """A working directory with a text, a study file a run and a sweep."""
     place = tmp_path_factory.mktemp("slips")
-    write_run(place / "outputs" / "c04", "model=tiny")
+    for name in ("c04", "sweep/seed0"):
+        write_run(place / "outputs" / name, "model=tiny")
     for name in ("t.txt", "study.yaml"):
         (place / name).write_text("text\n")
     return place
@@ -61,6 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["generate", "run=c04", "prompt=a"], "did you mean outputs/c04?"),
         (["checkpoints", "run=c04"], "did you mean outputs/c04?"),
         (["evaluate", "run=outputs/c4"], "did you mean outputs/c04?"),
+        (["evaluate", "run=sweep"], "did you mean outputs/sweep?"),
         (["consolidate", "run=C04"], "did you mean outputs/c04?"),
         (["train", "resume=weights:c04"], "did you mean outputs/c04?"),
         (["report", "c04"], "did you mean outputs/c04?"),

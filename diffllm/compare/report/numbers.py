@@ -21,7 +21,10 @@ def with_minus(text: str) -> str:
 
 def fixed(value: Any, digits: int = 4, signed: bool = False) -> str:
     x = finite(value)
-    return MISSING if x is None else with_minus(f"{x:{'+' if signed else ''}.{digits}f}")
+    if x is None:
+        return MISSING
+    rounded = round(x, digits) + 0.0  # adding 0 makes -0.0 positive
+    return with_minus(f"{rounded:{'+' if signed else ''}.{digits}f}")
 
 
 def in_digits(value: Any) -> str:

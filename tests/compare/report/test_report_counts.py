@@ -11,7 +11,7 @@ from scipy import stats
 from test_report_page import Reader
 
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.numbers import compact
+from diffllm.compare.report.numbers import compact, fixed
 from diffllm.compare.report.page import page, table_text
 from diffllm.compare.report.tables import cost_columns, csv_text, fold_constant, table_columns
 from diffllm.compare.sweep.command import print_outcomes
@@ -31,6 +31,10 @@ from diffllm.statistics.estimates import Rate
 )  # fmt: skip
 def test_compact_rounds_before_it_chooses_the_prefix(value, text):
     assert compact(value) == text
+
+
+def test_fixed_prints_no_negative_zero():
+    assert [fixed(x, 2, signed=True) for x in (-0.001, 0.0, -0.006)] == ["+0.00", "+0.00", "−0.01"]
 
 
 @pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])
