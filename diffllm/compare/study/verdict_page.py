@@ -20,8 +20,9 @@ from diffllm.compare.report.figures import (
 from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
+from diffllm.compare.study.decision import SHOWN, Tested
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, SHOWN, Tested, Verdict
+from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
 from diffllm.core.files import replace_file

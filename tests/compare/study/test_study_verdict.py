@@ -9,9 +9,11 @@ from tiers import slow_but
 
 from diffllm.cli import main
 from diffllm.compare.study import planned_runs
+from diffllm.compare.study.arms import StudyArm, lr_sensitivity
+from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import check_study_runs, choose, costs, next_runs, run_study
-from diffllm.compare.study.verdict import StudyArm, apply_rules, judge, lr_sensitivity
+from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import (
     markdown,
     verdict_html,

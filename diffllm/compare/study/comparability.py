@@ -1,0 +1,56 @@
+"""Reasons why a verdict is "not comparable" or "exploratory"."""
+
+from pathlib import Path
+
+from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import (
+    RATES,
+    ChosenRate,
+    Planned,
+    config_of_planned,
+    read_mark,
+    strayed,
+)
+from diffllm.config.plugins import several_versions
+
+ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
+"""Facts of run.json that must agree."""
+
+
+def not_comparable(
+    arms: list[StudyArm], choices: list[ChosenRate], planned: list[Planned], out: Path
+) -> list[str]:
+    problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
+    runs = [run for arm in arms for run in arm.runs]
+    wanted = {out / each.name: each for each in planned}
+    for run in runs:
+        problem = strayed(run.path, run.cfg, config_of_planned(wanted[run.path]))
+        problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
+    notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
+    problems += [f"corpus: {note}" for note in sorted(notes)]
+    for name, versions in several_versions([run.plugin_code for run in runs]).items():
+        problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
+    for fact in ALIKE:
+        known = sorted({str(run.facts.get(fact)) for run in runs})
+        if len(known) > 1:
+            problems.append(f"runs differ in {fact}: {', '.join(text[:12] for text in known)}")
+    return problems
+
+
+def exploratory(
+    study: Study, arms: list[StudyArm], choices: list[ChosenRate], out: Path
+) -> list[str]:
+    marks = [run.cfg.run.study for arm in arms for run in arm.runs]
+    if choices:
+        marks += map(read_mark, filter(Path.is_dir, (out / RATES).glob("*")))
+    edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
+    problems = []
+    if edited:
+        began = f"began under another version of {study.path.name}, or outside of a study"
+        problems.append(f"{len(edited)} of {len(marks)} runs {began}")
+    waiting = [name for arm in arms for name in arm.missing]
+    waiting += [run.name for choice in choices for run in choice.wanted]
+    if waiting:
+        problems.append(f"{len(waiting)} runs have not ended: {', '.join(waiting[:3])}")
+    return problems
