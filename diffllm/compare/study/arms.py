@@ -1,31 +1,84 @@
-"""Arms of a study: their ended runs, and the number of every seed."""
+"""Arms of a study: the numbers of their ended runs."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from diffllm.compare.report.curves import LOSS
+from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
-from diffllm.compare.report.runs import Run
-from diffllm.compare.study.file import OF_THE_SUMMARY, Rule, Study
-from diffllm.core.errors import ConfigError
+from diffllm.compare.report.runs import Run, Series
+from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, Study
+from diffllm.compare.study.planned_runs import Planned, config_of_planned, strayed
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.records import finite
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
+
+NONE = Series(np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True, eq=False)
+class StudyRun:
+    """The numbers of an ended run that a verdict can rest on."""
+
+    name: str
+    """Its directory, relative to the study's."""
+    seed: int
+    lr: float
+    loss: float | None
+    """Final held-out loss in nats per token; None if the run diverged."""
+    value: float | None
+    """Final number of the study's metric; None if the run diverged. The loss for lr_sensitivity."""
+    planned_tokens: int
+    vocab_size: int
+    curve: Series = NONE
+    """The metric at its evaluations, (n,) each; NaN if not finite, empty if it is not logged."""
+    documents: DocumentLosses | None = None
+    """None unless the metric is the held-out loss, and for a run without losses of documents."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Content of run.json."""
+    variant: str = ""
+    plugin_code: dict[str, str] = field(default_factory=dict)
+    mark: str = ""
+    """run.study: hash, stage and arm under which the run began."""
+    strayed: str = ""
+    """How the run's config differs from the study's; empty if it does not."""
+    thin: str = ""
+    """The warning about too little held-out text; empty if enough."""
+
+    @property
+    def diverged(self) -> bool:
+        return self.loss is None
+
+    def reached(self, level: float) -> tuple[float, bool]:
+        """Return the tokens after which the metric first was at a level or above it, and True.
+
+        Return the tokens of its last value and False if it never was, and the planned tokens and
+        False if the run diverged.
+        """
+        if self.diverged:
+            return self.planned_tokens, False
+        hit = np.flatnonzero(self.curve.values >= level)
+        return int(self.curve.tokens[hit[0] if len(hit) else -1]), bool(len(hit))
 
 
 @dataclass
 class StudyArm:
     name: str
     lr: float | None
-    runs: list[Run] = field(default_factory=list)
+    runs: list[StudyRun] = field(default_factory=list)
     values: dict[int, float | None] = field(default_factory=dict)
-    """By seed; None if it diverged."""
+    """By seed, on the study's scale; None if the seed diverged."""
     missing: list[str] = field(default_factory=list)
 
     @property
     def diverged(self) -> int:
-        return sum(run.final_loss is None for run in self.runs)
+        return sum(run.diverged for run in self.runs)
 
     @property
     def finite(self) -> list[float]:
@@ -35,19 +88,58 @@ class StudyArm:
     def mean(self) -> Estimate | None:
         return estimate(self.finite) if self.finite else None
 
+    def times(self, level: float) -> Times:
+        return Times.of(run.reached(level) for run in self.runs)
 
-def value_of(runs: list[Run], study: Study) -> float | None:
-    """Return the number of a seed; None if it diverged. Raises ConfigError."""
-    run = runs[0]
-    if study.lr_sweep:
-        value = lr_sensitivity([each.final_loss for each in runs], run.cfg.model.vocab_size)
-    else:
-        value = None if run.final_loss is None else number_of(run, study.metric)
-    if value is None or study.scale == "linear":
-        return value
-    if value <= 0:
-        raise ConfigError(f"{run.path}: {study.metric}={value:g} has no logarithm")
-    return math.log(value)
+    def numbers(self) -> dict[str, Any]:
+        mean, first = self.mean, self.runs[0] if self.runs else None
+        return {
+            "variant": first and first.variant,
+            **{name: first and first.facts.get(name) for name in ("parameters", "flops_per_token")},
+            "tokens": first and first.planned_tokens,
+            "rates": sorted({run.lr for run in self.runs}),
+            "lr": self.lr,
+            **{name: mean and getattr(mean, name) for name in ("mean", "low", "high")},
+            "values": {str(seed): value for seed, value in self.values.items()},
+            "losses": {run.name: run.loss for run in self.runs},
+            "diverged": self.diverged,
+            "missing": self.missing,
+        }
+
+
+def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
+    """Keep what a verdict needs of an ended run; raises ConfigError if its metric is missing."""
+    sweep = study.metric == LR_SENSITIVITY
+    value = run.final_loss
+    if value is not None and not sweep:
+        value = number_of(run, study.metric)
+    is_loss = sweep or study.metric == "heldout_loss"
+    curve = run.series(LOSS if is_loss else study.metric)
+    if any(rule.kind == "log_rank" for rule in study.rules) and not len(curve.tokens):
+        raise ConfigError(f"{run.path} has no {study.metric}")
+    documents = None
+    if is_loss and value is not None:
+        try:
+            documents = document_losses(run.path)
+        except CheckpointError:
+            documents = None
+    return StudyRun(
+        planned.name,
+        planned.seed,
+        run.cfg.optim.lr,
+        run.final_loss,
+        value,
+        run.planned_tokens,
+        run.cfg.model.vocab_size,
+        curve,
+        documents,
+        run.facts,
+        run.variant,
+        run.plugin_code,
+        run.cfg.run.study or "",
+        strayed(run.path, run.cfg, config_of_planned(planned)),
+        thin_note([run]),
+    )
 
 
 def number_of(run: Run, name: str) -> float | None:
@@ -65,6 +157,18 @@ def number_of(run: Run, name: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def value_of(runs: list[StudyRun], study: Study) -> float | None:
+    """Return the number of a seed on the study's scale; None if it diverged. Raises ConfigError."""
+    value = runs[0].value
+    if study.lr_sweep:
+        value = lr_sensitivity([run.loss for run in runs], runs[0].vocab_size)
+    if value is None or study.scale == "linear":
+        return value
+    if value <= 0:
+        raise ConfigError(f"{runs[0].name}: {study.metric}={value:g} has no logarithm")
+    return math.log(value)
+
+
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
     """Return the mean over learning rates of min(loss, initial loss) - best loss, nats per token.
 
@@ -77,24 +181,3 @@ def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | N
         return None
     capped = [initial if loss is None else min(loss, initial) for loss in losses]
     return sum(capped) / len(capped) - min(*finite, initial)
-
-
-def times_of(study: Study, arm: StudyArm, rule: Rule) -> Times:
-    assert rule.reaches is not None
-    return Times.of(run.reached(study.metric, rule.reaches) for run in arm.runs)
-
-
-def arm_numbers(arm: StudyArm) -> dict[str, Any]:
-    mean, first = arm.mean, arm.runs[0] if arm.runs else None
-    return {
-        "variant": first and first.variant,
-        **{fact: first and first.facts.get(fact) for fact in ("parameters", "flops_per_token")},
-        "tokens": first and first.planned_tokens,
-        "rates": sorted({run.cfg.optim.lr for run in arm.runs}),
-        "lr": arm.lr,
-        **{name: mean and getattr(mean, name) for name in ("mean", "low", "high")},
-        "values": {str(seed): value for seed, value in arm.values.items()},
-        "losses": {run.path.name: run.final_loss for run in arm.runs},
-        "diverged": arm.diverged,
-        "missing": arm.missing,
-    }

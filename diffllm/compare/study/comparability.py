@@ -4,29 +4,19 @@ from pathlib import Path
 
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import (
-    RATES,
-    ChosenRate,
-    Planned,
-    config_of_planned,
-    read_mark,
-    strayed,
-)
+from diffllm.compare.study.planned_runs import RATES, ChosenRate, read_mark
 from diffllm.config.plugins import several_versions
 
 ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
 """Facts of run.json that must agree."""
 
 
-def not_comparable(
-    arms: list[StudyArm], choices: list[ChosenRate], planned: list[Planned], out: Path
-) -> list[str]:
+def not_comparable(arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
-    wanted = {out / each.name: each for each in planned}
     for run in runs:
-        problem = strayed(run.path, run.cfg, config_of_planned(wanted[run.path]))
-        problems += [f"{run.path.name} is not the run of the study: {problem}"] if problem else []
+        if run.strayed:
+            problems.append(f"{run.name} is not the run of the study: {run.strayed}")
     notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
@@ -41,7 +31,7 @@ def not_comparable(
 def exploratory(
     study: Study, arms: list[StudyArm], choices: list[ChosenRate], out: Path
 ) -> list[str]:
-    marks = [run.cfg.run.study for arm in arms for run in arm.runs]
+    marks: list[str | None] = [run.mark for arm in arms for run in arm.runs]
     if choices:
         marks += map(read_mark, filter(Path.is_dir, (out / RATES).glob("*")))
     edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]

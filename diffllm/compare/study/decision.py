@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diffllm.compare.report.numbers import compact, ends
-from diffllm.compare.study.arms import StudyArm, times_of
+from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, diverged_more
 from diffllm.statistics.estimates import Times, sooner
@@ -34,7 +34,7 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         own, base = arms[rule.arm], arms[rule.against]
         outcome = compare_arms(own.values, base.values)
         if rule.kind == "log_rank":
-            times = times_of(study, own, rule), times_of(study, base, rule)
+            times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
             found.append(Tested(rule, outcome, None, sooner(*times), times))
         else:
             gap = outcome.paired if study.test == "paired" else outcome.welch

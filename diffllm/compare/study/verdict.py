@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.runs import load_run
-from diffllm.compare.study.arms import StudyArm, arm_numbers, value_of
+from diffllm.compare.study.arms import StudyArm, read_run, value_of
 from diffllm.compare.study.comparability import exploratory, not_comparable
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
 from diffllm.compare.study.file import Study
@@ -44,7 +43,7 @@ class Verdict:
             "study": str(self.study.path),
             "hash": self.study.hash,
             "rules": [tested_numbers(each) for each in self.tested],
-            "arms": {arm.name: arm_numbers(arm) for arm in self.arms},
+            "arms": {arm.name: arm.numbers() for arm in self.arms},
             "learning_rates": {
                 choice.arm: {
                     "lr": choice.lr,
@@ -63,18 +62,17 @@ def judge(study: Study, out: Path) -> Verdict:
     """Judge a study by its ended runs; raises ConfigError without any."""
     choices = choose_all(study, out)
     rates = {choice.arm: choice.lr for choice in choices}
-    arms, planned = [StudyArm(name, rates.get(name)) for name in study.arms], []
+    arms = [StudyArm(name, rates.get(name)) for name in study.arms]
     with track("reading runs", len(arms) * len(study.seeds)) as advance:
         for arm in arms:
             for seed in study.seeds:
                 wanted = deciding_runs(study, arm.name, seed, arm.lr)
-                ended = [out / run.name for run in wanted if is_ended(out / run.name)]
-                runs = list(map(load_run, ended))
-                arm.missing += [run.name for run in wanted if out / run.name not in ended]
+                ended = [run for run in wanted if is_ended(out / run.name)]
+                runs = [read_run(load_run(out / run.name), study, run) for run in ended]
+                arm.missing += [run.name for run in wanted if run not in ended]
                 arm.runs += runs
                 if len(runs) == len(wanted):
                     arm.values[seed] = value_of(runs, study)
-                planned += wanted
                 advance(1)
     if not any(arm.runs for arm in arms):
         start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
@@ -82,11 +80,11 @@ def judge(study: Study, out: Path) -> Verdict:
     by_name = {arm.name: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
-    if problems := not_comparable(arms, choices, planned, out):
+    if problems := not_comparable(arms, choices):
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
     if problems := exploratory(study, arms, choices, out):
         verdict, reasons = EXPLORATORY, [*problems, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
-        reasons += filter(None, [thin_note(run for arm in arms for run in arm.runs)])
+        reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
     return Verdict(study, verdict, would_be, reasons, tested, arms, choices)

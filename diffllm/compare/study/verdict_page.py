@@ -94,7 +94,7 @@ def arms_table(found: Verdict) -> Table:
     rows: list[list[str | Cell]] = []
     for arm in found.arms:
         mean, interval = arm.mean, MISSING
-        rates = [run.cfg.optim.lr for run in arm.runs]
+        rates = [run.lr for run in arm.runs]
         if mean and mean.low is not None and mean.high is not None:
             interval = f"{short(mean.low, 5)} to {short(mean.high, 5)}"
         rows.append(
@@ -129,7 +129,7 @@ def power_words(study: Study) -> str:
 def arm_styles(found: Verdict) -> list[RowStyle]:
     arms = sorted(found.arms, key=lambda arm: arm.name != found.study.baseline)
     return row_styles(
-        [Row(arm.name, {"attention": arm.runs[0].variant}, arm.runs) for arm in arms if arm.runs]
+        [Row(arm.name, {"attention": arm.runs[0].variant}, []) for arm in arms if arm.runs]
     )
 
 
