@@ -148,6 +148,10 @@ def path_of(run: Path, step: int) -> Path:
     return run / DIRECTORY / f"step-{step:08d}.npz"
 
 
+def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
+    return np.array_equal(own.texts, other.texts) and np.array_equal(own.tokens, other.tokens)
+
+
 def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     """Read the losses of a run's held-out documents, by default of its last step; raises
     CheckpointError."""

@@ -28,28 +28,46 @@ def withheld(seeds: int, documents: int) -> str:
 
 
 def bootstrap(
-    own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
+    own: np.ndarray,
+    base: np.ndarray,
+    tokens: np.ndarray,
+    tail: float = (1 - CONFIDENCE) / 2,
+    paired: bool = True,
+    log: bool = False,
+    draws: int = DRAWS,
 ) -> Estimate:
     """Return the mean gap in nats per token, own minus base, with its interval.
 
-    A draw takes the same documents for both arms and all seeds, and the same seeds for both arms,
-    because runs of one seed are a pair. Each draw takes one less than there are, with replacement:
-    the variance of such a mean is unbiased (Rao and Wu, 1988), which matters with few seeds.
+    A draw takes the same documents for both arms and all seeds. It also takes the same seeds for
+    both arms if runs of one seed are a pair. Each draw takes one less than there are, with
+    replacement: the variance of such a mean is unbiased (Rao and Wu, 1988), which matters with few
+    seeds.
 
     Args:
         own, base: (seeds, documents), nats summed over the tokens of each document.
         tokens: (documents,), number of tokens of each document.
+        tail: probability beyond each end of the interval.
+        log: whether the gap is that of the logarithms of the losses.
     """
-    difference = np.asarray(own, np.float64) - np.asarray(base, np.float64)
+    sides = [np.asarray(side, np.float64) for side in (own, base)]
     weights = np.asarray(tokens, np.float64)
-    n, documents = difference.shape
-    rng, found = np.random.default_rng(seed), []
+    scale = np.log if log else np.asarray
+    n, documents = sides[0].shape
+    rng, found = np.random.default_rng(0), []
     for texts in drawn_documents(rng, documents, draws):
-        seeds = rng.multinomial(n - 1, np.full(n, 1 / n), size=len(texts)) / (n - 1)
-        by_seed = (texts @ difference.T) / (texts @ weights)[:, None]
-        found.append((by_seed * seeds).sum(axis=1))
-    mean = float((difference.sum(axis=1) / weights.sum()).mean())
-    return Estimate(mean, *central(found, (1 - CONFIDENCE) / 2), n)
+        drawn = [seeds_drawn(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
+        losses = [scale((texts @ side.T) / (texts @ weights)[:, None]) for side in sides]
+        first, second = (
+            (of_seed * seeds).sum(axis=1) for of_seed, seeds in zip(losses, drawn * 2, strict=False)
+        )
+        found.append(first - second)
+    first, second = (scale(side.sum(axis=1) / weights.sum()).mean() for side in sides)
+    return Estimate(float(first - second), *central(found, tail), n)
+
+
+def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
+    """Draw one seed less than there are, (draws, seeds) weights of sum 1."""
+    return rng.multinomial(seeds - 1, np.full(seeds, 1 / seeds), size=draws) / (seeds - 1)
 
 
 def of_documents(

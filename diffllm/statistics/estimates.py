@@ -24,6 +24,10 @@ class Estimate:
     """Whether the interval contains every possible value."""
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
     def all_equal(self) -> bool:
         """Whether seeds do not vary, so that the interval is one point without meaning."""
         return self.low is not None and self.low == self.high
@@ -142,14 +146,3 @@ class Times:
         missing = ecdf(self.censored).sf
         half = missing.quantiles[missing.probabilities <= 0.5 + 1e-12]
         return float(half[0]) if len(half) else None
-
-
-def sooner(own: Times, base: Times) -> float | None:
-    """Return the one-sided p of the log-rank test that `own` is faster; None if it is undefined."""
-    if not own.count + base.count or not own.tokens or not base.tokens:
-        return None
-    from scipy.stats import logrank
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = logrank(own.censored, base.censored, alternative="greater")
-    return float(found.pvalue) if np.isfinite(found.statistic) else None

@@ -1,5 +1,6 @@
 """Tests of gaps against values worked out by hand, and what they say where nothing can be said."""
 
+import itertools
 import math
 
 import numpy as np
@@ -10,8 +11,9 @@ from scipy import stats
 
 from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, diverged_more
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, LEAST_SEEDS, bootstrap, withheld
-from diffllm.statistics.estimates import Estimate, Times, estimate, sooner, wilson
+from diffllm.statistics.estimates import Estimate, Times, estimate, wilson
 from diffllm.statistics.gap_tests import equivalence, holm, paired, seed_correlation, welch
+from diffllm.statistics.permutation import label, log_rank, sign_flip, smallest_p
 from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 
 
@@ -196,7 +198,11 @@ def test_a_bootstrap_of_few_seeds_is_withheld():
     assert found.mean == pytest.approx(gaps.sum() / LEAST_SEEDS / tokens.sum())
     assert found.low < found.mean < found.high
     assert found == bootstrap(base + gaps, base, tokens)
-    assert found != bootstrap(base + gaps, base, tokens, seed=1)
+    logs = bootstrap(base + gaps, base, tokens, log=True)
+    ratios = np.log((base + gaps).sum(axis=1) / base.sum(axis=1))
+    assert logs.mean == pytest.approx(ratios.mean())
+    unpaired = bootstrap(base + gaps, base, tokens, paired=False)
+    assert unpaired.high - unpaired.low > found.high - found.low, "base varies between seeds"
     assert "less than 90%" in withheld(LEAST_SEEDS - 1, 40)
     assert "documents" in withheld(LEAST_SEEDS, LEAST_DOCUMENTS - 1)
     assert withheld(LEAST_SEEDS, LEAST_DOCUMENTS) == ""
@@ -222,35 +228,83 @@ def test_a_long_document_counts_by_its_tokens():
     assert bootstrap(base + gaps * tokens, base, tokens).mean == pytest.approx(0.03)
 
 
-def test_a_log_rank_test_is_scipys():
+def enumerated(own, base, statistic):
+    """The share of labellings whose statistic is at least the observed one."""
+    both = [*own, *base]
+    found = []
+    for chosen in itertools.combinations(range(len(both)), len(own)):
+        first = [both[i] for i in chosen]
+        second = [both[i] for i in range(len(both)) if i not in chosen]
+        found.append(statistic(first, second))
+    return np.mean([x >= found[0] - 1e-9 for x in found])
+
+
+def excess_events(own, base):
+    """Observed minus expected events of `own`, as the log-rank test sums them over event times."""
+    total = 0.0
+    for time in {t for t, reached in [*own, *base] if reached}:
+        at_risk = [sum(t >= time for t, _ in side) for side in (own, base)]
+        events = [sum(t == time and reached for t, reached in side) for side in (own, base)]
+        total += events[0] - sum(events) * at_risk[0] / sum(at_risk)
+    return total
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 5), (4, 4)])
+def test_log_rank_permutation_p_is_that_of_all_labellings(sizes):
     rng = np.random.default_rng(0)
-    for size in (2, 5, 12):
-        for _ in range(20):
-            sides = []
-            for scale in (1.0, 2.0):
-                tokens = rng.integers(1, 8, size) * scale  # with ties
-                reached = rng.random(size) < 0.7
-                sides.append(Times(tokens.tolist(), reached.tolist()))
-            own, base = sides
-            censored = [
-                stats.CensoredData.right_censored(s.tokens, ~np.array(s.reached)) for s in sides
+    for _ in range(10):
+        sides = [
+            [
+                (int(t), bool(r))
+                for t, r in zip(rng.integers(1, 6, n), rng.random(n) < 0.7, strict=True)
             ]
-            p = sooner(own, base)
-            if not own.count + base.count:
-                assert p is None
-                continue
-            with np.errstate(invalid="ignore"):  # of no variance
-                expected = stats.logrank(*censored, alternative="greater").pvalue
-            assert (p is None and math.isnan(expected)) or p == pytest.approx(expected, abs=1e-12)
+            for n in sizes
+        ]  # with ties between and within arms
+        expected = enumerated(*sides, excess_events)
+        assert log_rank(*map(Times.of, sides)) == pytest.approx(
+            expected if any(r for side in sides for _, r in side) else None
+        )
+
+
+def test_log_rank_scores_are_scipys_statistic():
+    rng = np.random.default_rng(1)
+    own, base = (Times((rng.permutation(9) + 1.0).tolist(), [True] * 9) for _ in range(2))
+    sides = [[*zip(side.tokens, side.reached, strict=True)] for side in (own, base)]
+    found = stats.logrank(own.censored, base.censored, alternative="greater")
+    assert np.sign(excess_events(*sides)) == np.sign(found.statistic)
+    assert log_rank(own, base) == pytest.approx(found.pvalue, abs=0.02)
+
+
+def test_permutation_tests_list_all_assignments_or_draw_them():
+    rng = np.random.default_rng(2)
+    own, base = rng.normal(0.5, 1, 5), rng.normal(0, 1, 4)
+    assert label(own, base) == pytest.approx(
+        enumerated(own, base, lambda first, second: np.mean(first) - np.mean(second))
+    )
+    differences = rng.normal(0.3, 1, 7)
+    flipped = [
+        np.dot(signs, differences) >= differences.sum() - 1e-9
+        for signs in itertools.product((1, -1), repeat=7)
+    ]
+    assert sign_flip(differences) == pytest.approx(np.mean(flipped))
+    assert sign_flip(np.ones(5)) == smallest_p(5) == 1 / 32
+    assert label(np.ones(4), np.zeros(4)) == smallest_p(4, 4) == 1 / 70
+    assert sign_flip(np.ones(40)) == smallest_p(40) == 1 / 20_001, "drawn, not listed"
+    assert label(np.ones(5), np.ones(5)) == 1, "ties count"
+    many = rng.normal(0.2, 1, 30)
+    assert sign_flip(many) == pytest.approx(
+        stats.ttest_1samp(many, 0, alternative="greater").pvalue, abs=0.01
+    )
 
 
 def test_half_of_the_runs_by_kaplan_and_meier():
     assert Times([3, 1, 2], [True, True, True]).median == 2
     assert Times([1, 2, 3, 4], [True, False, True, True]).median == 3
     assert Times([1, 9, 9], [True, False, False]).median is None
-    assert sooner(Times([5, 5], [False, False]), Times([5], [False])) is None
-    assert sooner(Times([1, 2, 3], [True] * 3), Times([9, 9, 9], [False] * 3)) < 0.05
-    assert sooner(Times([9, 9, 9], [False] * 3), Times([1, 2, 3], [True] * 3)) > 0.95
+    fast, slow = Times([1, 2, 3], [True] * 3), Times([9, 9, 9], [False] * 3)
+    assert log_rank(slow, slow) is None
+    assert log_rank(fast, slow) == pytest.approx(1 / 20)
+    assert log_rank(slow, fast) == 1
 
 
 T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}

@@ -155,10 +155,10 @@ def covered(seeds, draws, documents=2, document_sd=0.0):
     """How often the bootstrap holds a gap that is known."""
     rng, inside = np.random.default_rng(seeds), 0
     tokens = np.full(documents, 10)
-    for draw in range(draws):
+    for _ in range(draws):
         gaps = GAP + rng.normal(0, SD, (seeds, 1)) + rng.normal(0, document_sd, documents)
         base = np.full((seeds, documents), 40.0)
-        found = bootstrap(base + gaps * tokens, base, tokens, 500, draw)
+        found = bootstrap(base + gaps * tokens, base, tokens, draws=500)
         inside += found.low <= GAP <= found.high
     return inside / draws
 

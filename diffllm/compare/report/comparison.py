@@ -13,7 +13,7 @@ from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
 from diffllm.compare.report.tables import row_values
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.evaluation.heldout import document_losses
+from diffllm.evaluation.heldout import document_losses, same_documents
 from diffllm.metrics.records import LARGEST
 from diffllm.statistics.arm_comparison import compare_arms
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS, bootstrap, withheld
@@ -161,10 +161,7 @@ def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
     except CheckpointError as error:
         return None, f"withheld: {error}"
     first = found[0]
-    if not all(
-        np.array_equal(first.texts, each.texts) and np.array_equal(first.tokens, each.tokens)
-        for each in found
-    ):
+    if not all(same_documents(first, each) for each in found):
         return None, "withheld: the runs were measured on different documents"
     nats = np.stack([each.nats for each in found])
     if not (np.abs(nats) <= LARGEST).all():

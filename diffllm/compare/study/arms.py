@@ -11,7 +11,7 @@ from diffllm.compare.report.curves import LOSS
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, Series
-from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, Study
+from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import Planned, config_of_planned, strayed
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
@@ -48,6 +48,8 @@ class StudyRun:
     """run.study: hash, stage and arm under which the run began."""
     strayed: str = ""
     """How the run's config differs from the study's; empty if it does not."""
+    chance: float | None = None
+    """Expected share of right answers of a guess; None unless the metric is such a share."""
     thin: str = ""
     """The warning about too little held-out text; empty if enough."""
 
@@ -81,8 +83,13 @@ class StudyArm:
         return sum(run.diverged for run in self.runs)
 
     @property
+    def known(self) -> dict[int, float]:
+        """Values by seed, without diverged seeds."""
+        return {seed: value for seed, value in self.values.items() if value is not None}
+
+    @property
     def finite(self) -> list[float]:
-        return [value for value in self.values.values() if value is not None]
+        return [*self.known.values()]
 
     @property
     def mean(self) -> Estimate | None:
@@ -138,8 +145,16 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         run.plugin_code,
         run.cfg.run.study or "",
         strayed(run.path, run.cfg, config_of_planned(planned)),
+        chance_of(run, study.metric),
         thin_note([run]),
     )
+
+
+def chance_of(run: Run, metric: str) -> float | None:
+    if not metric.startswith(TASKS):
+        return None
+    values = run.series(f"tasks_chance/{metric.removeprefix(TASKS)}").values
+    return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
 
 
 def number_of(run: Run, name: str) -> float | None:

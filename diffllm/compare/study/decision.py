@@ -1,135 +1,173 @@
-"""Decisions by the rules of a study."""
+"""Decisions by the rules of a study, after Holm's correction of their tests.
 
-from dataclasses import dataclass, replace
+Each side of the rules is one Holm family over all rules of the study, so that with no true
+difference at most alpha of studies contain a false "shown", and at most alpha a false "refuted".
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from diffllm.compare.report.numbers import compact, ends
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
-from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, diverged_more
-from diffllm.statistics.estimates import Times, sooner
-from diffllm.statistics.gap_tests import Gap, equivalence, holm
+from diffllm.compare.study.rule_tests import ABOVE, BELOW, Tested, measure, side_of
+from diffllm.statistics.estimates import Times
+from diffllm.statistics.gap_tests import holm
 
 SHOWN, REFUTED, EQUIVALENT = "shown", "refuted", "equivalent"
-UNDERPOWERED = "underpowered"
-
-
-@dataclass(frozen=True)
-class Tested:
-    rule: Rule
-    outcome: ArmComparison
-    gap: Gap | None
-    p: float | None
-    """One-sided."""
-    times: tuple[Times, Times] | None = None
-    p_adjusted: float | None = None
-    """After Holm's correction."""
-    verdict: str = ""
-    reason: str = ""
+WITHIN = "refuted, within the margin"
+UNEQUAL = "equivalent, not equal"
+NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underpowered"
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
-    found = []
-    for rule in study.rules:
-        own, base = arms[rule.arm], arms[rule.against]
-        outcome = compare_arms(own.values, base.values)
-        if rule.kind == "log_rank":
-            times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
-            found.append(Tested(rule, outcome, None, sooner(*times), times))
-        else:
-            gap = outcome.paired if study.test == "paired" else outcome.welch
-            found.append(Tested(rule, outcome, gap, p_of(rule, outcome, gap)))
-    adjusted = iter(holm([each.p for each in found if each.p is not None]))
-    tested = []
-    for each in found:
-        p = None if each.p is None else next(adjusted)
-        if each.times:
-            verdict, reason = decide_times(each.rule, *each.times, p)
-        else:
-            verdict, reason = decide(study, each.rule, each.outcome, each.gap, p)
-        tested.append(replace(each, p_adjusted=p, verdict=verdict, reason=reason))
-    return tested
+    """Test all rules of a study and decide each; the first decides the study."""
+    found = [measure(study, rule, arms[rule.arm], arms[rule.against]) for rule in study.rules]
+    families = {
+        "showing": [each.showing.p for each in found],
+        "refuting": [each.refuting.p for each in found],
+        "within": [each.within for each in found],
+        "showing_exact": [each.showing.exact for each in found],
+        "refuting_exact": [each.refuting.exact for each in found],
+    }
+    adjusted = {name: holm_of_known(family) for name, family in families.items()}
+    rules = sum(each.showing.p is not None for each in found)
+    decided = []
+    for i, each in enumerate(found):
+        each = replace(each, adjusted={name: p[i] for name, p in adjusted.items()})
+        verdict, reason = decide(study, each, rules)
+        decided.append(replace(each, verdict=verdict, reason=reason))
+    return decided
 
 
-def decide_times(rule: Rule, own: Times, base: Times, p_adjusted: float | None) -> tuple[str, str]:
+def holm_of_known(family: Sequence[float | None]) -> list[float | None]:
+    """Return the adjusted p of a family, whose rules without a test do not count."""
+    adjusted = iter(holm([p for p in family if p is not None]))
+    return [None if p is None else next(adjusted) for p in family]
+
+
+def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
+    """Return the verdict by one rule of a family of `rules`, and why."""
+    rule = tested.rule
+    if tested.chance:
+        return NOT_DECIDABLE, tested.chance
+    significant = {name: p is not None and p < rule.alpha for name, p in tested.adjusted.items()}
+    for side in ("showing", "refuting"):
+        if significant[side]:
+            verdict = verdict_of(tested, side, significant["within"])
+            reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
+            if problem := not_robust(study, tested, side, rules):
+                return NOT_ROBUST, f"{reason}; {problem}"
+            return verdict, reason
+    said = words(study, tested)
+    if significant["within"]:
+        return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
+    if (tested.times is None and tested.gap is None) or tested.showing.p is None:
+        return UNDERPOWERED, said
+    if tested.gap is not None and tested.gap.zero_variance:
+        return UNDERPOWERED, f"{said} in every seed: without variance nothing is shown"
+    return UNDERPOWERED, f"{said}: neither shown nor refuted"
+
+
+def verdict_of(tested: Tested, side: str, within: bool) -> str:
+    """Return the verdict of a significant side."""
+    if tested.rule.kind == "equivalence":
+        p = tested.gap.p if tested.gap else None
+        differs = p is not None and p < tested.rule.alpha
+        return REFUTED if side == "refuting" else UNEQUAL if differs else EQUIVALENT
+    return SHOWN if side == "showing" else WITHIN if within else REFUTED
+
+
+def not_robust(study: Study, tested: Tested, side: str, rules: int) -> str:
+    """Return what contradicts a significant side; empty if nothing does."""
+    rule, found = tested.rule, getattr(tested, side)
+    if found.diverged or tested.times is not None:
+        return ""
+    exact = tested.adjusted[f"{side}_exact"]
+    if exact is not None and exact >= rule.alpha > tested.smallest * rules:
+        return f"the {exact_name(study)} does not confirm it (adjusted p {exact:.2g})"
+    low, high = tested.bounds or (-math.inf, math.inf)
+    if rule.kind == "equivalence":
+        margin = rule.margin or 0.0
+        inside = -margin < low and high < margin
+        fits = inside if side == "showing" else low > margin or high < -margin
+    else:
+        claimed, bound = side_of(rule)
+        below = claimed == BELOW if side == "showing" else claimed == ABOVE
+        fits = high < bound if below else low > bound
+    if fits or tested.gap is None or tested.gap.zero_variance:
+        return ""
+    return "the bound over documents and seeds does not confirm it"
+
+
+def exact_name(study: Study) -> str:
+    return "sign-flip test" if study.test == "paired" else "permutation test"
+
+
+def words(study: Study, tested: Tested, side: str = "") -> str:
+    """Say what was measured, with the bounds that fit a significant side of the rule."""
+    rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
+    shares = (
+        f"{own.diverged} of {own.runs} runs of {rule.arm} and {base.diverged} of {base.runs} of "
+        f"{rule.against} diverged"
+    )
+    if side and getattr(tested, side).diverged:
+        return shares
+    diverged = f"; {shares}" if own.diverged + base.diverged else ""
+    if tested.times is not None:
+        return times_words(rule, *tested.times) + diverged
+    gap, bounds = tested.gap, tested.bounds
+    if gap is None or bounds is None:
+        return f"fewer than two seeds have a number in both arms{diverged}"
+    mean = f"{rule.arm} minus {rule.against} is {gap.mean:+.4g} {study.unit}".rstrip()
+    if gap.zero_variance:
+        return mean + diverged
+    level = f"{100 * (1 - rule.alpha):g}%"
+    low, high = (f"{x:+.4g}" for x in bounds)
+    if rule.kind == "equivalence":
+        said = f"{100 * (1 - 2 * rule.alpha):g}% interval {low} to {high}"
+    elif side:
+        below = (side_of(rule)[0] == BELOW) == (side == "showing")
+        said = f"{level} {'upper' if below else 'lower'} bound {high if below else low}"
+    else:
+        said = f"{level} bounds {low} and {high}"
+    wider = " over documents and seeds" * (bounds != gap.interval(1 - 2 * rule.alpha))
+    seeds = f"{gap.seeds} paired" if study.test == "paired" else f"{gap.seeds} and {gap.base_seeds}"
+    return f"{mean} ({said}{wider}, {seeds} seeds){diverged}"
+
+
+def times_words(rule: Rule, own: Times, base: Times) -> str:
     said = "; ".join(
         f"{side.count} of {len(side.tokens)} runs of {name} reach it"
         + (f", half of them by {compact(side.median)} tokens" if side.median else "")
         for name, side in ((rule.arm, own), (rule.against, base))
     )
-    if p_adjusted is None or min(len(own.tokens), len(base.tokens)) < 2:
-        return UNDERPOWERED, f"{said}: no test"
-    if p_adjusted < rule.alpha:
-        return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
-    other = sooner(base, own)
-    if other is not None and other < rule.alpha / 2:
-        return REFUTED, f"{said}: {rule.against} is sooner, p {other:.2g}"
-    return UNDERPOWERED, f"{said}: neither shown nor refuted"
-
-
-def p_of(rule: Rule, outcome: ArmComparison, gap: Gap | None) -> float | None:
-    """The one-sided p of a rule; 1 for what favours an arm that diverged more often."""
-    if gap is None:
-        return None
-    if rule.margin is not None and rule.kind == "equivalence":
-        found = equivalence(gap, rule.margin, rule.alpha)
-        diverged = outcome.own.diverged or outcome.base.diverged
-        return None if found is None else 1.0 if diverged else found.p
-    p = gap.p_below(rule.below) if rule.below is not None else gap.p_above(rule.above or 0.0)
-    return 1.0 if p is not None and outcome.favours_diverging else p
-
-
-def decide(
-    study: Study, rule: Rule, outcome: ArmComparison, gap: Gap | None, p_adjusted: float | None
-) -> tuple[str, str]:
-    """Return the verdict by one rule, and why."""
-    diverged = outcome.own.diverged + outcome.base.diverged
-    shares = (
-        f"{outcome.own.diverged} of {outcome.own.runs} runs of {rule.arm} and "
-        f"{outcome.base.diverged} of {outcome.base.runs} of {rule.against} diverged"
-    )
-    wants_lower = rule.above is None and rule.kind == "difference"
-    worse = diverged and wants_lower and diverged_more(outcome.own, outcome.base)
-    if worse and outcome.p_diverged < rule.alpha:
-        return REFUTED, f"{shares} (Fisher's p {outcome.p_diverged:.2g})"
-    interval = gap.interval(1 - rule.alpha) if gap else None
-    if gap is None or interval is None:
-        return UNDERPOWERED, "fewer than two seeds have a number in both arms"
-    low, high = interval
-    seeds = f"{gap.seeds} paired" if study.test == "paired" else f"{gap.seeds} and {gap.base_seeds}"
-    mean = f"{rule.arm} minus {rule.against} is {gap.mean:+.4g} {study.unit}".rstrip()
-    level = f"{100 * (1 - rule.alpha):g}% interval"
-    said = f"{mean} ({level} {low:+.4g} to {high:+.4g}, {seeds} seeds)"
-    if rule.kind == "difference" and p_adjusted is not None and p_adjusted < rule.alpha:
-        return SHOWN, f"{said}, adjusted p {p_adjusted:.2g}"
-    close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
-    by_test = gap.zero_variance or rule.kind == "difference" or (p_adjusted or 0) < rule.alpha
-    if close and close.inside and not diverged and by_test:
-        return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
-    if gap.zero_variance:
-        return UNDERPOWERED, f"{mean} in every seed: without variance nothing is shown"
-    if rule.kind == "equivalence":
-        refuted = rule.margin is not None and (low > rule.margin or high < -rule.margin)
-    else:
-        refuted = low > rule.below if rule.below is not None else high < (rule.above or 0.0)
-    if refuted:
-        return REFUTED, f"{said}: the interval lies wholly on the other side"
-    return UNDERPOWERED, f"{said}{f'; {shares}' if diverged else ''}: neither shown nor refuted"
+    few = min(len(own.tokens), len(base.tokens)) < 2 or not own.count + base.count
+    return f"{said}: no test" if few else said
 
 
 def tested_numbers(tested: Tested) -> dict[str, Any]:
     rule, gap, other = tested.rule, tested.gap, tested.outcome
-    interval = gap.interval(1 - rule.alpha) if gap else None
+    low, high = tested.bounds or (None, None)
     return {
         **vars(rule),
         "verdict": tested.verdict,
         "reason": tested.reason,
         "gap": gap and gap.mean,
-        "gap_low": interval and interval[0],
-        "gap_high": interval and interval[1],
+        "gap_low": low,
+        "gap_high": high,
+        "confidence": 1 - rule.alpha,
+        "over_documents": tested.documents,
         "seeds": gap and gap.seeds,
-        "p": tested.p,
+        "p": tested.showing.p,
+        "p_opposite": tested.refuting.p,
+        "p_exact": tested.showing.exact,
+        "p_exact_opposite": tested.refuting.exact,
+        "p_smallest": tested.smallest,
         "p_adjusted": tested.p_adjusted,
+        **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
         "seed_correlation": other.correlation,
         **ends("gap_welch", other.welch),
         "diverged": {rule.arm: other.own.diverged, rule.against: other.base.diverged},

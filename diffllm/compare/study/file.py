@@ -27,7 +27,10 @@ OF_THE_SUMMARY = {
     "train_loss": "nats per token", "tokens_per_s": "tokens per second", "seconds": "seconds",
 }  # fmt: skip
 """Numbers of summary.json, and their units."""
-LR_SENSITIVITY = "lr_sensitivity"
+LR_SENSITIVITY, TASKS = "lr_sensitivity", "tasks/"
+LOWER_IS_BETTER = ("heldout_", "train_loss", "train/loss", "eval/loss", "seconds", LR_SENSITIVITY)
+HIGHER_IS_BETTER = (TASKS, "tokens_per_s", "perf/tokens_per_s", "perf/mfu")
+"""Beginnings of metrics; other metrics have no better side."""
 MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 
@@ -47,7 +50,7 @@ class Rule:
     def words(self, metric: str) -> str:
         own = f"{metric} of {self.arm}"
         if self.kind == "log_rank":
-            base = f"{self.against} (log-rank test, one-sided, alpha {self.alpha:g})"
+            base = f"{self.against} (log-rank permutation test, one-sided, alpha {self.alpha:g})"
             return f"{own} reaches {self.reaches:g} in fewer tokens than that of {base}"
         gap = f"{own} minus that of {self.against}"
         if self.kind == "equivalence":
@@ -126,6 +129,11 @@ class Study:
     @property
     def rules(self) -> list[Rule]:
         return [self.rule, *self.also]
+
+
+def better(metric: str) -> int:
+    """Return 1 if a larger metric is better, -1 if a smaller one is, 0 if neither."""
+    return metric.startswith(HIGHER_IS_BETTER) - metric.startswith(LOWER_IS_BETTER)
 
 
 def load_study(path: Path) -> Study:

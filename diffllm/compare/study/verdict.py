@@ -8,9 +8,10 @@ from typing import Any
 from diffllm.compare.report.runs import load_run
 from diffllm.compare.study.arms import StudyArm, read_run, value_of
 from diffllm.compare.study.comparability import exploratory, not_comparable
-from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
+from diffllm.compare.study.decision import apply_rules, tested_numbers
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import ChosenRate, choose_all, deciding_runs, is_ended
+from diffllm.compare.study.rule_tests import Tested
 from diffllm.core.errors import ConfigError
 from diffllm.data.progress import track
 from diffllm.metrics.records import finite

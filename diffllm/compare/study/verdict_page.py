@@ -20,8 +20,9 @@ from diffllm.compare.report.figures import (
 from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
-from diffllm.compare.study.decision import SHOWN, Tested
+from diffllm.compare.study.decision import SHOWN, exact_name
 from diffllm.compare.study.file import Study
+from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
@@ -75,14 +76,16 @@ def problems(found: Verdict) -> list[str]:
 
 def rule_line(tested: Tested, study: Study) -> str:
     words = [f"{tested.rule.words(study.quantity)}: {tested.verdict}; {tested.reason}"]
-    interval = tested.gap.interval(1 - tested.rule.alpha) if tested.gap else None
-    if study.scale == "log" and tested.gap and interval:
-        logs = (tested.gap.mean, *interval)
+    if study.scale == "log" and tested.gap and tested.bounds:
+        logs = (tested.gap.mean, *tested.bounds)
         ratio, low, high = (short(math.exp(min(x, 99))) for x in logs)  # e^99 is shown as missing
-        words.append(f"a ratio of {ratio} ({low} to {high})")
+        words.append(f"a ratio of {ratio} (bounds {low} and {high})")
     if tested.p is not None and tested.p_adjusted is not None:
         adjusted = "" if tested.verdict == SHOWN else f", {tested.p_adjusted:.2g} after Holm"
         words.append(f"p {tested.p:.2g}{adjusted}")
+    if tested.showing.exact is not None:
+        smallest = f"smallest possible {tested.smallest:.2g}"
+        words.append(f"{exact_name(study)} p {tested.showing.exact:.2g} ({smallest})")
     if tested.outcome.correlation is not None:
         words.append(f"correlation between seeds {tested.outcome.correlation:.2f}")
     return ", ".join(words)
@@ -136,7 +139,12 @@ def arm_styles(found: Verdict) -> list[RowStyle]:
 def gaps_image(found: Verdict) -> Markup:
     import matplotlib
 
-    gaps = {(t.rule.arm, t.rule.against): t.gap.estimate for t in found.tested if t.gap}
+    gaps = {}
+    for each in found.tested:
+        if each.gap:
+            low, high = each.bounds or (None, None)
+            gap = Estimate(each.gap.mean, low, high, each.gap.seeds)
+            gaps[each.rule.arm, each.rule.against] = gap
     if not gaps:
         return Markup("")
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
@@ -147,7 +155,7 @@ def gaps_image(found: Verdict) -> Markup:
 def draw_rules(
     gaps: dict[tuple[str, str], Estimate], styles: list[RowStyle], across: str, width: float = WIDTH
 ) -> "Figure":
-    """Draw the gaps of rules by arm and reference arm, with 95% intervals."""
+    """Draw the gaps of rules by arm and reference arm, with their bounds."""
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
     return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))

@@ -79,7 +79,8 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (ALIKE, HALF, "equivalent"),
         # a run that diverged is an outcome
         (LOWER, [4.30, 4.312, NAN], "underpowered"),
-        (LOWER, [NAN, NAN, NAN], "underpowered"),
+        (LOWER, [NAN, NAN], "refuted"),
+        (LOWER, [NAN, NAN, NAN], "refuted"),
         (ALIKE, [4.401, 4.409, NAN], "underpowered"),
     ],
 )
@@ -94,7 +95,7 @@ def test_an_arm_that_always_diverges_is_refuted(tmp_path):
     assert found.verdict == "refuted"
     assert "5 of 5 runs of v2 and 0 of 5 of half diverged" in found.reason
     (found,) = decided(tmp_path, LOWER, half, [NAN] * 5)
-    assert found.verdict == "underpowered", "no loss of half to measure from"
+    assert found.verdict == "shown"
 
 
 def test_a_run_that_diverged_is_counted(tmp_path):
@@ -319,8 +320,8 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     for said in ("v2 is better than half", "Gaps of the rules"):
         assert said in text
     sentence = (
-        "heldout_loss: v2 minus half is -0.09967 nats per token (95% interval -0.1035 to -0.09587, "
-        "3 paired seeds), adjusted p 3.9e-05. v2 has "
+        "heldout_loss: v2 minus half is -0.09967 nats per token (95% upper bound -0.09709, 3 "
+        "paired seeds), adjusted p 3.9e-05. v2 has "
     )
     start = f"# shown\n\n**Claim**: v2 is better than half\n\n{sentence}"
     assert markdown(found).startswith(start)

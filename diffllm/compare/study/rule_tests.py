@@ -1,0 +1,236 @@
+"""Tests of the rules of a study: t tests, the exact tests next to them, and diverged runs.
+
+A rule has two sides: `showing` tests its claim, and `refuting` tests the opposite.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.file import Rule, Study, better
+from diffllm.evaluation.heldout import same_documents
+from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, p_more
+from diffllm.statistics.bootstrap import LEAST_SEEDS, bootstrap, withheld
+from diffllm.statistics.estimates import Times, estimate
+from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
+from diffllm.statistics.permutation import label, log_rank, sign_flip, smallest_p
+
+CEILING = 0.99
+"""Mean share of right answers from which an arm is at the ceiling."""
+BELOW, ABOVE = -1, 1
+
+
+@dataclass(frozen=True)
+class Side:
+    """The tests of one side of a rule; the p are one-sided."""
+
+    p: float | None = None
+    """Of the test that decides; None without a test."""
+    exact: float | None = None
+    """Of the exact permutation test next to a t test."""
+    diverged: bool = False
+    """Whether p is that of the shares of diverged runs."""
+
+
+@dataclass(frozen=True)
+class Tested:
+    rule: Rule
+    outcome: ArmComparison
+    gap: Gap | None = None
+    times: tuple[Times, Times] | None = None
+    showing: Side = Side()
+    refuting: Side = Side()
+    within: float | None = None
+    """p of equivalence within the margin of a difference."""
+    documents: tuple[float, float] | None = None
+    """The one-sided bounds over documents and seeds."""
+    chance: str = ""
+    """Why the rule is not decidable; empty if it is."""
+    smallest: float = 1.0
+    """Smallest one-sided p that a permutation test can have with these seeds."""
+    adjusted: dict[str, float | None] = field(default_factory=dict)
+    """p after Holm's correction: showing, refuting, within, and exact of both."""
+    verdict: str = ""
+    reason: str = ""
+
+    @property
+    def p(self) -> float | None:
+        return self.showing.p
+
+    @property
+    def p_adjusted(self) -> float | None:
+        return self.adjusted.get("showing")
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The lower and upper one-sided bounds at confidence 1 - alpha.
+
+        Of the two pairs of bounds, by the t test and over documents and seeds, the wider one. None
+        without a standard error.
+        """
+        if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
+            return None
+        low, high = self.documents or by_test
+        return (low, high) if high - low > by_test[1] - by_test[0] else by_test
+
+
+def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
+    """Make the tests of one rule."""
+    outcome = compare_arms(own.values, base.values)
+    if rule.kind == "log_rank":
+        times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
+        sizes = len(times[0].tokens), len(times[1].tokens)
+        showing, refuting = log_rank(*times), log_rank(*reversed(times))
+        if min(sizes) < 2:
+            showing = refuting = None
+        tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
+        return with_divergence(replace(tested, smallest=smallest_p(*sizes)), ABOVE)
+    gap = outcome.paired if study.test == "paired" else outcome.welch
+    tested = Tested(rule, outcome, gap)
+    if gap is not None and gap.error is not None:
+        tested = replace(
+            tested,
+            **t_tests(study, rule, own, base, gap),
+            smallest=smallest_p(gap.seeds, None if study.test == "paired" else gap.base_seeds),
+            documents=over_documents(study, rule, own, base),
+        )
+    tested = replace(tested, chance=floor_or_ceiling(study, own, base))
+    return with_divergence(tested, better(study.metric))
+
+
+def t_tests(study: Study, rule: Rule, own: StudyArm, base: StudyArm, gap: Gap) -> dict[str, Any]:
+    """Return the t tests of both sides of a rule with the exact tests next to them."""
+    samples = finite_samples(study, own, base)
+
+    def t(bound: float, side: int) -> float:
+        p = gap.p_below(bound) if side == BELOW else gap.p_above(bound)
+        assert p is not None
+        return p
+
+    def exact(bound: float, side: int) -> float:
+        first, second = side * (samples[0] - bound), side * samples[1]
+        return sign_flip(first - second) if study.test == "paired" else label(first, second)
+
+    close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
+    # Without variance no t test has a p, and the gap is inside of the margin or not.
+    p_close = close.p if close else None
+    if close and close.inside and gap.zero_variance:
+        p_close = 0.0
+    if rule.kind == "equivalence":
+        margin = rule.margin or 0.0
+        within = [exact(margin, BELOW), exact(-margin, ABOVE)]
+        beyond = [t(margin, ABOVE), t(-margin, BELOW)]
+        outside = [exact(margin, ABOVE), exact(-margin, BELOW)]
+        return {
+            "showing": Side(p_close, max(within)),
+            "refuting": Side(min(1.0, 2 * min(beyond)), min(1.0, 2 * min(outside))),
+        }
+    side, bound = side_of(rule)
+    return {
+        "showing": Side(t(bound, side), exact(bound, side)),
+        "refuting": Side(t(bound, -side), exact(bound, -side)),
+        "within": p_close,
+    }
+
+
+def side_of(rule: Rule) -> tuple[int, float]:
+    """Return the side that a rule claims, and its bound."""
+    return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
+
+
+def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values that a test reads: of common seeds if it is paired."""
+    first, second = own.known, base.known
+    if study.test == "paired":
+        return common_seeds(first, second)
+    return in_seed_order(first), in_seed_order(second)
+
+
+def over_documents(
+    study: Study, rule: Rule, own: StudyArm, base: StudyArm
+) -> tuple[float, float] | None:
+    """Return the one-sided bounds of the gap over documents and seeds.
+
+    None unless the metric is the held-out loss, and both arms have at least LEAST_SEEDS seeds that
+    were measured on the same LEAST_DOCUMENTS documents or more.
+    """
+    sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
+    if study.metric != "heldout_loss":
+        return None
+    if study.test == "paired":
+        sides = [{seed: side[seed] for seed in sides[0] if seed in sides[1]} for side in sides]
+    seeds = min(map(len, sides))
+    found = [[side[seed] for seed in sorted(side)] for side in sides]
+    if seeds < LEAST_SEEDS or withheld(seeds, len(found[0][0].tokens)):
+        return None
+    first = found[0][0]
+    if any(not same_documents(first, each) for side in found for each in side):
+        return None
+    nats = [np.stack([each.nats for each in side]) for side in found]
+    if not all(np.isfinite(side).all() for side in nats):
+        return None
+    pair, log = study.test == "paired", study.scale == "log"
+    return bootstrap(nats[0], nats[1], first.tokens, rule.alpha, pair, log).interval
+
+
+def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
+    """Return why a share of right answers cannot decide: no arm leaves chance, or both are at the
+    ceiling. Empty for other metrics, and if the runs did not log their chance."""
+    arms = [arm for arm in (own, base) if arm.finite]
+    chances = [run.chance for arm in arms for run in arm.runs if run.chance is not None]
+    if not chances or study.scale != "linear":
+        return ""
+    means = [estimate(arm.finite) for arm in arms]
+    said = " and ".join(
+        f"{arm.name} has {mean.mean:.3f}" for arm, mean in zip(arms, means, strict=True)
+    )
+    if all(mean.mean >= CEILING for mean in means):
+        return f"all arms are at the ceiling: {said}"
+    chance = max(chances)
+    if all((mean.mean if mean.low is None else mean.low) <= chance for mean in means):
+        return f"no arm is above chance ({chance:.3f}) with 95% confidence: {said}"
+    return ""
+
+
+def with_divergence(tested: Tested, upwards: int) -> Tested:
+    """Take diverged runs into account: an arm that diverged more often is never shown better.
+
+    A t test ignores diverged runs, which flatters the arm that has more of them. Which arm diverges
+    more often also counts against that arm, if Fisher's test shows it; and where one arm always
+    diverges and the other never, the shares alone can decide either side.
+
+    Args:
+        upwards: ABOVE if a larger metric is better, BELOW if a smaller one is, 0 if neither.
+    """
+    own, base = tested.outcome.own, tested.outcome.base
+    if not own.diverged + base.diverged:
+        return tested
+    if tested.rule.kind == "equivalence":
+        p = min(1.0, 2 * min(p_more(own, base), p_more(base, own)))
+        refuting = either(tested.refuting, p)
+        return replace(tested, showing=Side(1.0, 1.0), refuting=refuting, within=None)
+    tested = replace(tested, within=None)
+    if own.diverged * base.runs == base.diverged * own.runs:
+        return tested
+    if not upwards:  # neither side is better, and the missing values may be the extreme ones
+        return replace(tested, showing=Side(1.0, 1.0), refuting=Side(1.0, 1.0))
+    more, less = (own, base) if own.diverged * base.runs > base.diverged * own.runs else (base, own)
+    claims_own = tested.times is not None or side_of(tested.rule)[0] == upwards
+    p, decides = p_more(more, less), more.diverged == more.runs and not less.diverged
+    if claims_own == (more is own):  # the claim favours the arm that diverged more often
+        counts = decides or tested.times is None
+        refuting = either(tested.refuting, p) if counts else tested.refuting
+        return replace(tested, showing=Side(1.0, 1.0), refuting=refuting)
+    showing = either(tested.showing, p) if decides else tested.showing
+    return replace(tested, showing=showing, refuting=Side(1.0, 1.0))
+
+
+def either(side: Side, p: float) -> Side:
+    """Return the side with a second test, of diverged shares: twice the smaller p."""
+    if side.p is None:
+        return Side(p, p, diverged=True)
+    if p < side.p:
+        return Side(min(1.0, 2 * p), min(1.0, 2 * p), diverged=True)
+    return Side(min(1.0, 2 * side.p), min(1.0, 2 * (side.exact or 0.0)))

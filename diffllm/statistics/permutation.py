@@ -1,0 +1,95 @@
+"""Exact one-sided permutation tests: of signs, of labels, and of times until a level is reached.
+
+All of these ask how often a random assignment has a statistic at least as large as the observed
+one, ties included. Up to `DRAWS` assignments are listed. Otherwise `DRAWS` are drawn with a fixed
+seed, and p is (1 + count) / (1 + draws), which is valid at any number of draws (Phipson and Smyth,
+2010).
+"""
+
+import math
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+
+from diffllm.statistics.estimates import Times
+
+DRAWS = 20_000
+ROUNDING = 1e-9
+"""Share of the largest sum below which two sums count as equal."""
+
+Array = np.ndarray
+
+
+def sign_flip(differences: Array) -> float:
+    """Return the p of "the mean is above 0" if the sign of every difference is random.
+
+    Args:
+        differences: (n,), one per pair, minus the bound of the test.
+    """
+    return share_as_large(np.asarray(differences, np.float64), signs(len(differences)))
+
+
+def label(own: Array, base: Array) -> float:
+    """Return the p of "own is larger in the mean" if the labels of all values are random.
+
+    Args:
+        own, base: (n,) and (m,), values of two independent samples.
+    """
+    values = np.concatenate([own, base]).astype(np.float64)
+    return share_as_large(values, chosen(len(own), len(values)))
+
+
+def log_rank(own: Times, base: Times) -> float | None:
+    """Return the p of "own reaches the level sooner"; None if no run reaches it.
+
+    The statistic is that of the log-rank test, observed minus expected events of `own`. It is the
+    sum of the runs' scores, event minus Nelson-Aalen hazard, so that a random assignment of labels
+    needs no new hazards.
+    """
+    if not own.count + base.count or not own.tokens or not base.tokens:
+        return None
+    tokens = np.array([*own.tokens, *base.tokens], np.float64)
+    reached = np.array([*own.reached, *base.reached], bool)
+    at_risk = (tokens[None, :] >= tokens[:, None]).sum(axis=1)
+    events = np.unique(tokens[reached])
+    rates = [reached[tokens == time].sum() / at_risk[tokens == time][0] for time in events]
+    hazard = np.append(0.0, np.cumsum(rates))[np.searchsorted(events, tokens, side="right")]
+    scores = reached - hazard
+    return label(scores[: len(own.tokens)], scores[len(own.tokens) :])
+
+
+def share_as_large(values: Array, assignments: Array) -> float:
+    """Return the share of assignments, the observed one first, with at least the observed sum."""
+    sums = assignments @ values
+    enough = sums[0] - ROUNDING * np.abs(values).sum()
+    return float((sums >= enough).mean())
+
+
+@cache
+def signs(n: int) -> Array:
+    """Return sign assignments (count, n), the observed one first."""
+    if 2**n <= DRAWS:
+        return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
+    drawn = np.random.default_rng(n).integers(0, 2, (DRAWS, n))
+    return np.concatenate([np.ones((1, n)), 1.0 - 2.0 * drawn])
+
+
+@cache
+def chosen(n: int, total: int) -> Array:
+    """Return choices of n out of `total` places, (count, total) of 0 and 1, the first n first."""
+    if math.comb(total, n) <= DRAWS:
+        places = np.array([*combinations(range(total), n)])
+    else:
+        rng = np.random.default_rng((n, total))
+        drawn = rng.permuted(np.tile(np.arange(total), (DRAWS, 1)), axis=1)[:, :n]
+        places = np.concatenate([np.arange(n)[None], drawn])
+    found = np.zeros((len(places), total))
+    np.put_along_axis(found, places, 1.0, axis=1)
+    return found
+
+
+def smallest_p(n: int, m: int | None = None) -> float:
+    """Return the smallest one-sided p of n pairs, or of n and m independent values."""
+    every = 2**n if m is None else math.comb(n + m, n)
+    return 1 / every if every <= DRAWS else 1 / (1 + DRAWS)

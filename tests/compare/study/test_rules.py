@@ -1,0 +1,286 @@
+"""Verdicts by rules, on forged numbers of arms without runs."""
+
+import math
+
+import numpy as np
+import pytest
+from runs.written import study_file
+
+from diffllm.compare.report.runs import Series
+from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.decision import apply_rules
+from diffllm.evaluation.heldout import DocumentLosses
+
+NAN = math.nan
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+HIGHER = LOWER.replace("below", "above")
+SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
+ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+ACCURACY = {"metric": "tasks/mqar"}
+
+
+def forged_run(seed, value, **more):
+    number = None if math.isnan(value) else value
+    return StudyRun(f"run-seed{seed}", seed, 1e-3, number, number, 1000, 4096, **more)
+
+
+def forged(name, values, curves=None, documents=None, chance=None):
+    """An arm with one run per seed; NaN is a run that diverged."""
+    runs = [
+        forged_run(
+            seed,
+            value,
+            curve=Series(*map(np.array, curves[seed])) if curves else Series(*np.zeros((2, 0))),
+            documents=documents[seed] if documents else None,
+            chance=chance,
+        )
+        for seed, value in enumerate(values)
+    ]
+    return StudyArm(name, None, runs, {run.seed: run.value for run in runs})
+
+
+def decided(tmp_path, rule, arms, **more):
+    rules = rule if isinstance(rule, list) else [rule]
+    also = {"also": f"[{', '.join(rules[1:])}]"} if rules[1:] else {}
+    study = study_file(tmp_path / "study.yaml", rules[0], **also, **more)
+    return apply_rules(study, {arm.name: arm for arm in arms})
+
+
+def two(v2, half, **more):
+    return [forged("v2", v2, **more), forged("half", half, **more)]
+
+
+def reaching(tokens):
+    """Curves of runs that reach 0.9 after these tokens; None for one that never does."""
+    at = np.arange(100, 1001, 100)
+    return [(at, np.where(at >= (math.inf if t is None else t), 0.95, 0.3)) for t in tokens]
+
+
+def timed(name, tokens, diverged=()):
+    values = [NAN if seed in diverged else 0.5 for seed in range(len(tokens))]
+    return forged(name, values, curves=reaching(tokens))
+
+
+def noise(n, sd=0.01, seed=0):
+    return np.random.default_rng(seed).normal(0, sd, n)
+
+
+def test_log_rank_of_three_seeds_has_the_exact_p_of_all_labellings(tmp_path):
+    arms = [timed("v2", [200, 300, 300]), timed("half", [600, 700, None])]
+    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert found.p == pytest.approx(1 / 20)
+    assert found.verdict == "underpowered", "p of 3 against 3 seeds is never below 0.05"
+    arms = [timed("v2", [200, 300, 300, 400]), timed("half", [600, 700, None, 900])]
+    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (found.verdict, found.p) == ("shown", pytest.approx(1 / 70))
+    (found,) = decided(tmp_path, SOONER.replace("v2, against: half", "half, against: v2"), arms,
+                       **ACCURACY)  # fmt: skip
+    assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
+
+
+def test_log_rank_with_tied_times_shows_nothing(tmp_path):
+    arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
+    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (found.verdict, found.p) == ("underpowered", 1)
+
+
+def test_diverged_run_never_reaches_a_level_that_it_had_reached(tmp_path):
+    arm = timed("v2", [200, 300], diverged=[1])
+    assert arm.times(0.9).reached == [True, False]
+    assert arm.times(0.9).tokens == [200, 1000], "censored at the planned tokens"
+
+
+@pytest.mark.parametrize(
+    ("metric", "rule", "sign"),
+    [
+        ("heldout_loss", LOWER, -1),
+        ("tasks/mqar", HIGHER, 1),
+        ("hidden_top1", LOWER, -1),
+        ("hidden_top1", HIGHER, 1),
+    ],
+)
+def test_arm_that_diverges_more_often_is_never_shown_better(tmp_path, metric, rule, sign):
+    half = 3.0 + noise(8)
+    v2 = half + sign * (1 + noise(8, seed=1))
+    (clear,) = decided(tmp_path, rule, two(v2, half), metric=metric)
+    assert clear.verdict == "shown"
+    v2[:2] = NAN
+    (found,) = decided(tmp_path, rule, two(v2, half), metric=metric)
+    assert found.verdict == "underpowered"
+    assert "2 of 8 runs of v2 and 0 of 8 of half diverged" in found.reason
+    against = rule.replace("v2, against: half", "half, against: v2")
+    opposite = against.replace("below", "up").replace("above", "below").replace("up", "above")
+    (other,) = decided(tmp_path, opposite, two(v2, half), metric=metric)
+    assert other.verdict == "underpowered"
+
+
+def test_arm_that_diverges_more_often_is_never_shown_sooner(tmp_path):
+    arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
+    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (found.verdict, found.p) == ("underpowered", 1)
+    (same,) = decided(tmp_path, SOONER, [timed("v2", [100] * 7 + [None]), arms[1]], **ACCURACY)
+    assert same.verdict == "shown", "without divergence the same times decide"
+
+
+@pytest.mark.parametrize(
+    ("metric", "rule", "v2_diverges", "verdict"),
+    [
+        ("heldout_loss", LOWER, True, "refuted"),
+        ("heldout_loss", LOWER, False, "shown"),
+        ("heldout_loss", HIGHER, True, "shown"),
+        ("heldout_loss", HIGHER, False, "refuted"),
+        ("heldout_loss", ALIKE, True, "refuted"),
+        ("tasks/mqar", HIGHER, True, "refuted"),
+        ("tasks/mqar", HIGHER, False, "shown"),
+        ("hidden_top1", HIGHER, True, "underpowered"),
+    ],
+)
+def test_divergence_of_one_whole_arm_decides(tmp_path, metric, rule, v2_diverges, verdict):
+    arms = [[NAN] * 4, list(4 + noise(4))]
+    (found,) = decided(tmp_path, rule, two(*(arms if v2_diverges else arms[::-1])), metric=metric)
+    assert found.verdict == verdict, found.reason
+    if verdict != "underpowered":
+        assert found.reason.startswith("4 of 4 runs" if v2_diverges else "0 of 4 runs of v2 and 4")
+
+
+@pytest.mark.parametrize("test", ["paired", "welch"])
+@pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
+def test_a_verdict_fits_the_bound_next_to_it(tmp_path, shift, test):
+    half = 4 + noise(8)
+    arms = two(half + shift + noise(8, 0.006, seed=3), half)
+    for rule in (LOWER, HIGHER):
+        (found,) = decided(tmp_path, rule, arms, test=test)
+        low, high = found.bounds
+        excluded = (high < 0, low > 0) if rule == LOWER else (low > 0, high < 0)
+        assert (found.verdict == "shown", found.verdict == "refuted") == excluded
+        if found.verdict == "shown":
+            word, bound = ("upper", high) if rule == LOWER else ("lower", low)
+            assert f"95% {word} bound {bound:+.4g}" in found.reason
+
+
+def test_refutations_are_adjusted_for_all_rules(tmp_path):
+    half, standard = 4 + noise(6), 4.02 + noise(6, seed=7)
+    v2 = half + 0.005 + noise(6, 0.008, seed=1)
+    arms = [*two(v2, half), forged("standard", standard)]
+    (alone,) = decided(tmp_path, LOWER, arms)
+    assert alone.verdict == "refuted"
+    assert 0.05 / 3 < alone.refuting.p < 0.05
+    others = [
+        LOWER.replace("half", "standard"),
+        LOWER.replace("v2, against: half", "half, against: standard"),
+    ]
+    found, *_ = decided(tmp_path, [LOWER, *others], arms)
+    assert found.adjusted["refuting"] == pytest.approx(3 * alone.refuting.p)
+    assert found.verdict == "underpowered"
+
+
+@pytest.mark.parametrize(
+    ("shift", "rule", "verdict"),
+    [
+        (0.01, LOWER.replace("}", ", margin: 0.02}"), "refuted, within the margin"),
+        (-0.01, LOWER.replace("}", ", margin: 0.02}"), "shown"),
+        (0.0, LOWER.replace("}", ", margin: 0.02}"), "equivalent"),
+        (0.05, LOWER.replace("}", ", margin: 0.02}"), "refuted"),
+        (0.01, ALIKE, "equivalent, not equal"),
+        (0.0, ALIKE, "equivalent"),
+        (0.05, ALIKE, "refuted"),
+    ],
+)
+def test_significant_difference_inside_the_margin_is_never_plainly_equivalent(
+    tmp_path, shift, rule, verdict
+):
+    half = 4 + noise(8)
+    differences = noise(8, 0.003, seed=1)
+    v2 = half + shift + differences - differences.mean()
+    (found,) = decided(tmp_path, rule, two(v2, half))
+    assert found.verdict == verdict, found.reason
+
+
+def test_t_test_that_the_exact_test_does_not_confirm_is_not_robust(tmp_path):
+    # One sign differs, so that 2 of 32 assignments of signs have a sum as large.
+    differences = np.array([-0.03, -0.031, -0.029, -0.03, 0.0001, -0.03])
+    half = 4 + noise(6)
+    (found,) = decided(tmp_path, LOWER, two(half + differences, half))
+    assert found.showing.exact == pytest.approx(2 / 64)
+    assert found.verdict == "shown"
+    others = [LOWER.replace("half", "standard")]
+    arms = [*two(half + differences, half), forged("standard", half + differences + noise(6))]
+    found, _ = decided(tmp_path, [LOWER, *others], arms)
+    assert found.smallest == 1 / 64
+    assert found.p_adjusted < 0.05 <= found.adjusted["showing_exact"]
+    assert found.verdict == "not robust"
+    assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
+
+
+def test_exact_test_that_cannot_reach_alpha_contradicts_nothing(tmp_path):
+    half = 4 + noise(4)
+    (found,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
+    assert (found.smallest, found.showing.exact) == (1 / 16, 1 / 16)
+    assert found.verdict == "shown"
+
+
+def documents(losses, texts, tokens):
+    """Losses of a run on documents whose mean is the run's loss."""
+    n = len(texts)
+    return DocumentLosses(
+        (losses + texts) * tokens, np.full(n, tokens), np.full(n, 4 * tokens),
+        np.arange(n), np.zeros(n, np.int64),
+    )  # fmt: skip
+
+
+def with_documents(gaps, sd, n=24, seeds=8):
+    """Two arms whose gap varies by `sd` between documents, and little between seeds."""
+    of_texts, varying = np.random.default_rng(5).normal(0, 0.5, n), noise(n, sd, seed=6)
+    varying -= varying.mean()
+    half, v2 = 4 + noise(seeds), 4 + noise(seeds) + gaps + noise(seeds, 0.001, seed=2)
+    return [
+        forged("v2", v2, documents=[documents(x, of_texts + varying, 100) for x in v2]),
+        forged("half", half, documents=[documents(x, of_texts, 100) for x in half]),
+    ]
+
+
+@pytest.mark.parametrize("test", ["paired", "welch"])
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
+    words = {"scale": scale, "test": test}
+    if scale == "log":
+        for arm in (arms := with_documents(-0.02, 0.2)):
+            arm.values = {seed: math.log(x) for seed, x in arm.values.items()}
+    else:
+        arms = with_documents(-0.02, 0.2)
+    (found,) = decided(tmp_path, LOWER, arms, **words)
+    assert found.p_adjusted < 0.05
+    assert found.bounds == found.documents
+    assert found.bounds[0] < 0 < found.bounds[1]
+    assert found.verdict == "not robust"
+    assert "the bound over documents and seeds does not confirm it" in found.reason
+    if scale == "linear":
+        (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.02), **words)
+        assert found.verdict == "shown"
+
+
+def test_documents_are_not_resampled_with_fewer_than_eight_seeds(tmp_path):
+    (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
+    assert (found.verdict, found.documents) == ("shown", None)
+
+
+@pytest.mark.parametrize(
+    ("v2", "half", "verdict"),
+    [
+        (0.2, 0.2, "not decidable"),
+        (1.0, 0.995, "not decidable"),
+        (0.6, 0.2, "shown"),
+        (1.0, 0.6, "shown"),
+    ],
+)
+def test_accuracy_at_chance_or_at_the_ceiling_decides_nothing(tmp_path, v2, half, verdict):
+    arms = [
+        forged(name, np.clip(mean + noise(6, 0.002, seed), 0, 1), chance=0.2)
+        for seed, (name, mean) in enumerate([("v2", v2), ("half", half)])
+    ]
+    if verdict == "not decidable":
+        arms[0].values = {seed: x - 0.002 for seed, x in arms[0].known.items()}
+    (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert found.verdict == verdict, found.reason
+    if verdict == "not decidable":
+        assert ("chance (0.200)" if v2 < 0.5 else "ceiling") in found.reason
