@@ -28,15 +28,26 @@ def withheld(seeds: int, documents: int) -> str:
 
 
 def bootstrap(
+    own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
+) -> Estimate:
+    """Return the mean gap of pairs in nats per token, own minus base, with its 95% interval.
+
+    The arguments are those of `drawn_gaps`.
+    """
+    gap = float(((np.asarray(own) - base).sum(axis=1) / np.sum(tokens)).mean())
+    found = drawn_gaps(own, base, tokens, draws=draws)
+    return Estimate(gap, *central(found, (1 - CONFIDENCE) / 2), len(own))
+
+
+def drawn_gaps(
     own: np.ndarray,
     base: np.ndarray,
     tokens: np.ndarray,
-    tail: float = (1 - CONFIDENCE) / 2,
     paired: bool = True,
     log: bool = False,
     draws: int = DRAWS,
-) -> Estimate:
-    """Return the mean gap in nats per token, own minus base, with its interval.
+) -> np.ndarray:
+    """Draw documents and seeds anew; return the gap of each draw, own minus base, (draws,).
 
     A draw takes the same documents for both arms and all seeds. It also takes the same seeds for
     both arms if runs of one seed are a pair. Each draw takes one less than there are, with
@@ -46,23 +57,20 @@ def bootstrap(
     Args:
         own, base: (seeds, documents), nats summed over the tokens of each document.
         tokens: (documents,), number of tokens of each document.
-        tail: probability beyond each end of the interval.
         log: whether the gap is that of the logarithms of the losses.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
     weights = np.asarray(tokens, np.float64)
-    scale = np.log if log else np.asarray
-    n, documents = sides[0].shape
     rng, found = np.random.default_rng(0), []
-    for texts in drawn_documents(rng, documents, draws):
+    for texts in drawn_documents(rng, len(weights), draws):
         drawn = [seeds_drawn(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
-        losses = [scale((texts @ side.T) / (texts @ weights)[:, None]) for side in sides]
+        losses = [(texts @ side.T) / (texts @ weights)[:, None] for side in sides]
         first, second = (
-            (of_seed * seeds).sum(axis=1) for of_seed, seeds in zip(losses, drawn * 2, strict=False)
+            ((np.log(of_seed) if log else of_seed) * seeds).sum(axis=1)
+            for of_seed, seeds in zip(losses, drawn * 2, strict=False)
         )
         found.append(first - second)
-    first, second = (scale(side.sum(axis=1) / weights.sum()).mean() for side in sides)
-    return Estimate(float(first - second), *central(found, tail), n)
+    return np.concatenate(found)
 
 
 def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
@@ -91,7 +99,7 @@ def of_documents(
 
     draw = drawn_documents(np.random.default_rng(seed), len(sums), draws)
     found = [(texts @ sums) / (texts @ weights) for texts in draw]
-    return central(found, float(ndtr(stdtrit(len(sums) - 1, (1 - CONFIDENCE) / 2))))
+    return central(np.concatenate(found), float(ndtr(stdtrit(len(sums) - 1, (1 - CONFIDENCE) / 2))))
 
 
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
@@ -105,6 +113,6 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
         yield rng.multinomial(documents - 1, np.full(documents, 1 / documents), size=count)
 
 
-def central(found: list[np.ndarray], tail: float) -> tuple[float, float]:
-    low, high = np.quantile(np.concatenate(found), (tail, 1 - tail))
+def central(found: np.ndarray, tail: float) -> tuple[float, float]:
+    low, high = np.quantile(found, (tail, 1 - tail))
     return float(low), float(high)

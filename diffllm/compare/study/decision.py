@@ -4,7 +4,6 @@ Each side of the rules is one Holm family over all rules of the study, so that w
 difference at most alpha of studies contain a false "shown", and at most alpha a false "refuted".
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from diffllm.compare.report.numbers import compact, ends
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
-from diffllm.compare.study.rule_tests import ABOVE, BELOW, Tested, measure, side_of
+from diffllm.compare.study.rule_tests import BELOW, Tested, measure, side_of
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
@@ -25,13 +24,12 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Test all rules of a study and decide each; the first decides the study."""
     found = [measure(study, rule, arms[rule.arm], arms[rule.against]) for rule in study.rules]
-    families = {
-        "showing": [each.showing.p for each in found],
-        "refuting": [each.refuting.p for each in found],
-        "within": [each.within for each in found],
-        "showing_exact": [each.showing.exact for each in found],
-        "refuting_exact": [each.refuting.exact for each in found],
-    }
+    families = {"within": [each.within for each in found]}
+    for side in ("showing", "refuting"):
+        sides = [getattr(each, side) for each in found]
+        families[side] = [each.p for each in sides]
+        families[f"{side}_exact"] = [each.exact for each in sides]
+        families[f"{side}_documents"] = [each.documents for each in sides]
     adjusted = {name: holm_of_known(family) for name, family in families.items()}
     rules = sum(each.showing.p is not None for each in found)
     decided = []
@@ -82,24 +80,16 @@ def verdict_of(tested: Tested, side: str, within: bool) -> str:
 
 def not_robust(study: Study, tested: Tested, side: str, rules: int) -> str:
     """Return what contradicts a significant side; empty if nothing does."""
-    rule, found = tested.rule, getattr(tested, side)
-    if found.diverged or tested.times is not None:
+    alpha = tested.rule.alpha
+    if getattr(tested, side).diverged or tested.times is not None:
         return ""
-    exact = tested.adjusted[f"{side}_exact"]
-    if exact is not None and exact >= rule.alpha > tested.smallest * rules:
+    exact, documents = (tested.adjusted[f"{side}_{of}"] for of in ("exact", "documents"))
+    if exact is not None and exact >= alpha > tested.smallest * rules:
         return f"the {exact_name(study)} does not confirm it (adjusted p {exact:.2g})"
-    low, high = tested.bounds or (-math.inf, math.inf)
-    if rule.kind == "equivalence":
-        margin = rule.margin or 0.0
-        inside = -margin < low and high < margin
-        fits = inside if side == "showing" else low > margin or high < -margin
-    else:
-        claimed, bound = side_of(rule)
-        below = claimed == BELOW if side == "showing" else claimed == ABOVE
-        fits = high < bound if below else low > bound
-    if fits or tested.gap is None or tested.gap.zero_variance:
-        return ""
-    return "the bound over documents and seeds does not confirm it"
+    if documents is not None and documents >= alpha:
+        resampled = "the bootstrap over documents and seeds"
+        return f"{resampled} does not confirm it (adjusted p {documents:.2g})"
+    return ""
 
 
 def exact_name(study: Study) -> str:
@@ -166,6 +156,8 @@ def tested_numbers(tested: Tested) -> dict[str, Any]:
         "p_exact": tested.showing.exact,
         "p_exact_opposite": tested.refuting.exact,
         "p_smallest": tested.smallest,
+        "p_documents": tested.showing.documents,
+        "p_documents_opposite": tested.refuting.documents,
         "p_adjusted": tested.p_adjusted,
         **{f"p_adjusted_{name}": p for name, p in tested.adjusted.items() if name != "showing"},
         "seed_correlation": other.correlation,

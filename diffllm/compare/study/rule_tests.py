@@ -3,6 +3,7 @@
 A rule has two sides: `showing` tests its claim, and `refuting` tests the opposite.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
 from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, p_more
-from diffllm.statistics.bootstrap import LEAST_SEEDS, bootstrap, withheld
+from diffllm.statistics.bootstrap import LEAST_SEEDS, central, drawn_gaps, withheld
 from diffllm.statistics.estimates import Times, estimate
 from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
 from diffllm.statistics.permutation import label, log_rank, sign_flip, smallest_p
@@ -30,8 +31,13 @@ class Side:
     """Of the test that decides; None without a test."""
     exact: float | None = None
     """Of the exact permutation test next to a t test."""
+    documents: float | None = None
+    """Of the bootstrap over documents and seeds."""
     diverged: bool = False
     """Whether p is that of the shares of diverged runs."""
+
+
+NEVER = Side(1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Tested:
     smallest: float = 1.0
     """Smallest one-sided p that a permutation test can have with these seeds."""
     adjusted: dict[str, float | None] = field(default_factory=dict)
-    """p after Holm's correction: showing, refuting, within, and exact of both."""
+    """p after Holm's correction, by family."""
     verdict: str = ""
     reason: str = ""
 
@@ -90,49 +96,62 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     gap = outcome.paired if study.test == "paired" else outcome.welch
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
+        draws = over_documents(study, own, base)
         tested = replace(
             tested,
-            **t_tests(study, rule, own, base, gap),
+            **t_tests(study, rule, finite_samples(study, own, base), gap, draws),
             smallest=smallest_p(gap.seeds, None if study.test == "paired" else gap.base_seeds),
-            documents=over_documents(study, rule, own, base),
+            documents=None if draws is None else central(draws, rule.alpha),
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
     return with_divergence(tested, better(study.metric))
 
 
-def t_tests(study: Study, rule: Rule, own: StudyArm, base: StudyArm, gap: Gap) -> dict[str, Any]:
-    """Return the t tests of both sides of a rule with the exact tests next to them."""
-    samples = finite_samples(study, own, base)
+def t_tests(
+    study: Study,
+    rule: Rule,
+    samples: tuple[np.ndarray, np.ndarray],
+    gap: Gap,
+    draws: np.ndarray | None,
+) -> dict[str, Any]:
+    """Return the t tests of both sides of a rule, with the exact tests and the bootstrap next to
+    them.
 
-    def t(bound: float, side: int) -> float:
-        p = gap.p_below(bound) if side == BELOW else gap.p_above(bound)
-        assert p is not None
-        return p
+    Args:
+        draws: the gap over drawn documents and seeds, (draws,).
+    """
 
-    def exact(bound: float, side: int) -> float:
-        first, second = side * (samples[0] - bound), side * samples[1]
-        return sign_flip(first - second) if study.test == "paired" else label(first, second)
+    def side(bound: float, which: int) -> Side:
+        p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
+        first, second = which * (samples[0] - bound), which * samples[1]
+        exact = sign_flip(first - second) if study.test == "paired" else label(first, second)
+        documents = None
+        if draws is not None:
+            documents = (1 + int((which * (draws - bound) <= 0).sum())) / (1 + len(draws))
+        return Side(p, exact, documents)
 
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
-    # Without variance no t test has a p, and the gap is inside of the margin or not.
-    p_close = close.p if close else None
+    within = close.p if close else None
     if close and close.inside and gap.zero_variance:
-        p_close = 0.0
+        within = 0.0  # no t test has a p, and the gap is inside of the margin
     if rule.kind == "equivalence":
         margin = rule.margin or 0.0
-        within = [exact(margin, BELOW), exact(-margin, ABOVE)]
-        beyond = [t(margin, ABOVE), t(-margin, BELOW)]
-        outside = [exact(margin, ABOVE), exact(-margin, BELOW)]
-        return {
-            "showing": Side(p_close, max(within)),
-            "refuting": Side(min(1.0, 2 * min(beyond)), min(1.0, 2 * min(outside))),
-        }
-    side, bound = side_of(rule)
-    return {
-        "showing": Side(t(bound, side), exact(bound, side)),
-        "refuting": Side(t(bound, -side), exact(bound, -side)),
-        "within": p_close,
-    }
+        inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
+        outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
+        return {"showing": replace(inside, p=within), "refuting": outside}
+    which, bound = side_of(rule)
+    return {"showing": side(bound, which), "refuting": side(bound, -which), "within": within}
+
+
+def combined(first: Side, second: Side, choose: Callable[..., float], times: int) -> Side:
+    """Return a side whose p are the chosen one of two, multiplied."""
+
+    def of(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else min(1.0, times * choose(a, b))
+
+    return Side(
+        of(first.p, second.p), of(first.exact, second.exact), of(first.documents, second.documents)
+    )
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
@@ -148,31 +167,30 @@ def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndar
     return in_seed_order(first), in_seed_order(second)
 
 
-def over_documents(
-    study: Study, rule: Rule, own: StudyArm, base: StudyArm
-) -> tuple[float, float] | None:
-    """Return the one-sided bounds of the gap over documents and seeds.
+def over_documents(study: Study, own: StudyArm, base: StudyArm) -> np.ndarray | None:
+    """Return the gap over drawn documents and seeds, (draws,).
 
     None unless the metric is the held-out loss, and both arms have at least LEAST_SEEDS seeds that
     were measured on the same LEAST_DOCUMENTS documents or more.
     """
+    pair = study.test == "paired"
     sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
-    if study.metric != "heldout_loss":
-        return None
-    if study.test == "paired":
+    if pair:
         sides = [{seed: side[seed] for seed in sides[0] if seed in sides[1]} for side in sides]
-    seeds = min(map(len, sides))
     found = [[side[seed] for seed in sorted(side)] for side in sides]
-    if seeds < LEAST_SEEDS or withheld(seeds, len(found[0][0].tokens)):
+    seeds = min(map(len, found))
+    if study.metric != "heldout_loss" or seeds < LEAST_SEEDS:
         return None
     first = found[0][0]
-    if any(not same_documents(first, each) for side in found for each in side):
+    alike = all(same_documents(first, each) for side in found for each in side)
+    nats = [np.stack([each.nats for each in side]) for side in found] if alike else []
+    if (
+        not alike
+        or withheld(seeds, len(first.tokens))
+        or not all(map(np.isfinite, map(np.sum, nats)))
+    ):
         return None
-    nats = [np.stack([each.nats for each in side]) for side in found]
-    if not all(np.isfinite(side).all() for side in nats):
-        return None
-    pair, log = study.test == "paired", study.scale == "log"
-    return bootstrap(nats[0], nats[1], first.tokens, rule.alpha, pair, log).interval
+    return drawn_gaps(nats[0], nats[1], first.tokens, pair, study.scale == "log")
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
@@ -210,27 +228,28 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
     if tested.rule.kind == "equivalence":
         p = min(1.0, 2 * min(p_more(own, base), p_more(base, own)))
         refuting = either(tested.refuting, p)
-        return replace(tested, showing=Side(1.0, 1.0), refuting=refuting, within=None)
+        return replace(tested, showing=NEVER, refuting=refuting, within=None)
     tested = replace(tested, within=None)
     if own.diverged * base.runs == base.diverged * own.runs:
         return tested
     if not upwards:  # neither side is better, and the missing values may be the extreme ones
-        return replace(tested, showing=Side(1.0, 1.0), refuting=Side(1.0, 1.0))
+        return replace(tested, showing=NEVER, refuting=NEVER)
     more, less = (own, base) if own.diverged * base.runs > base.diverged * own.runs else (base, own)
     claims_own = tested.times is not None or side_of(tested.rule)[0] == upwards
     p, decides = p_more(more, less), more.diverged == more.runs and not less.diverged
     if claims_own == (more is own):  # the claim favours the arm that diverged more often
         counts = decides or tested.times is None
         refuting = either(tested.refuting, p) if counts else tested.refuting
-        return replace(tested, showing=Side(1.0, 1.0), refuting=refuting)
+        return replace(tested, showing=NEVER, refuting=refuting)
     showing = either(tested.showing, p) if decides else tested.showing
-    return replace(tested, showing=showing, refuting=Side(1.0, 1.0))
+    return replace(tested, showing=showing, refuting=NEVER)
 
 
 def either(side: Side, p: float) -> Side:
     """Return the side with a second test, of diverged shares: twice the smaller p."""
     if side.p is None:
-        return Side(p, p, diverged=True)
+        return Side(p, p, p, diverged=True)
     if p < side.p:
-        return Side(min(1.0, 2 * p), min(1.0, 2 * p), diverged=True)
-    return Side(min(1.0, 2 * side.p), min(1.0, 2 * (side.exact or 0.0)))
+        twice = min(1.0, 2 * p)
+        return Side(twice, twice, twice, diverged=True)
+    return combined(side, side, min, 2)

@@ -253,7 +253,7 @@ def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
     assert found.bounds == found.documents
     assert found.bounds[0] < 0 < found.bounds[1]
     assert found.verdict == "not robust"
-    assert "the bound over documents and seeds does not confirm it" in found.reason
+    assert "the bootstrap over documents and seeds does not confirm it" in found.reason
     if scale == "linear":
         (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.02), **words)
         assert found.verdict == "shown"

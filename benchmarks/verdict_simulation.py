@@ -1,0 +1,218 @@
+"""Simulate studies with known truth, and count false verdicts and missed intervals.
+
+    python benchmarks/verdict_simulation.py [FAMILIES] [OUT.json]
+
+Each family is a study of three arms and three rules, as `study verdict` judges it. A scenario says
+how the numbers of the arms are drawn. The script prints, per scenario, test and number of seeds:
+
+- shown: share of families in which a rule is "shown" or "equivalent" though its claim is false;
+- refuted: share of families in which a rule is "refuted" though its opposite is false;
+- lower, upper: share of the one-sided 95% bounds of the first rule that hold the true gap.
+
+With no true difference, both "shown" and "refuted" are false. An arm that diverges more often is
+worse, whatever the losses of its other runs. Exits with status 1 if a share of false verdicts is
+above 5%, or a share of bounds outside of 93% to 97%, by more than two standard errors.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffllm.compare.report.runs import Series
+from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.decision import (
+    EQUIVALENT,
+    REFUTED,
+    SHOWN,
+    UNEQUAL,
+    WITHIN,
+    apply_rules,
+)
+from diffllm.compare.study.file import Rule, Study
+from diffllm.evaluation.heldout import DocumentLosses
+
+SEED, FAMILIES = 20_261_126, 2000
+SD, MARGIN, ALPHA = 0.01, 0.02, 0.05
+NAMES = ("v2", "half", "standard")
+EVALUATIONS = np.arange(100, 2001, 100)
+
+BOUNDS = {
+    "difference": {"below": 0.0},
+    "equivalence": {"margin": MARGIN},
+    "log_rank": {"reaches": 0.9},
+}
+
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How values (seeds,) of each arm are drawn around the arm's true mean."""
+
+    gaps: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """True mean of each arm, in units of SD."""
+    sds: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """Deviation between seeds, in units of SD."""
+    correlation: float = 0.0
+    """Of arms over seeds."""
+    digits: int | None = None
+    """Decimal places that values are rounded to, which makes ties."""
+    diverging: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Probability that a run of each arm diverges."""
+    kind: str = "difference"
+    documents: float | None = None
+    """Deviation of gaps between documents, in units of SD; None: no losses of documents."""
+    tests: tuple[str, ...] = ("paired", "welch")
+    covers: bool = field(default=True)
+    """Whether the bounds are exact in theory, so that they may not cover more than 97%."""
+
+
+SCENARIOS = {
+    "null": Scenario(),
+    "null, correlated seeds": Scenario(correlation=0.8, tests=("paired",)),
+    "null, correlated seeds, unpaired": Scenario(correlation=0.8, tests=("welch",), covers=False),
+    "null, unequal variance": Scenario(sds=(3.0, 1.0, 0.3)),
+    "null, ties": Scenario(digits=2, covers=False),
+    "small gap": Scenario(gaps=(-0.5, 0.0, 0.5)),
+    "large gap": Scenario(gaps=(-3.0, 0.0, 3.0)),
+    "large gap, unequal variance": Scenario(gaps=(-3.0, 0.0, 3.0), sds=(3.0, 1.0, 0.3)),
+    "null, all arms diverge": Scenario(diverging=(0.3, 0.3, 0.3)),
+    "null, one arm diverges": Scenario(diverging=(0.5, 0.0, 0.0)),
+    "better, but diverges": Scenario(gaps=(-3.0, 0.0, 3.0), diverging=(0.5, 0.0, 0.0)),
+    "gap of the margin": Scenario(gaps=(-2.0, 0.0, 2.0), kind="equivalence"),
+    "null, equivalence": Scenario(kind="equivalence"),
+    "null, documents vary": Scenario(documents=3.0, tests=("paired",), covers=False),
+    "log-rank, null": Scenario(kind="log_rank", tests=("paired",)),
+    "log-rank, sooner": Scenario(gaps=(-2.0, 0.0, 2.0), kind="log_rank", tests=("paired",)),
+    "log-rank, sooner, but diverges": Scenario(
+        gaps=(-2.0, 0.0, 2.0), diverging=(0.5, 0.0, 0.0), kind="log_rank", tests=("paired",)
+    ),
+}
+
+
+def study_of(scenario: Scenario, test: str, seeds: int) -> Study:
+    bounds: dict[str, Any] = BOUNDS[scenario.kind]
+    pairs = [("v2", "half"), ("v2", "standard"), ("half", "standard")]
+    rules = [Rule(scenario.kind, arm, against, **bounds, alpha=ALPHA) for arm, against in pairs]
+    metric = "tasks/mqar" if scenario.kind == "log_rank" else "heldout_loss"
+    return Study(
+        "", [], {name: [] for name in NAMES}, "standard", [*range(seeds)], rules[0], metric=metric,
+        also=rules[1:], test=test,
+    )  # fmt: skip
+
+
+def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm], dict[str, float]]:
+    """Return the arms of a family, and the true mean of each over the documents that exist."""
+    common = rng.normal(size=seeds)
+    share = scenario.correlation
+    texts = rng.normal(size=(len(NAMES), 24)) * (scenario.documents or 0.0) * SD
+    arms, truth = {}, {}
+    for i, name in enumerate(NAMES):
+        own = math.sqrt(share) * common + math.sqrt(1 - share) * rng.normal(size=seeds)
+        truth[name] = SD * scenario.gaps[i]
+        values = 4 + truth[name] + SD * scenario.sds[i] * own
+        if scenario.digits is not None:
+            values = values.round(scenario.digits)
+        lost = rng.random(seeds) < scenario.diverging[i]
+        runs = []
+        for seed, value in enumerate(values):
+            documents, curve = None, Series(np.zeros(0), np.zeros(0))
+            if scenario.documents is not None:
+                documents = losses_of(value + texts[i])
+                value = documents.loss
+            if scenario.kind == "log_rank":
+                reach = 1000 * math.exp((value - 4) / SD / 2)  # later with a larger value
+                curve = Series(EVALUATIONS, np.where(reach <= EVALUATIONS, 0.95, 0.3))
+            number = None if lost[seed] else float(value)
+            runs.append(StudyRun(name, seed, 1e-3, number, number, 2000, 4096, curve, documents))
+        arms[name] = StudyArm(name, None, runs, {run.seed: run.value for run in runs})
+    return arms, truth
+
+
+def losses_of(losses: np.ndarray) -> DocumentLosses:
+    tokens, n = np.full(len(losses), 100), len(losses)
+    return DocumentLosses(losses * tokens, tokens, tokens, np.arange(n), np.zeros(n, np.int64))
+
+
+def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng) -> dict[str, Any]:
+    """Return the shares of false verdicts and of bounds that hold the truth."""
+    study = study_of(scenario, test, seeds)
+    diverging = dict(zip(NAMES, scenario.diverging, strict=True))
+    shown = refuted = lower = upper = judged = decided = 0
+    for _ in range(families):
+        arms, truth = draw(scenario, seeds, rng)
+        false = [0, 0]
+        tested = apply_rules(study, arms)
+        for each in tested:
+            rule, verdict = each.rule, each.verdict
+            gap = truth[rule.arm] - truth[rule.against]
+            worse = diverging[rule.arm] - diverging[rule.against]
+            if rule.kind == "equivalence":
+                claim, opposite = abs(gap) < MARGIN and not worse, abs(gap) > MARGIN or worse
+            else:
+                claim, opposite = gap < 0 and worse <= 0, gap > 0 or worse > 0
+            false[0] |= verdict in (SHOWN, EQUIVALENT, UNEQUAL) and not claim
+            false[1] |= verdict in (REFUTED, WITHIN) and not opposite
+            decided += verdict in (SHOWN, EQUIVALENT, UNEQUAL, REFUTED, WITHIN)
+        shown, refuted = shown + false[0], refuted + false[1]
+        if bounds := tested[0].bounds:
+            gap = truth["v2"] - truth["half"]
+            lower, upper = lower + (bounds[0] <= gap), upper + (bounds[1] >= gap)
+            judged += 1
+    share = {"shown": shown / families, "refuted": refuted / families}
+    share |= {"decided": decided / families / len(study.rules)}
+    if judged:
+        share |= {"lower": lower / judged, "upper": upper / judged, "judged": judged}
+    return share
+
+
+def problems(scenario: Scenario, found: dict[str, Any], families: int) -> list[str]:
+    """Return what is beyond the limits by more than two standard errors."""
+    wrong = []
+    error = 2 * math.sqrt(ALPHA * (1 - ALPHA) / families)
+    wrong += [side for side in ("shown", "refuted") if found[side] > ALPHA + error]
+    if "lower" in found:
+        error = 2 * math.sqrt(ALPHA * (1 - ALPHA) / found["judged"])
+        most = 0.97 + error if scenario.covers else 1.0
+        wrong += [end for end in ("lower", "upper") if not 0.93 - error <= found[end] <= most]
+    return wrong
+
+
+def run(families: int, echo: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Simulate all scenarios; every scenario has a random generator of its own."""
+    echo(f"{'scenario':<34}{'test':<8}seeds  shown  refuted  decided   lower   upper")
+    rows = []
+    for i, (name, scenario) in enumerate(SCENARIOS.items()):
+        for test in scenario.tests:
+            for seeds in (5, 8) if scenario.documents is None else (8,):
+                rng = np.random.default_rng((SEED, i, seeds, test == "welch"))
+                found = simulate(scenario, test, seeds, families, rng)
+                wrong = problems(scenario, found, families)
+                ends = [f"{found[end]:8.3f}" for end in ("lower", "upper") if end in found]
+                test_name = "labels" if scenario.kind == "log_rank" else test
+                echo(
+                    f"{name:<34}{test_name:<8}{seeds:>5}{found['shown']:7.3f}{found['refuted']:9.3f}"
+                    f"{found['decided']:9.3f}{''.join(ends)}  {', '.join(wrong)}".rstrip()
+                )
+                row = {"scenario": name, "test": test_name, "seeds": seeds, **found}
+                rows.append({**row, "beyond_limits": wrong})
+    return rows
+
+
+def main() -> int:
+    families = int(sys.argv[1]) if len(sys.argv) > 1 else FAMILIES
+    rows = run(families)
+    if len(sys.argv) > 2:
+        content = {"seed": SEED, "families": families, "alpha": ALPHA, "rows": rows}
+        Path(sys.argv[2]).write_text(json.dumps(content, indent=1) + "\n")
+    return int(any(row["beyond_limits"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
