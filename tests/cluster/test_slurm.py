@@ -37,8 +37,9 @@ def ended(cluster: Slurm, job: str) -> bool:
 def tasks(cluster: Slurm) -> list[int]:
     """The ranks of the job; the processes of their loaders are below them."""
     pids = {pid for node in cluster.nodes for pid in node.pids()}
-    started = b"python\0-m\0diffllm\0train\0"
-    trainings = {pid for pid in pids if status_of(pid, "cmdline").startswith(started)}
+    words = {pid: status_of(pid, "cmdline").split(b"\0") for pid in pids}
+    # srun replaces the program name with its absolute path.
+    trainings = {pid for pid in pids if words[pid][1:4] == [b"-m", b"diffllm", b"train"]}
     return [pid for pid in trainings if int(field(pid, "PPid")) not in trainings]
 
 
