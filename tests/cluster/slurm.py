@@ -73,7 +73,7 @@ class Slurm:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline, f"no {what}\n{self.logs()}"
             time.sleep(0.1)

@@ -65,7 +65,7 @@ def has_got(pid: int, number: int) -> bool:
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
 def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(cluster, corpus, tmp_path, how):
     run = tmp_path / "run"
-    last = 150
+    last = 60
     words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
