@@ -1,6 +1,7 @@
 """Evaluations of checkpoints beside each other: means over seeds, and gaps over the same seeds."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,8 @@ from diffllm.statistics.gap_tests import paired
 
 Seeds = tuple[int, int]
 ALL = "mean of all levels"
+NOT_NEGATIVE = ("nats a token", "magnitude")
+"""Beginnings of units whose values are 0 or larger."""
 
 
 class ScoreCell(NamedTuple):
@@ -91,8 +94,7 @@ def gathered(
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
-    shares = unit == SHARE
-    if not (lines := score_lines(newest_scores, bases, shares)):
+    if not (lines := score_lines(newest_scores, bases, unit)):
         return None, note
     parts = [
         {seeds: scores_by_fact(scores) for seeds, scores in own.items()} for own in newest_scores
@@ -101,8 +103,8 @@ def gathered(
     if loss is not None:
         read = [{seeds: scores_at(loss, run) for seeds, run in own.items()} for own in found]
         if sum(any(own.values()) for own in read) > 1:
-            equal = score_lines(read, bases, shares)
-    by_fact = score_lines(parts, bases, shares)
+            equal = score_lines(read, bases, unit)
+    by_fact = score_lines(parts, bases, unit)
     return Evaluated(name, unit, lines, by_fact, equal, loss), note
 
 
@@ -171,11 +173,11 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
 
 
 def score_lines(
-    results: list[dict[Seeds, Lines]], bases: list[int | None], shares: bool
+    results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
 ) -> list[ScoreLine]:
-    """Return means over seeds and paired gaps, with Student's t interval.
+    """Return means over seeds and paired gaps, with Student's t interval of possible values.
 
-    The interval of a share is limited to [0, 1], that of a gap of shares to [-1, 1].
+    The interval of a share is limited to [0, 1], the interval of a gap of shares to [-1, 1].
     """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
@@ -189,13 +191,16 @@ def score_lines(
             cell = ScoreCell(estimate(list(own.values())), gap) if own else None
             counts = [finite(s[of].get("examples")) or 0 for s in scores.values() if of in s]
             examples = min(counts, default=0)
-            cells.append(of_shares(cell, examples) if cell and shares else cell)
+            cells.append(limited(cell, unit, examples) if cell else None)
         if any(cells):
             lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))
     return lines
 
 
-def of_shares(cell: ScoreCell, examples: float) -> ScoreCell:
+def limited(cell: ScoreCell, unit: str, examples: float) -> ScoreCell:
+    if unit != SHARE:
+        low = 0.0 if unit.startswith(NOT_NEGATIVE) else -math.inf
+        return cell._replace(mean=cell.mean.within(low, math.inf))
     mean, gap = cell.mean.within(0.0, 1.0), cell.gap and cell.gap.within(-1.0, 1.0)
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:

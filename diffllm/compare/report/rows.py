@@ -1,5 +1,6 @@
 """Rows: the runs of one combination of swept keys; groups of comparable rows, and their names."""
 
+import math
 from dataclasses import dataclass, field
 from string import ascii_uppercase
 from textwrap import shorten
@@ -123,7 +124,7 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
         same = one_a_seed([runs[i] for i in members], notes)
         row = Row("", {key: values[key] for key in keys.swept}, same, values)
         losses = [run.final_loss for run in same if run.final_loss is not None]
-        row.loss = estimate(losses) if losses else None
+        row.loss = estimate(losses).within(0.0, math.inf) if losses else None
         row.diverged = sum(run.diverged for run in same)
         rows.append(row)
 

@@ -21,9 +21,14 @@ HARD = {"standard": [0.2, 0.3, 0.1], "diff_v2": [0.4, 0.3, 0.3]}
 
 
 def write_result(
-    run: Path, *scores: dict[str, Any], step: int = 20, name: str = "mqar", **key: Any
+    run: Path,
+    *scores: dict[str, Any],
+    step: int = 20,
+    name: str = "mqar",
+    unit: str = SHARE,
+    **key: Any,
 ) -> None:
-    first = {"key": {**KEY, "checkpoint": str(run), **key}, "unit": SHARE, "scores": list(scores)}
+    first = {"key": {**KEY, "checkpoint": str(run), **key}, "unit": unit, "scores": list(scores)}
     store_result(results_of(run, step) / f"{name}.jsonl", first, [])
 
 
@@ -131,6 +136,26 @@ def test_intervals_of_shares_hold_possible_values_alone(
     assert text in cells[2].small
     gap = comparison.evaluated[0].lines[0].cells[1].gap
     assert gap.low is None or -1 <= gap.low <= gap.high <= 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [
+        ("magnitude, largest of layers", "0.000 to 14.206"),
+        ("nats a token", "0.000 to 14.206"),
+        ("change of loss, nats a token", "−11.206 to 14.206"),
+    ],
+)
+def test_only_intervals_of_changes_hold_negative_values(
+    tmp_path: Path, unit: str, text: str
+) -> None:
+    for seed, value in enumerate((0.5, 2.5)):
+        run = write_run(tmp_path / str(seed), "attention=standard", f"seed={seed}", loss=value)
+        write_result(run, score("top_1", value), unit=unit)
+    comparison = compared(tmp_path)
+    cells = score_table("outliers", comparison.evaluated[0].lines, comparison.rows).rows[0]
+    assert cells[2].small[0] == text
+    assert comparison.rows[0].loss.low == 0.0
 
 
 def test_small_scores_have_intervals_with_significant_digits(tmp_path: Path) -> None:
