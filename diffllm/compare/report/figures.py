@@ -135,6 +135,7 @@ def add_legend(figure: "Figure") -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     # Names of rows, which begin with a space, may be equal after `short_label`.
     kept = [i for i, label in enumerate(labels) if label[0] == " " or label not in labels[:i]]
+    kept.sort(key=lambda i: labels[i][0] != " ")
     labels = [labels[i] for i in kept]
     width, height = figure.get_size_inches()
     entry = HANDLE + CHARACTER * max(map(len, labels))

@@ -126,13 +126,14 @@ class Figures:
         ]
 
     def plot(self, metric: Metric, plot: Plot) -> list[Card]:
-        caption = plot.caption.format(**self.fields, group="") or f"{metric.meaning}."
         if isinstance(plot, Layers):
-            return self.layers(plot, caption, metric)
+            said = plot.caption.format(**self.fields) or f"{metric.meaning}."
+            return self.layers(plot, said, metric)
         assert isinstance(plot, Curve)
         cards, points = [], self.smoothed_over if plot.smooth else 1
         for group, pick in self.series_of(metric):
             named = replace(plot, title=plot.title.format(group=group))
+            caption = plot.caption.format(**self.fields, group=group) or f"{metric.meaning}."
             highest = metric.name.endswith("*") and not group
             said = " At each step, of the layer where it is highest." if highest else ""
             bands = [
@@ -170,7 +171,7 @@ class Figures:
             caption += f" Filled: survives Holm's correction over the {gaps} of this page."
         figure = draw_gaps(
             [row.gap for row, _ in found if row.gap], [style for _, style in found],
-            hollow=[self.tested > 0 and not survives(row) for row, _ in found],
+            hollow=[not survives(row) for row, _ in found] if self.tested else (),
         )  # fmt: skip
         return [Card(title, caption, to_image(figure, title))]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sample_comparison as sample
 from scipy import stats
-from test_report_page import Reader
+from test_report_page import Reader, figures_of, words_of
 
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.figures import SURFACE, draw_gaps, row_styles
@@ -97,6 +97,13 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     fills = [mark.get_markerfacecolor() for mark in marks]
     assert fills == [styles[1].colour, SURFACE, SURFACE]
+
+
+def test_plot_of_gaps_from_one_seed_names_no_correction():
+    found = compared({"standard": [4.0], "gated": [3.9]})
+    (_, svg), *_ = figures_of(page(found)).items()
+    assert "mean" in words_of(svg)
+    assert "survives Holm" not in words_of(svg)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
