@@ -243,8 +243,8 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
         elif cell.text == MISSING:
             folded.setdefault("Not measured", []).append(column.title)
         elif zero:
-            bounds = f" ({', '.join(cell.small)} {column.unit})" if cell.small else ""
-            folded.setdefault("All zero", []).append(column.title + bounds)
+            unit = f"({', '.join(cell.small)} {column.unit})" if cell.small else column.unit
+            folded.setdefault("All zero", []).append(f"{column.title} {unit}".strip())
         elif len(column.cells) > 1:
             words = filter(None, (column.title, column.unit, cell.line))
             folded.setdefault("Equal as shown in all rows", []).append(" ".join(words))
@@ -255,7 +255,7 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
 
 TESTS = (
     "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",
-    ("Unpaired gap", "Welch, 95%"), ("p", "Welch"), ("Documents and seeds", "bootstrap, 95%"),
+    ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "bootstrap, 95%"),
     ("Correlation", "between seeds"), ("Diverged", "95%, and p"),
 )  # fmt: skip
 
@@ -343,7 +343,7 @@ def runs_table(rows: list[Row]) -> Table:
                 label,
                 str(run.cfg.seed),
                 Cell(path, small=(command,) if isinstance(command, str) else ()),
-                compact(run.metrics.tokens[-1] if len(run.metrics.tokens) else None),
+                compact(int(run.metrics.tokens[-1]) if len(run.metrics.tokens) else None),
                 Cell(fixed(loss), small=() if run.ended or loss is None else ("held-out sample",)),
                 clock((run.summary or {}).get("seconds")),
                 run.state,

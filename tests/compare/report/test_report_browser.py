@@ -28,6 +28,8 @@ function ask(page, view) {
     text: view.getComputedStyle(page.body).color,
     wide: page.documentElement.scrollWidth, inner: view.innerWidth,
     figures: all("figure img").length,
+    short: all(".figures").filter((grid) => shown(grid) &&
+      right(grid.lastElementChild) < right(grid) - 1).length,
     broken: all("figure img").filter((image) => shown(image) && !image.naturalWidth).length,
     beyond: all("figure, figure:not(.wide) img, h1, h3, h4, figcaption, .box").filter((element) =>
       shown(element) && right(element) > view.innerWidth).length,
@@ -54,7 +56,7 @@ ODD = {
     make.__name__: make
     for make in (sample.hostile, sample.barely_started, sample.not_finite, sample.incomparable)
 }
-VIEWS = [(FOUR, width, dark) for width in (360, 1400) for dark in (False, True)]
+VIEWS = [(FOUR, width, dark) for width in (360, 900, 1400) for dark in (False, True)]
 VIEWS += [(name, 360, False) for name in ODD]
 
 
@@ -89,7 +91,7 @@ def views(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize("width", [360, 900, 1400])
 def test_page_fits_the_window_and_follows_the_theme(views, width, dark):
     answers = views[FOUR, width, dark]
     assert isinstance(answers, dict), answers
@@ -97,6 +99,7 @@ def test_page_fits_the_window_and_follows_the_theme(views, width, dark):
     assert answers["wide"] <= width
     assert answers["beyond"] == answers["broken"] == 0
     assert answers["scrolled"] == []
+    assert answers["short"] == 0
     assert answers["figures"] > 20
     assert len(answers["folded"]) == 3
     assert all(title.startswith("Gradient norm, ") for title in answers["folded"])

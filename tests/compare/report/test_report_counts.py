@@ -123,6 +123,7 @@ def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
             [Cell("0", 2.0, ("0 to 2",)), Cell("0", 3.7, ("0 to 3.7",))],
             ["All zero: Events (0 to 3.7 per step)."],
         ),
+        ([Cell("0"), Cell("0")], ["All zero: Events per step."]),
         ([Cell("3", tag="1 diverged")] * 2, []),
         ([Cell("3")], []),
     ],

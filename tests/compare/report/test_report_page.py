@@ -17,10 +17,11 @@ from tiers import slow_but
 from diffllm.compare.report import curves
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.figures import RC, draw_curves, legend_of, row_styles
+from diffllm.compare.report.numbers import compact
 from diffllm.compare.report.page import page
 from diffllm.compare.report.rows import Row
 from diffllm.compare.report.runs import Metrics, Run, Series
-from diffllm.compare.report.tables import table_columns
+from diffllm.compare.report.tables import runs_table, table_columns
 from diffllm.config.compose import variants
 from diffllm.core.printing import Cell
 from diffllm.statistics.estimates import Estimate
@@ -142,6 +143,21 @@ def test_figures_name_their_rows():
     assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer"]))
     for name, style in zip(labels, row_styles(comparison_of("nine rows").rows), strict=True):
         assert style.colour in figures["Held-out sample loss"], name
+
+
+def test_captions_of_gradient_norms_name_their_parameters():
+    text = html_of("four variants")
+    for group in ("attention", "embedding", "ffn"):
+        assert f"L2 norm over the parameters of the group {group}." in text
+
+
+def test_list_of_runs_has_seeds_and_tokens():
+    rows = comparison_of("four variants").rows
+    cells = runs_table(rows).rows[0]
+    assert [cell.text for cell in cells[:2]] == ["standard", "0"]
+    assert cells[3].text == compact(int(rows[0].runs[0].metrics.tokens[-1]))
+    listed = html_of("four variants").split('aria-label="Runs"')[1]
+    assert '<th scope="col">Seed</th>' in listed
 
 
 def test_a_legend_of_many_rows_names_variants():
