@@ -1,0 +1,33 @@
+"""The simulation of verdicts finds few false ones, and would find a broken rule."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diffllm.compare.study import rule_tests
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import verdict_simulation as simulation
+
+
+@pytest.mark.slow
+def test_no_scenario_is_beyond_its_limits_in_a_short_simulation():
+    rows = simulation.run(150, echo=lambda line: None)
+    assert [row for row in rows if row["beyond_limits"]] == []
+    by_name = {(row["scenario"], row["seeds"], row["test"]): row for row in rows}
+    assert by_name["large gap", 8, "paired"]["decided"] == 1
+    assert by_name["log-rank, sooner", 8, "labels"]["decided"] > 0.9
+
+
+def test_simulation_finds_an_arm_that_is_shown_better_although_it_diverges(monkeypatch):
+    scenario = simulation.SCENARIOS["better, but diverges"]
+    rng = np.random.default_rng(1)
+    honest = simulation.simulate(scenario, "paired", 5, 40, rng)
+    assert simulation.problems(scenario, honest, 40) == []
+    monkeypatch.setattr(rule_tests, "with_divergence", lambda tested, upwards: tested)
+    rng = np.random.default_rng(1)
+    broken = simulation.simulate(scenario, "paired", 5, 40, rng)
+    assert "shown" in simulation.problems(scenario, broken, 40)
