@@ -46,7 +46,7 @@ def picture(numbers: dict[str, Any]) -> str:
     quantity = f"{'log ' * (numbers['scale'] == 'log')}{numbers['metric']}"
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         figure = draw_rules(gaps, styles, quantity, WIDTH)
-        return to_svg(figure, f"{quantity}: gaps with 95% intervals").decode()
+        return to_svg(figure, f"{quantity}: gaps with one-sided bounds").decode()
 
 
 def main() -> None:

@@ -247,6 +247,7 @@ def draw_gaps(
     across: str = "nats a token",
     hollow: Sequence[bool] = (),
     sides: tuple[str, str] = ("better", "worse"),
+    ends: str = "95% interval",
 ) -> "Figure":
     """Draw gaps and their intervals from top to bottom; an arrow where one exceeds the scale.
 
@@ -256,6 +257,7 @@ def draw_gaps(
         across: the name of the scale.
         hollow: whose mean is drawn as a ring; nobody's if empty.
         sides: the meaning of gaps below 0 and above it.
+        ends: the meaning of the bars, for the legend.
     """
     figure = new_figure(width, max(MARGIN + GAP_LINE * len(gaps), HEIGHT))
     axes = figure.subplots()
@@ -267,7 +269,7 @@ def draw_gaps(
         colour, first, last = style.colour, gap.mean, gap.mean
         if gap.low is not None and gap.high is not None and not gap.all_equal:
             first, last = gap.low, gap.high
-            how: dict[str, Any] = {"lw": 2.4, "solid_capstyle": "butt", "label": "95% interval"}
+            how: dict[str, Any] = {"lw": 2.4, "solid_capstyle": "butt", "label": ends}
             axes.plot((first, last), (y, y), color=colour, **how)
         for end, beyond, arrow in ((low, first < low, "<"), (high, last > high, ">")):
             if beyond:

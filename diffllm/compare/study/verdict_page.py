@@ -34,6 +34,7 @@ from diffllm.statistics.power_analysis import paired_power, welch_power
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+BOUNDS = "one-sided bounds"
 COMPARED = {
     "tokens": "tokens",
     "rates": "learning rate",
@@ -158,7 +159,7 @@ def draw_rules(
     """Draw the gaps of rules by arm and reference arm, with their bounds."""
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
-    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"))
+    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"), ends=BOUNDS)
 
 
 def verdict_html(found: Verdict) -> str:
