@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.cli.arguments import argument, flag, parse, plugins_argument
-from diffllm.compare.report.numbers import MISSING, clock, compact, fixed, plural, short
+from diffllm.compare.report.numbers import (
+    MISSING,
+    clock,
+    compact,
+    fixed,
+    percent,
+    plural,
+    short,
+)
+from diffllm.compare.study.design import MOST_ALPHA, design_notes
 from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.study.pilot import SHOWN, power_numbers
+from diffllm.compare.study.pilot import HALF, SHOWN, power_numbers
 from diffllm.compare.study.planned_runs import costs
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
@@ -17,7 +26,7 @@ from diffllm.core.files import user_path
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above
-from diffllm.statistics.seed_variance import Pairs
+from diffllm.statistics.seed_variance import UPPER, Pairs
 
 STUDY = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
@@ -70,7 +79,7 @@ class PowerArguments:
     )
     gap: float = argument("true difference to be found, nats a token", above=0, below=math.inf)
     alpha: float = argument(
-        "probability of reporting a gap that does not exist", ALPHA, above=0, below=1
+        "probability of reporting a gap that does not exist", ALPHA, above=0, most=MOST_ALPHA
     )
     power: float = argument("chance of finding the gap", 0.8, above=0, below=1)
     sides: int = argument("1 where the gap's sign was said before", 2, least=1, most=2)
@@ -133,6 +142,8 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
         time = f"about {clock(3600 * sum(filter(None, hours)))} here, one run after another"
     state = f"{runs} runs; {ended} have ended" if ended else f"{runs} runs"
     echo(f"{state}. To go: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
+    for note in design_notes(study):
+        echo(f"note: {note}")
 
 
 def judge_study(study: Study, out: Path, as_json: bool) -> None:
@@ -190,17 +201,35 @@ def print_needs(found: dict[str, Any]) -> None:
     sides = "two-sided" if found["sides"] == 2 else "one-sided"
     rows = []
     for each in found["needs"]:
-        low, seeds, high = (
-            "many" if (n := each[key]) is None else f"{n:,}"
-            for key in ("seeds_low", "seeds", "seeds_high")
+        asked, by_sd = (
+            "many" if (n := each[key]) is None else f"{n:,}" for key in ("seeds", "seeds_by_sd")
         )
+        sds = fixed(each["sd"]), fixed(each["sd_upper"])
         cost = compact(each["total_tokens"]), short(each["hours"])
         power = (f"{each['power_by_seeds'][n]:.2f}" for n in SHOWN)
-        rows.append([each["design"], fixed(each["sd"]), seeds, f"{low} to {high}", *cost, *power])
-    heads = ["design", "sd", "seeds an arm", "by sd", "tokens in all", "hours in all"]
+        rows.append([each["design"], *sds, asked, by_sd, *cost, *power])
+    heads = ["design", "sd", "upper", "seeds an arm", "by sd", "tokens in all", "hours in all"]
     echo(
         f"\na gap of {found['gap']:g} nats a token between two arms, found with power "
         f"{found['power']:g} at alpha {found['alpha']:g}, {sides}{family}\n"
         f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], rows)}\n\n"
-        "hours: of the pilot's machine, one run after another"
+        f"upper: upper confidence limit of {100 * UPPER:g}% of sd; seeds, tokens, hours and power "
+        "follow from it. by sd: seeds that follow from sd\n"
+        "hours: of the pilot's machine, one run after another\n"
+    )
+    print_risks(found)
+
+
+def print_risks(found: dict[str, Any]) -> None:
+    """Print how often a pilot of this size asks for too few seeds."""
+    wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
+    rows = [
+        [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]
+        for each in found["needs"]
+    ]
+    heads = ["design", "degrees of freedom", f"power below {wanted:g}", f"below {HALF:g}"]
+    heads += [f"by sd: below {wanted:g}", f"below {HALF:g}"]
+    echo(
+        "how often a pilot of this size asks for too few seeds, if sd is the true one\n"
+        f"{Table.of(heads, rows)}"
     )

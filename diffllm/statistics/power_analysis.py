@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from diffllm.statistics.gap_tests import ALPHA
+from diffllm.statistics.seed_variance import SeedSpread
 
 MOST_SEEDS = 100_000
 SLICES = 64
@@ -25,18 +27,28 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
 
     `gap` is the true difference of means, `sd` the deviation between the `seeds` (n) of an arm.
     """
-    from scipy.special import betaincinv
-
-    shape = (seeds - 1) / 2
-    r = betaincinv(shape, shape, (np.arange(SLICES) + 0.5) / SLICES)
-    judged_by = (seeds - 1) / (r**2 + (1 - r) ** 2)
-    return t_power(abs(gap) / (sd * math.sqrt(2 / seeds)), 2 * seeds - 2, judged_by, alpha, sides)
+    noncentrality = abs(gap) / (sd * math.sqrt(2 / seeds))
+    return t_power(noncentrality, 2 * seeds - 2, welch_df(seeds), alpha, sides)
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
     """Return the power of a paired t test; `sd` is that of the differences of pairs."""
     df = seeds - 1
     return t_power(abs(gap) / (sd / math.sqrt(seeds)), df, np.array([df]), alpha, sides)
+
+
+def welch_df(seeds: int) -> np.ndarray:
+    """Return Welch's degrees of freedom (SLICES,) at equally likely values of r."""
+    from scipy.special import betaincinv
+
+    shape = (seeds - 1) / 2
+    r = betaincinv(shape, shape, slices())
+    return (seeds - 1) / (r**2 + (1 - r) ** 2)
+
+
+def slices() -> np.ndarray:
+    """Return the middles (SLICES,) of equally likely parts of a distribution."""
+    return (np.arange(SLICES) + 0.5) / SLICES
 
 
 def t_power(
@@ -55,6 +67,33 @@ def t_power(
     if sides == 2 and noncentrality < FAR:
         found += nctdtr(df, noncentrality, -critical)
     return float(found.mean())
+
+
+def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
+    """Return the probability that two one-sided Welch tests show equivalence of equal arms."""
+    margin_in_errors = margin / (sd * math.sqrt(2 / seeds))
+    return two_tests_power(margin_in_errors, 2 * seeds - 2, welch_df(seeds), alpha)
+
+
+def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
+    """Return the same of paired tests; `sd` is that of the differences of pairs."""
+    df = seeds - 1
+    return two_tests_power(margin / (sd / math.sqrt(seeds)), df, np.array([df]), alpha)
+
+
+def two_tests_power(
+    margin_in_errors: float, df: float, judged_by: np.ndarray, alpha: float
+) -> float:
+    """Return the probability that two one-sided t tests show equivalence at a true gap of 0.
+
+    They do if the measured gap is nearer to 0 than the margin less the critical value times the
+    estimated standard error. The result is the mean over that estimate and over `judged_by`.
+    """
+    from scipy.special import chdtri, ndtr, stdtrit
+
+    estimated_error = np.sqrt(chdtri(df, slices()) / df)
+    room = margin_in_errors - stdtrit(judged_by, 1 - alpha) * estimated_error[:, None]
+    return float(np.maximum(0, 2 * ndtr(room) - 1).mean())
 
 
 def pairing_pays_above(seeds: int) -> float:
@@ -76,3 +115,43 @@ def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if power(middle) >= wanted else (middle, high)
     return high
+
+
+def chance_of_less(
+    power: Callable[[float, int], float],
+    pilot: SeedSpread,
+    scale: float,
+    wanted: float,
+    less: float,
+) -> float | None:
+    """Return how often a pilot asks for so few seeds that their true power is below `less`.
+
+    A pilot of `pilot.df` degrees of freedom estimates a true standard deviation of `pilot.sd`, and
+    asks for the fewest seeds whose power is `wanted` if its estimate times `scale` is the truth.
+    Their number rises with the estimate, so their power is below `less` up to one estimate, whose
+    square has a chi-square distribution. None if no number up to MOST_SEEDS has the power `less`.
+
+    Args:
+        power: of a standard deviation and a number of seeds.
+    """
+    from scipy.special import chdtr
+
+    enough = least_seeds(partial(power, pilot.sd), less)
+    if enough is None:
+        return None
+    if enough == 2:
+        return 0.0
+    largest = largest_sd(lambda sd: power(sd, enough - 1), wanted, pilot.sd)
+    return float(chdtr(pilot.df, pilot.df * (largest / (scale * pilot.sd)) ** 2))
+
+
+def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> float:
+    """Return the standard deviation at which a falling power is `wanted`; searched from `start`."""
+    from scipy.optimize import brentq
+
+    low = high = 1.0
+    while power(low * start) < wanted:
+        low /= 2
+    while power(high * start) >= wanted:
+        high *= 2
+    return start * float(brentq(lambda ratio: power(ratio * start) - wanted, low, high))

@@ -8,6 +8,9 @@ import numpy as np
 from diffllm.statistics.estimates import CONFIDENCE, ROUNDING
 from diffllm.statistics.gap_tests import Seed, in_seed_order, largest_magnitude
 
+UPPER = 0.8
+"""Confidence of the upper limit that seeds are planned with."""
+
 
 @dataclass(frozen=True)
 class SeedSpread:
@@ -24,6 +27,18 @@ class SeedSpread:
         tail = (1 - CONFIDENCE) / 2
         low, high = (self.sd * np.sqrt(self.df / chdtri(self.df, p)) for p in (tail, 1 - tail))
         return float(low), float(high)
+
+    @property
+    def upper(self) -> float:
+        """Upper one-sided 80% confidence limit of the standard deviation.
+
+        Browne (Statistics in Medicine 14, 1995) plans with such a limit: the planned power is
+        reached with that confidence. 80% is the usual choice (Whitehead et al., Statistical Methods
+        in Medical Research 25, 2016).
+        """
+        from scipy.special import chdtri
+
+        return self.sd * float(np.sqrt(self.df / chdtri(self.df, UPPER)))
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:

@@ -11,12 +11,22 @@ from diffllm.compare.report.comparison import read
 from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import Row
+from diffllm.compare.study.design import exact_note
 from diffllm.core.errors import ConfigError
-from diffllm.statistics.power_analysis import least_seeds, paired_power, welch_power
+from diffllm.statistics.power_analysis import (
+    chance_of_less,
+    least_seeds,
+    paired_power,
+    welch_power,
+)
 from diffllm.statistics.seed_variance import Pairs, SeedSpread, pairs, pooled
+from diffllm.statistics.smallest_p import smallest_p
 
 SHOWN = (3, 5, 8, 12)
 ARMS = 2
+HALF = 0.5
+"""A power below which a study more likely misses the gap than finds it."""
+TESTS = {"unpaired": "welch", "paired": "paired"}
 
 
 def power_numbers(
@@ -50,21 +60,37 @@ def power_numbers(
         def chance(sd: float, seeds: int) -> float:
             return test(gap, sd, seeds, alpha / comparisons, sides)
 
-        sd, (low, high) = spread.sd, spread.interval
-        seeds, fewest, most = (least_seeds(partial(chance, x), power) for x in (sd, low, high))
+        sds = {"": spread.upper, "_by_sd": spread.sd}
+        sds |= zip(("_low", "_high"), spread.interval, strict=True)
+        seeds = {f"seeds{end}": least_seeds(partial(chance, sd), power) for end, sd in sds.items()}
+        asked = seeds["seeds"]
+        risks = {
+            f"{name}{end}": chance_of_less(chance, spread, sds[end] / spread.sd, power, less)
+            for end in ("", "_by_sd")
+            for name, less in (("too_few", power), ("far_too_few", HALF))
+        }
         return {
             "design": design,
-            **{"sd": sd, "sd_low": low, "sd_high": high},
-            **{"seeds": seeds, "seeds_low": fewest, "seeds_high": most},
-            "power": chance(sd, seeds) if seeds else None,
-            "power_by_seeds": {n: chance(sd, n) for n in SHOWN},
-            "total_tokens": ARMS * seeds * tokens if seeds else None,
-            "hours": ARMS * seeds * seconds / 3600 if seeds and seconds else None,
+            **{"sd": spread.sd, "sd_low": sds["_low"], "sd_high": sds["_high"]},
+            "sd_upper": spread.upper,
+            **seeds,
+            "power": chance(spread.upper, asked) if asked else None,
+            "power_by_seeds": {n: chance(spread.upper, n) for n in SHOWN},
+            **risks,
+            "df": spread.df,
+            "smallest_p": smallest_p(TESTS[design], asked, asked, sides) if asked else None,
+            "total_tokens": ARMS * asked * tokens if asked else None,
+            "hours": ARMS * asked * seconds / 3600 if asked and seconds else None,
         }
 
     needs = [need("unpaired", spread, welch_power)]
     if paired and paired.differences.sd:
         needs.append(need("paired", paired.differences, paired_power))
+    exact = [
+        exact_note(TESTS[each["design"]], each["seeds"], comparisons, alpha, sides)
+        for each in needs
+        if each["seeds"]
+    ]
     left_out = ", ".join(row.label for group in others for row in group.rows)
     note = f"left out, since they cannot be compared with the others: {left_out}"
     thin = thin_note(run for row in rows for run in row.finished)
@@ -86,7 +112,7 @@ def power_numbers(
         "correlation": paired and paired.correlation,
         "sd_of_differences": paired and paired.differences.sd,
         "needs": needs,
-        "notes": [*filter(None, (note * bool(left_out), thin))],
+        "notes": [*filter(None, (note * bool(left_out), thin, *exact))],
     }, paired
 
 

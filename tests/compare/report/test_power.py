@@ -6,12 +6,15 @@ import math
 import numpy as np
 import pytest
 from runs.written import sweep, write_run
+from scipy.stats import chi2
 
 from diffllm import cli as tools
+from diffllm.compare.report.numbers import percent
 from diffllm.statistics.power_analysis import paired_power, welch_power
 
 LOSSES = {"standard": [4.00, 4.02, 4.05], "diff_v2": [3.91, 3.96, 3.96]}
 """Variances 0.0019 / 3 and 0.0025 / 3: pooled 0.0022 / 3."""
+RISKS = ("too_few", "far_too_few")
 POOLED = math.sqrt(0.0022 / 3)
 
 
@@ -42,25 +45,41 @@ def test_the_seeds_of_a_gap_follow_from_the_pilot(power, tmp_path):
     differences = np.subtract(*LOSSES.values()).std(ddof=1)
     assert said["sd_of_differences"] == pytest.approx(differences)
     assert said["correlation"] == pytest.approx(1 - differences**2 / (2 * POOLED**2))
-    tests = {"unpaired": (POOLED, welch_power), "paired": (differences, paired_power)}
+    tests = {"unpaired": (POOLED, 4, welch_power), "paired": (differences, 2, paired_power)}
     assert [need["design"] for need in said["needs"]] == list(tests)
     for need in said["needs"]:
-        sd, test = tests[need["design"]]
+        sd, df, test = tests[need["design"]]
+        upper = sd * math.sqrt(df / chi2.ppf(0.2, df))
+        assert (need["sd"], need["df"], need["sd_upper"]) == pytest.approx((sd, df, upper))
+        for n, at in ((need["seeds"], upper), (need["seeds_by_sd"], sd)):
+            assert test(0.06, at, n) >= 0.8
+            assert n == 2 or test(0.06, at, n - 1) < 0.8
         n = need["seeds"]
-        assert 0.8 <= need["power"] == pytest.approx(test(0.06, sd, n))
-        assert n == 2 or test(0.06, sd, n - 1) < 0.8
-        assert need["seeds_low"] <= n <= need["seeds_high"]
+        assert need["power"] == pytest.approx(test(0.06, upper, n))
+        assert need["seeds_low"] <= need["seeds_by_sd"] < n <= need["seeds_high"]
+        assert need["far_too_few"] <= need["too_few"] <= min(0.2, need["too_few_by_sd"])
         assert need["total_tokens"] == 2 * n * 20 * 8 * 32
         assert need["hours"] == pytest.approx(2 * n * 0.5)
-        assert need["power_by_seeds"]["5"] == pytest.approx(test(0.06, sd, 5))
+        assert need["power_by_seeds"]["5"] == pytest.approx(test(0.06, upper, 5))
     one_sided = json.loads(power("pilot=@pilot", "gap=0.06", "sides=1", "--json")[1])
     three = json.loads(power("pilot=@pilot", "gap=0.06", "comparisons=3", "--json")[1])
     seeds = [each["needs"][0]["seeds"] for each in (one_sided, said, three)]
     assert seeds == sorted(set(seeds))
     text = power("pilot=@pilot", "gap=0.06")[1]
     assert f"sd {POOLED:.4f} nats a token" in text
-    assert "unpaired" in text
-    assert "paired" in text
+    unpaired = said["needs"][0]
+    row = next(line for line in text.splitlines() if line.startswith("unpaired")).split()
+    shown = [f"{unpaired['sd']:.4f}", f"{unpaired['sd_upper']:.4f}"]
+    assert row[1:5] == [*shown, str(unpaired["seeds"]), str(unpaired["seeds_by_sd"])]
+    risks = [unpaired[f"{name}{by}"] for by in ("", "_by_sd") for name in RISKS]
+    assert risks == pytest.approx([0.135, 0.044, 0.46, 0.19], abs=0.005)
+    table = text.partition("asks for too few seeds")[2].splitlines()
+    row = next(line for line in table if line.startswith("unpaired")).split()
+    assert row[1:] == ["4", *map(percent, risks)]
+    assert "note" not in text
+    few = power("pilot=@pilot", "gap=0.4")[1]
+    assert "exact sign-flip test of 3 pairs is 0.25, not below alpha 0.05" in few
+    assert "with 6 seeds per arm it does" in few
 
 
 def test_diverged_and_unlike_runs_are_said(power, tmp_path):
@@ -80,7 +99,7 @@ def test_diverged_and_unlike_runs_are_said(power, tmp_path):
     ("words", "said"),
     [
         (["pilot=@two", "gap=-0.02"], "gap=-0.02 must be positive"),
-        (["pilot=@two", "gap=0.1", "alpha=1.5"], "alpha=1.5 must be less than 1"),
+        (["pilot=@two", "gap=0.1", "alpha=1.5"], "alpha=1.5 must be at most 0.1"),
         (["pilot=@two", "gap=0.1", "power=0.01"], "between alpha=0.05 and 1"),
         (["pilot=@two", "gap=0.1", "sides=3"], "sides=3 must be at most 2"),
         (["pilot=@two"], "missing gap="),

@@ -1,0 +1,139 @@
+"""Designs that cannot decide a claim: refused before a study starts, or said by its dry run."""
+
+import math
+from collections.abc import Iterator
+
+from diffllm.compare.study.file import Power, Rule, Study
+from diffllm.core.errors import ConfigError
+from diffllm.statistics.power_analysis import (
+    largest_sd,
+    least_seeds,
+    paired_equivalence_power,
+    welch_equivalence_power,
+)
+from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
+
+MOST_ALPHA = 0.1
+LEAST_POWER = 0.5
+"""Least power of a test of equivalence, at a true gap of 0."""
+PERMUTATION_KINDS = ("log_rank",)
+"""Kinds of rules whose p is that of a permutation test; the others are t tests."""
+EXACT_TESTS = {
+    "paired": "sign-flip test of {n} pairs", "welch": "permutation test of {n} against {n} seeds",
+}  # fmt: skip
+"""The exact tests next to the t tests."""
+
+
+def check_design(study: Study) -> None:
+    """Raise ConfigError for a rule that no result can meet, or that the stated power excludes.
+
+    docs/studies.md lists the reasons. A study that has begun is not checked, and none is when it is
+    judged, because older versions started such studies.
+    """
+    for where, rule in named_rules(study):
+        if rule.alpha > MOST_ALPHA:
+            raise ConfigError(f"{where}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
+        if rule.kind in PERMUTATION_KINDS:
+            check_smallest_p(study, where, rule)
+        if study.power:
+            check_covered(study, study.power, where, rule)
+
+
+def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
+    yield "rule", study.rule
+    for i, rule in enumerate(study.also):
+        yield f"also[{i}]", rule
+
+
+def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
+    """Raise ConfigError if even the clearest result has an adjusted p of alpha or above.
+
+    Rules with t tests are not counted. If their p are smaller, Holm's correction multiplies the p
+    of the permutation tests by the number of permutation tests alone.
+    """
+    n, rules = len(study.seeds), sum(each.kind in PERMUTATION_KINDS for each in study.rules)
+    least = smallest_p(rule.kind, n, n)
+    if (adjusted := least * rules) < rule.alpha:
+        return
+    seeds = seeds_for_p(rule.kind, rule.alpha, rules)
+    fixes = [f"{seeds} seeds or more" if seeds else "a larger alpha"]
+    if fewer := max(m for m in range(rules) if least * m < rule.alpha):
+        fixes.append(f"at most {fewer} such rule{'s' * (fewer > 1)}")
+    if adjusted < MOST_ALPHA:
+        fixes.append(f"an alpha above {adjusted:.3g}")
+    family = f", {min(1, adjusted):.2g} after Holm's correction for {rules} rules" * (rules > 1)
+    raise ConfigError(
+        f"{where}.alpha={rule.alpha:g} cannot be reached: the smallest p of {rule.kind} with {n} "
+        f"seeds per arm is {least:.2g}{family}; give {', or '.join(fixes)}"
+    )
+
+
+def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
+    """Raise ConfigError for an alpha or a margin to which the stated power does not apply."""
+    if rule.alpha != study.rule.alpha:
+        raise ConfigError(
+            f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, which the "
+            "stated power is computed with"
+        )
+    if rule.margin is None:
+        return
+    if rule.margin > power.gap:
+        raise ConfigError(
+            f"{where}.margin={rule.margin:g} must be at most power.gap={power.gap:g}: arms that "
+            "differ by the gap that the study looks for would count as equivalent"
+        )
+    margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
+    family = [each for each in study.rules if rule.kind == "equivalence" or each.margin is not None]
+    alpha = rule.alpha / len(family)
+
+    def chance(sd: float, seeds: int) -> float:
+        if paired:
+            return paired_equivalence_power(margin, sd * math.sqrt(2), seeds, alpha)
+        return welch_equivalence_power(margin, sd, seeds, alpha)
+
+    if (found := chance(power.sd, n)) >= LEAST_POWER:
+        return
+    least = margin * power.sd / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, power.sd)
+    seeds = least_seeds(lambda seeds: chance(power.sd, seeds), LEAST_POWER)
+    fixes = [f"{seeds:,} seeds or more"] * (seeds is not None)
+    if (rounded := rounded_up(least)) <= power.gap:
+        fixes.append(f"a margin of {rounded:g} or more")
+    raise ConfigError(
+        f"{where}.margin={margin:g} is too small for {n} seeds per arm and power.sd={power.sd:g}: "
+        f"equal arms would be found equivalent with probability {found:.2f}, and {LEAST_POWER:g} "
+        f"is the least{'; give ' * bool(fixes)}{', or '.join(fixes)}"
+    )
+
+
+def rounded_up(number: float) -> float:
+    """Return the number with two significant digits, not below it."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit) * unit
+
+
+def design_notes(study: Study) -> list[str]:
+    """Return what the design leaves to the assumptions of t tests, one line per alpha."""
+    alphas = {rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS}
+    n, rules = len(study.seeds), len(study.rules)
+    notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted(alphas))
+    return [note for note in notes if note]
+
+
+def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
+    """Say that the exact test cannot confirm the t test with so few seeds; "" if it can.
+
+    Args:
+        tests: size of the family, for the first step of Holm's correction.
+    """
+    least = smallest_p(test, seeds, seeds, sides)
+    if least * tests < alpha:
+        return ""
+    family = f" ({min(1, least * tests):.2g} after Holm's correction for {tests} tests)"
+    side = "one-sided" if sides == 1 else "two-sided"
+    enough = seeds_for_p(test, alpha, tests, sides)
+    return (
+        f"the smallest {side} p of an exact {EXACT_TESTS[test].format(n=seeds)} is "
+        f"{least:.2g}{family * (tests > 1)}, not below alpha {alpha:g}: this test does not check "
+        "the t test, which assumes normal deviations between seeds"
+        f"{f'; with {enough} seeds per arm it does' if enough else ''}"
+    )
