@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from diffllm.compare.report.runs import find_runs
+from diffllm.compare.study.design import check_design
 from diffllm.compare.study.file import Study
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
@@ -254,19 +255,22 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
+    begun = SweepDirectory(out, "study").record["runs"]
+    if not begun:
+        check_design(study)
     for planned in first_runs(study):
         cfg = config_of_planned(planned)
         try:
             cfg.check_world(world_size)
         except ConfigError as error:
             raise ConfigError(f"arm {planned.arm}: {error}") from error
-    for path in (out / name for name in SweepDirectory(out, "study").record["runs"]):
+    for path in (out / name for name in begun):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
     for planned in next_runs(study, out):
         path = out / planned.name
-        begun = load_run_config(path) if (path / "config.yaml").is_file() else None
-        if begun and (problem := strayed(path, begun, config_of_planned(planned))):
+        run = load_run_config(path) if (path / "config.yaml").is_file() else None
+        if run and (problem := strayed(path, run, config_of_planned(planned))):
             raise ConfigError(f"{path} is a run with another config ({problem}); use another out=")
 
 

@@ -1,0 +1,144 @@
+"""Designs that cannot decide: what `study run` refuses to start, and what its dry run says."""
+
+import pytest
+from runs.written import study_file, write_arms
+
+from diffllm.cli import main
+from diffllm.compare.study.planned_runs import check_study_runs, next_jobs
+from diffllm.compare.sweep.plan import SweepDirectory
+
+TWO = {
+    "arms": "{half: [attention=standard, model.attention.context_scale=0.5], "
+    "v2: [attention=diff_v2]}",
+    "baseline": "half",
+}
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
+ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+POWER = "{gap: 0.025, sd: 0.014}"
+TASKS = {"metric": "tasks/mqar"}
+
+
+def written(tmp_path, rule, seeds, **more):
+    return study_file(tmp_path / "s.yaml", rule, **TWO, seeds=f"{[*range(seeds)]}", **more)
+
+
+def with_keys(rule, **keys):
+    """A rule in YAML with further keys."""
+    return rule.replace("}", "".join(f", {key}: {value}" for key, value in keys.items()) + "}")
+
+
+@pytest.mark.parametrize(
+    ("rule", "seeds", "more", "said"),
+    [
+        (
+            SOONER, 3, TASKS,
+            "rule.alpha=0.05 cannot be reached: the smallest p of log_rank with 3 seeds per arm is "
+            "0.05; give 4 seeds or more, or an alpha above 0.05",
+        ),
+        (
+            SOONER, 4, {**TASKS, "also": f"[{SOONER}, {SOONER}, {SOONER}]"},
+            "rule.alpha=0.05 cannot be reached: the smallest p of log_rank with 4 seeds per arm is "
+            "0.014, 0.057 after Holm's correction for 4 rules; give 5 seeds or more, or at most 3 "
+            "such rules, or an alpha above 0.0571",
+        ),
+        (
+            LOWER, 3, {**TASKS, "also": f"[{SOONER}]"},
+            "also[0].alpha=0.05 cannot be reached: the smallest p of log_rank with 3 seeds",
+        ),
+        (
+            with_keys(SOONER, alpha=1e-6), 2, TASKS,
+            "the smallest p of log_rank with 2 seeds per arm is 0.17; give a larger alpha",
+        ),
+        (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
+        (
+            LOWER, 8, {"also": f"[{with_keys(LOWER, alpha=0.1)}]", "power": POWER},
+            "also[0].alpha=0.1 must equal rule.alpha=0.05, which the stated power is computed with",
+        ),
+        (
+            with_keys(LOWER, margin=0.03), 8, {"power": POWER},
+            "rule.margin=0.03 must be at most power.gap=0.025: arms that differ by the gap that",
+        ),
+        (
+            with_keys(LOWER, margin=0.01), 8, {"power": POWER},
+            "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: equal arms "
+            "would be found equivalent with probability 0.04, and 0.5 is the least; give 23 seeds "
+            "or more, or a margin of 0.018 or more",
+        ),
+        (
+            ALIKE, 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER},
+            "with probability 0.32, and 0.5 is the least; give 10 seeds or more, or a margin of "
+            "0.023 or more",
+        ),
+        (
+            ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
+            "probability 0.00, and 0.5 is the least; give 86 seeds or more\n",
+        ),
+    ],
+)  # fmt: skip
+def test_design_that_cannot_decide_is_refused_before_anything_starts(
+    tmp_path, capsys, rule, seeds, more, said
+):
+    study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
+    for words in (["--dry-run"], []):
+        assert main(["study", "run", str(study.path), f"out={out}", *words]) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert printed.err.count("\n") == 1
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("rule", "seeds", "more"),
+    [
+        (SOONER, 4, TASKS),
+        (SOONER, 3, {**TASKS, "rule": with_keys(SOONER, alpha=0.06)}),
+        (SOONER, 4, {**TASKS, "also": f"[{', '.join([SOONER] * 2 + [LOWER] * 7)}]"}),
+        (with_keys(LOWER, margin=0.02, alpha=0.05), 8, {"power": POWER}),
+        (with_keys(LOWER, margin=0.018), 8, {"power": POWER}),
+        (with_keys(LOWER, margin=0.01), 23, {"power": POWER}),
+        (with_keys(LOWER, margin=0.001), 8, {}),
+        (with_keys(LOWER, margin=0.02), 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER}),
+        (with_keys(LOWER, alpha=0.1), 8, {"also": f"[{LOWER}]"}),
+        (ALIKE, 10, {"also": f"[{LOWER}, {LOWER}]", "power": POWER}),
+    ],
+)
+def test_design_within_the_limits_starts(tmp_path, rule, seeds, more):
+    check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
+
+
+def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, capsys):
+    study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
+    write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
+    next_jobs(study, SweepDirectory(out, "study"), [])
+    assert main(["study", "verdict", str(study.path), f"out={out}"]) == 0
+    assert "would be: shown" in capsys.readouterr().out
+    words = ["study", "run", str(study.path), "--dry-run"]
+    assert main([*words, f"out={out}"]) == 0
+    assert "6 runs; 5 have ended" in capsys.readouterr().out
+    assert main([*words, f"out={tmp_path / 'new'}"]) == 2
+    assert "rule.alpha=0.2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seeds", "more", "said"),
+    [
+        (
+            5, {"also": f"[{LOWER}, {LOWER}, {LOWER}]"},
+            "note: the smallest one-sided p of an exact sign-flip test of 5 pairs is 0.031 (0.12 "
+            "after Holm's correction for 4 tests), not below alpha 0.05: this test does not check",
+        ),
+        (
+            3, {"test": "welch"},
+            "note: the smallest one-sided p of an exact permutation test of 3 against 3 seeds is "
+            "0.05, not below alpha 0.05",
+        ),
+        (5, {}, None),
+    ],
+)  # fmt: skip
+def test_dry_run_says_what_only_a_t_test_can_show(tmp_path, capsys, seeds, more, said):
+    study = written(tmp_path, LOWER, seeds, **more)
+    assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}", "--dry-run"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert len(notes) == (said is not None)
+    assert not said or notes[0].startswith(said)
