@@ -18,7 +18,7 @@ from diffllm.compare.report.numbers import (
 )
 from diffllm.compare.study.design import MOST_ALPHA, design_notes
 from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.study.pilot import HALF, SHOWN, power_numbers
+from diffllm.compare.study.pilot import HALF, SHOWN, Goal, power_numbers
 from diffllm.compare.study.planned_runs import costs
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
@@ -45,8 +45,8 @@ POWER = """\
 diffllm power pilot=DIR... gap=NATS [key=value ...]: seeds, tokens and hours for a gap
 
 A pilot is runs that were made: a sweep, a directory of runs, or a quoted glob of them, with two
-seeds or more of an arm. From how much their final held-out losses vary between seeds follows how
-many seeds of each of two arms find a true gap of that size.
+seeds or more of an arm. From how much their final held-out losses vary between seeds, with an
+upper limit of 80% confidence, follows how many seeds of each of two arms find a gap of that size.
 
 diffllm power pilot=outputs/first gap=0.02
 diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
@@ -161,10 +161,10 @@ def judge_study(study: Study, out: Path, as_json: bool) -> None:
 def power_command(argv: list[str]) -> None:
     """Print the seeds, tokens and hours that a gap takes, as a table or as JSON."""
     args = vars(parse(PowerArguments, argv, POWER))
-    wanted = {name: args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")}
+    goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
         raise ConfigError(f"power={power:g} must lie between alpha={alpha:g} and 1")
-    found, pairs = power_numbers([Path(word) for word in args["pilot"]], **wanted)
+    found, pairs = power_numbers([Path(word) for word in args["pilot"]], goal)
     if args["json"]:
         echo_json(found)
         return

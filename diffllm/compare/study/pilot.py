@@ -1,6 +1,7 @@
 """The seeds, tokens and hours that a gap takes, according to finished runs: a pilot."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,24 @@ SHOWN = (3, 5, 8, 12)
 ARMS = 2
 HALF = 0.5
 """A power below which a study more likely misses the gap than finds it."""
-TESTS = {"unpaired": "welch", "paired": "paired"}
+TESTS: dict[str, tuple[str, Callable[..., float]]] = {
+    "unpaired": ("welch", welch_power), "paired": ("paired", paired_power),
+}  # fmt: skip
+"""Test of a study and its power, by design."""
 
 
-def power_numbers(
-    paths: list[Path], gap: float, alpha: float, power: float, sides: int, comparisons: int
-) -> tuple[dict[str, Any], Pairs | None]:
+@dataclass(frozen=True)
+class Goal:
+    """The gap that a study is to find, and the test that is to find it."""
+
+    gap: float
+    alpha: float
+    power: float
+    sides: int
+    comparisons: int
+
+
+def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs | None]:
     """Return the content of `diffllm power --json`, and the pairs of two arms with common seeds.
 
     Reads the comparable runs of which most is known; raises ConfigError without two seeds.
@@ -56,38 +69,17 @@ def power_numbers(
     seconds = float(np.mean(times)) if times else None
     tokens, paired = first.rows[0].runs[0].planned_tokens, pairs(several)
 
-    def need(design: str, spread: SeedSpread, test: Callable[..., float]) -> dict[str, Any]:
-        def chance(sd: float, seeds: int) -> float:
-            return test(gap, sd, seeds, alpha / comparisons, sides)
-
-        sds = {"": spread.upper, "_by_sd": spread.sd}
-        sds |= zip(("_low", "_high"), spread.interval, strict=True)
-        seeds = {f"seeds{end}": least_seeds(partial(chance, sd), power) for end, sd in sds.items()}
-        asked = seeds["seeds"]
-        risks = {
-            f"{name}{end}": chance_of_less(chance, spread, sds[end] / spread.sd, power, less)
-            for end in ("", "_by_sd")
-            for name, less in (("too_few", power), ("far_too_few", HALF))
-        }
-        return {
-            "design": design,
-            **{"sd": spread.sd, "sd_low": sds["_low"], "sd_high": sds["_high"]},
-            "sd_upper": spread.upper,
-            **seeds,
-            "power": chance(spread.upper, asked) if asked else None,
-            "power_by_seeds": {n: chance(spread.upper, n) for n in SHOWN},
-            **risks,
-            "df": spread.df,
-            "smallest_p": smallest_p(TESTS[design], asked, asked, sides) if asked else None,
-            "total_tokens": ARMS * asked * tokens if asked else None,
-            "hours": ARMS * asked * seconds / 3600 if asked and seconds else None,
-        }
-
-    needs = [need("unpaired", spread, welch_power)]
+    needs = [seeds_needed(goal, "unpaired", spread)]
     if paired and paired.differences.sd:
-        needs.append(need("paired", paired.differences, paired_power))
+        needs.append(seeds_needed(goal, "paired", paired.differences))
+    for each in needs:
+        runs_needed = ARMS * each["seeds"] if each["seeds"] else None
+        each["total_tokens"] = runs_needed and runs_needed * tokens
+        each["hours"] = runs_needed and seconds and runs_needed * seconds / 3600
     exact = [
-        exact_note(TESTS[each["design"]], each["seeds"], comparisons, alpha, sides)
+        exact_note(
+            TESTS[each["design"]][0], each["seeds"], goal.comparisons, goal.alpha, goal.sides
+        )
         for each in needs
         if each["seeds"]
     ]
@@ -101,7 +93,7 @@ def power_numbers(
     ]  # fmt: skip
     low, high = spread.interval
     return {
-        **{"gap": gap, "alpha": alpha, "power": power, "sides": sides, "comparisons": comparisons},
+        **vars(goal),
         "pilot": comparison.title,
         "arms": arms,
         "runs": sum(map(len, losses)) + diverged,
@@ -114,6 +106,34 @@ def power_numbers(
         "needs": needs,
         "notes": [*filter(None, (note * bool(left_out), thin, *exact))],
     }, paired
+
+
+def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
+    """Return the seeds that find the gap, for the upper limit of the sd and for others, with the
+    chances that a pilot of this size asks for too few."""
+    name, test = TESTS[design]
+
+    def chance(sd: float, seeds: int) -> float:
+        return test(goal.gap, sd, seeds, goal.alpha / goal.comparisons, goal.sides)
+
+    (low, high), upper = spread.interval, spread.upper
+    sds = {"seeds": upper, "seeds_by_sd": spread.sd, "seeds_low": low, "seeds_high": high}
+    seeds = {key: least_seeds(partial(chance, sd), goal.power) for key, sd in sds.items()}
+    asked = seeds["seeds"]
+    risks = {
+        f"{risk}{by}": chance_of_less(chance, spread, sd / spread.sd, goal.power, less)
+        for by, sd in (("", upper), ("_by_sd", spread.sd))
+        for risk, less in (("too_few", goal.power), ("far_too_few", HALF))
+    }
+    return {
+        "design": design,
+        **{"sd": spread.sd, "sd_low": low, "sd_high": high, "sd_upper": upper, "df": spread.df},
+        **seeds,
+        "power": chance(upper, asked) if asked else None,
+        "power_by_seeds": {n: chance(upper, n) for n in SHOWN},
+        **risks,
+        "smallest_p": smallest_p(name, asked, asked, goal.sides) if asked else None,
+    }
 
 
 def finite_losses(row: Row) -> dict[tuple[int, int], float]:
