@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from diffllm.compare.study.file import Power, Rule, Study
+from diffllm.compare.study.file import MOST_SEEDS, Power, Rule, Study
 from diffllm.core.errors import ConfigError
 from diffllm.statistics.power_analysis import (
     largest_sd,
@@ -83,7 +83,9 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
             "differ by the gap that the study looks for would count as equivalent"
         )
     margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
-    family = [each for each in study.rules if rule.kind == "equivalence" or each.margin is not None]
+    family = study.rules
+    if rule.kind != "equivalence":  # the margins of differences are a family of their own
+        family = [each for each in family if each.kind == rule.kind and each.margin is not None]
     alpha = rule.alpha / len(family)
 
     def chance(sd: float, seeds: int) -> float:
@@ -93,9 +95,9 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
 
     if (found := chance(power.sd, n)) >= LEAST_POWER:
         return
-    least = margin * power.sd / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, power.sd)
+    least = margin * (power.sd / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, power.sd))
     seeds = least_seeds(lambda seeds: chance(power.sd, seeds), LEAST_POWER)
-    fixes = [f"{seeds:,} seeds or more"] * (seeds is not None)
+    fixes = [f"{seeds} seeds or more"] if seeds and seeds <= MOST_SEEDS else []
     if (rounded := rounded_up(least)) <= power.gap:
         fixes.append(f"a margin of {rounded:g} or more")
     raise ConfigError(

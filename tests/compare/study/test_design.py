@@ -98,7 +98,11 @@ def test_design_that_cannot_decide_is_refused_before_anything_starts(
         (with_keys(LOWER, margin=0.018), 8, {"power": POWER}),
         (with_keys(LOWER, margin=0.01), 23, {"power": POWER}),
         (with_keys(LOWER, margin=0.001), 8, {}),
-        (with_keys(LOWER, margin=0.02), 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER}),
+        (
+            with_keys(LOWER, margin=0.02),
+            8,
+            {"also": f"[{LOWER}, {ALIKE.replace('0.02', '0.025')}]", "power": POWER},
+        ),
         (with_keys(LOWER, alpha=0.1), 8, {"also": f"[{LOWER}]"}),
         (ALIKE, 10, {"also": f"[{LOWER}, {LOWER}]", "power": POWER}),
     ],
