@@ -1,0 +1,86 @@
+"""Trends: whether the gap between two arms grows or shrinks along tokens, parameters or positions.
+
+Every run has a least-squares line over log2 of x. All runs share the same x, so the slope of a gap
+is the difference of two slopes. Seeds are the unit of all tests: noise along one curve may be
+correlated without any effect on their coverage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from diffllm.statistics.gap_tests import Gap, Seed
+
+FEWEST_POINTS = 3
+WINDOW = 0.1
+"""Share of training before which evaluations do not count. A constant, so that data cannot choose
+it: the curvature of the first steps would decide the slope."""
+
+
+class Line(NamedTuple):
+    slope: float
+    """Per doubling of x."""
+    start: float
+    """Value of the line at the first x."""
+    end: float
+    """Value of the line at the last x."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The slope of a gap, own minus base, and the line of the mean gap at both ends."""
+
+    slope: Gap
+    start: float
+    end: float
+    points: int
+    first: float
+    last: float
+
+
+def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
+    """Fit y (n,) over log2 x (n,) by least squares; raises ValueError without three values of x."""
+    if len(np.unique(x)) < FEWEST_POINTS or not (x > 0).all():
+        raise ValueError(f"a trend needs {FEWEST_POINTS} or more different values above 0")
+    doublings = np.log2(x)
+    centred = doublings - doublings.mean()
+    slope = float(centred @ y / (centred @ centred))
+    at_ends = (float(y.mean() + slope * (end - doublings.mean())) for end in doublings[[0, -1]])
+    return Line(slope, *at_ends)
+
+
+def gap_trend(
+    x: np.ndarray,
+    own: Mapping[Seed, np.ndarray],
+    base: Mapping[Seed, np.ndarray],
+    test: Callable[[Mapping[Seed, float], Mapping[Seed, float]], Gap | None],
+) -> Trend | None:
+    """Return the trend of a gap over increasing x (n,), by the test `paired` or `welch`.
+
+    Args:
+        own, base: values (n,) of each run, by seed; finite.
+
+    Returns None if the test has no runs, and a slope without an interval for a single seed.
+    """
+    first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
+    slope, start, end = (
+        test(*({seed: line[i] for seed, line in arm.items()} for arm in (first, second)))
+        for i in range(len(Line._fields))
+    )
+    if slope is None or start is None or end is None:
+        return None
+    return Trend(slope, start.mean, end.mean, len(x), float(x[0]), float(x[-1]))
+
+
+def common_window(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the x (n,) at which every curve is finite, from WINDOW of the last, and the values of
+    each curve there, (n,)."""
+    finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
+    common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)
+    common = common[common >= WINDOW * common[-1]] if len(common) else common
+    return common, [y[np.searchsorted(x, common)] for x, y in finite]

@@ -1,0 +1,103 @@
+"""Slopes of gaps: planted lines, units, and the coverage of their intervals in simulations."""
+
+import math
+
+import numpy as np
+import pytest
+
+from diffllm.statistics.gap_tests import paired, welch
+from diffllm.statistics.trend import WINDOW, common_window, fit_line, gap_trend
+
+TOKENS = np.arange(1, 11) * 1e5
+SLOPE, DRAWS = 0.004, 4000
+
+
+def planted(seeds, slope=SLOPE, noise=0.0, correlation=0.0, rng=None, x=TOKENS):
+    """Curves of two arms by seed, whose gap is -0.03 + slope per doubling from the first x on.
+
+    Noise along each curve is a stationary AR(1) process with this correlation.
+    """
+    rng = rng or np.random.default_rng(0)
+    places = np.arange(len(x))
+    covariance = correlation ** np.abs(places[:, None] - places)
+    shocks = rng.normal(0, noise, (seeds, 2, len(x))) @ np.linalg.cholesky(covariance).T
+    common = 6 - 0.4 * np.log2(x / x[0]) + 0.02 * rng.normal(size=(seeds, 1))
+    own = dict(enumerate(common - 0.03 + slope * np.log2(x / x[0]) + shocks[:, 0]))
+    base = dict(enumerate(common + shocks[:, 1]))
+    return own, base
+
+
+@pytest.mark.parametrize("test", [paired, welch])
+@pytest.mark.parametrize("slope", [0.004, -0.02, 0.0])
+def test_planted_slope_is_found_exactly(test, slope):
+    found = gap_trend(TOKENS, *planted(3, slope), test)
+    assert found.slope.mean == pytest.approx(slope, abs=1e-13)
+    assert found.start == pytest.approx(-0.03)
+    assert found.end == pytest.approx(-0.03 + slope * math.log2(10))
+    assert (found.points, found.first, found.last, found.slope.seeds) == (10, 1e5, 1e6, 3)
+
+
+def test_slope_does_not_depend_on_the_unit_of_x():
+    curves = planted(4, noise=0.01)
+    one = gap_trend(TOKENS, *curves, paired).slope
+    for unit in (1e-6, 2.0, 12_345.678):
+        other = gap_trend(unit * TOKENS, *curves, paired).slope
+        assert (other.mean, other.error) == pytest.approx((one.mean, one.error), rel=1e-9)
+
+
+def test_slope_is_that_of_numpy_on_uneven_points():
+    rng = np.random.default_rng(1)
+    x = np.sort(rng.uniform(1e3, 1e9, 7))
+    y = rng.normal(size=7)
+    slope, at_zero = np.polyfit(np.log2(x), y, 1)
+    found = fit_line(x, y)
+    assert found.slope == pytest.approx(slope)
+    ends = at_zero + slope * np.log2(x[[0, -1]])
+    assert (found.start, found.end) == pytest.approx(tuple(ends))
+
+
+def test_one_seed_has_a_slope_without_interval_and_equal_seeds_have_no_p():
+    alone = gap_trend(TOKENS, *planted(1), paired).slope
+    assert alone.mean == pytest.approx(SLOPE)
+    assert alone.interval() is alone.p is alone.p_below() is None
+    equal = gap_trend(TOKENS, *planted(3), paired).slope
+    assert (equal.zero_variance, equal.p) == (True, 1)
+    assert gap_trend(TOKENS, {}, planted(1)[1], paired) is None
+
+
+@pytest.mark.parametrize("x", [[1.0, 2.0], [1.0, 2.0, 2.0], [0.0, 1.0, 2.0]])
+def test_two_points_or_a_point_at_zero_are_refused(x):
+    with pytest.raises(ValueError, match="3 or more different values above 0"):
+        fit_line(np.array(x), np.zeros(len(x)))
+
+
+def test_only_common_finite_points_after_a_tenth_of_training_count():
+    every = np.arange(1, 41) * 100
+    hole = np.where(every == 2100, np.nan, every * 1.0)
+    x, (first, second) = common_window([(every, hole), (every[::2], 2.0 * every[::2])])
+    expected = [n for n in range(100, 4000, 200) if n != 2100 and n >= WINDOW * 3900]
+    assert x.tolist() == first.tolist() == expected
+    assert (second == 2 * x).all()
+    assert common_window([])[0].size == 0
+    assert common_window([(every, hole), (every + 1, hole)])[0].size == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", [paired, welch])
+@pytest.mark.parametrize(("seeds", "correlation"), [(3, 0.9), (5, 0.0), (5, 0.9), (8, 0.9)])
+def test_slope_intervals_cover_95_of_100_also_under_autocorrelated_noise(test, seeds, correlation):
+    rng = np.random.default_rng([seeds, int(10 * correlation)])
+    hits = [
+        found.low <= SLOPE <= found.high
+        for _ in range(DRAWS)
+        for curves in [planted(seeds, noise=0.01, correlation=correlation, rng=rng)]
+        for found in [gap_trend(TOKENS, *curves, test).slope]
+    ]
+    assert 0.93 <= sum(hits) / DRAWS <= 0.97
+
+
+def test_one_sided_p_find_the_sign_of_a_slope():
+    rising = gap_trend(TOKENS, *planted(5, 0.01, 0.005), paired).slope
+    assert rising.p_above() < 0.01 < 0.99 < rising.p_below()
+    assert rising.p == pytest.approx(2 * rising.p_above())
+    assert rising.p_above(0.02) > 0.5
