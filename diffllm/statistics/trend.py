@@ -75,12 +75,12 @@ def gap_trend(
     return Trend(slope, start.mean, end.mean, len(x), float(x[0]), float(x[-1]))
 
 
-def common_window(
-    curves: Sequence[tuple[np.ndarray, np.ndarray]],
+def common_points(
+    curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x (n,) at which every curve is finite, from WINDOW of the last, and the values of
-    each curve there, (n,)."""
+    """Return the x (n,) at which every curve is finite, from the share `window` of the last x on,
+    and the values of each curve there, (n,)."""
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)
-    common = common[common >= WINDOW * common[-1]] if len(common) else common
-    return common, [y[np.searchsorted(x, common)] for x, y in finite]
+    common = common[common >= window * common[-1]] if len(common) else common
+    return common, [y[np.intersect1d(x, common, return_indices=True)[1]] for x, y in finite]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffllm.statistics.gap_tests import paired, welch
-from diffllm.statistics.trend import WINDOW, common_window, fit_line, gap_trend
+from diffllm.statistics.trend import WINDOW, common_points, fit_line, gap_trend
 
 TOKENS = np.arange(1, 11) * 1e5
 SLOPE, DRAWS = 0.004, 4000
@@ -74,12 +74,12 @@ def test_two_points_or_a_point_at_zero_are_refused(x):
 def test_only_common_finite_points_after_a_tenth_of_training_count():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
-    x, (first, second) = common_window([(every, hole), (every[::2], 2.0 * every[::2])])
+    x, (first, second) = common_points([(every, hole), (every[::2], 2.0 * every[::2])], WINDOW)
     expected = [n for n in range(100, 4000, 200) if n != 2100 and n >= WINDOW * 3900]
     assert x.tolist() == first.tolist() == expected
     assert (second == 2 * x).all()
-    assert common_window([])[0].size == 0
-    assert common_window([(every, hole), (every + 1, hole)])[0].size == 0
+    assert common_points([])[0].size == 0
+    assert common_points([(every, hole), (every + 1, hole)])[0].size == 0
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes,
 from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
 from diffllm.compare.report.tables import row_values
+from diffllm.compare.report.trends import row_trend
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import document_losses, same_documents
 from diffllm.metrics.records import LARGEST
@@ -139,6 +140,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
     if found.paired is not None:
         row.gap, row.baseline, base.is_baseline = found.paired.estimate, base, True
         row.documents, row.no_documents = over_documents(row, base)
+        row.trend = row_trend(row, base)
     own, theirs = row.measured.keys(), base.measured.keys()
     if own and theirs and own != theirs:
         common, others = (

@@ -24,6 +24,7 @@ from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed,
 from diffllm.compare.report.rows import Row, apart_text, in_short
 from diffllm.compare.report.sections import page_sections
 from diffllm.compare.report.tables import cost_columns, csv_text, table_columns
+from diffllm.compare.report.trends import trend_sentences
 from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
@@ -133,7 +134,8 @@ NOTES = 10
 
 
 def whole_text(comparison: Comparison) -> str:
-    notes = [f"note: {note}" for note in comparison.notes[:NOTES]]
+    trends = map(ascii_minus, trend_sentences(comparison.rows))
+    notes = [f"note: {note}" for note in (*trends, *comparison.notes[:NOTES])]
     if more := len(comparison.notes[NOTES:]):
         notes.append(f"note: the page has {more} more notes")
     return "\n".join([table_text(comparison), *[""] * bool(notes), *notes])

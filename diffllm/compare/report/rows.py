@@ -23,6 +23,7 @@ from diffllm.metrics.metric import Metric
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.arm_comparison import ArmComparison, Share
 from diffllm.statistics.estimates import Estimate, Rate, estimate
+from diffllm.statistics.trend import Trend
 
 FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
@@ -67,6 +68,8 @@ class Row:
     diverged: int = 0
     """Runs that ended without a finite loss."""
     group: str = ""
+    trend: Trend | None = None
+    """Of the gap over tokens, from evaluations during training."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
     incomparable: list[str] = field(default_factory=list)
 

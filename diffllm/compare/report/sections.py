@@ -25,6 +25,7 @@ from diffllm.compare.report.notes import family, survives
 from diffllm.compare.report.numbers import plural, short
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
+from diffllm.compare.report.trends import trend_sentences
 from diffllm.metrics.metric import Curve, Layers, Metric, Plot
 from diffllm.metrics.table import (
     ATTENTION,
@@ -181,6 +182,7 @@ class Figures:
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
             caption += " Noise floor: 95% of gaps between rows of equal expectation."
+        caption = " ".join([caption, *trend_sentences(self.rows)])
         plot = Curve(f"Gap to {self.baseline} over training")
         return self.card(plot, caption, "nats a token", bands, floor=floor)
 

@@ -62,6 +62,8 @@ def row_values(row: Row) -> dict[str, Any]:
         "gap_p_holm": row.p_holm,
         **ends("gap_welch", found and found.welch),
         **ends("gap_documents", row.documents),
+        "gap_trend": row.trend and row.trend.slope.mean,
+        **ends("gap_trend", row.trend and row.trend.slope),
         "seed_correlation": found and found.correlation,
         "diverged_low": diverged[0],
         "diverged_high": diverged[1],
@@ -256,7 +258,8 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
 TESTS = (
     "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",
     ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "bootstrap, 95%"),
-    ("Correlation", "between seeds"), ("Diverged", "95%, and p"),
+    ("Correlation", "between seeds"), ("Trend", "a doubling of tokens, 95%"),
+    ("Diverged", "95%, and p"),
 )  # fmt: skip
 
 
@@ -278,6 +281,7 @@ def gap_table(rows: list[Row], styles: list[RowStyle]) -> Table | None:
                 Cell(p_text(unpaired.p if unpaired else None)),
                 Cell((in_words(row.documents, signed=True) if row.documents else "") or MISSING),
                 Cell(fixed(found.correlation, 2, signed=True)),
+                Cell(with_interval(row.trend.slope.estimate, True) if row.trend else MISSING),
                 diverged_cell(found),
             ]
         )

@@ -1,0 +1,77 @@
+"""Sentences about trends: whether the gap of a row to its baseline grows or shrinks over tokens."""
+
+from collections.abc import Sequence
+
+from diffllm.compare.report.curves import LOSS
+from diffllm.compare.report.notes import NAMED
+from diffllm.compare.report.numbers import compact, digits_for, fixed, in_words, plural
+from diffllm.compare.report.rows import Row
+from diffllm.statistics.gap_tests import ALPHA, Gap, holm, paired
+from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points, gap_trend
+
+
+def row_trend(row: Row, base: Row) -> Trend | None:
+    """Return the trend over the common seeds and evaluations of two rows; None with too few."""
+    own, theirs = row.measured, base.measured
+    seeds = sorted(own.keys() & theirs.keys())
+    runs = [side[seed] for side in (own, theirs) for seed in seeds]
+    x, values = common_points([run.series(LOSS) for run in runs], WINDOW)
+    if len(x) < FEWEST_POINTS:
+        return None
+    first, second = values[: len(seeds)], values[len(seeds) :]
+    return gap_trend(
+        x, dict(zip(seeds, first, strict=True)), dict(zip(seeds, second, strict=True)), paired
+    )
+
+
+def trend_sentence(own: str, base: str, trend: Trend) -> str:
+    """ "The gap of diff_v2 to standard shrinks: +0.012 (...) nats per token per doubling ..."."""
+    slope = trend.slope.estimate
+    digits = digits_for(slope)
+    interval = "no interval from one seed"
+    if slope.low is not None:
+        words = in_words(slope, signed=True, digits=digits)
+        interval = f"{'' if slope.all_equal else '95% interval '}{words}, {seeds_text(trend.slope)}"
+    start, end = (fixed(x, max(digits, 3), signed=True) for x in (trend.start, trend.end))
+    first, last = compact(trend.first, 3), compact(trend.last, 3)
+    return (
+        f"The gap of {own} to {base} {direction(trend)}: {fixed(slope.mean, digits, signed=True)} "
+        f"nats per token per doubling of tokens ({interval}), from {start} to {end} on a line "
+        f"through {trend.points} evaluations from {first} to {last} tokens."
+    )
+
+
+def direction(trend: Trend) -> str:
+    """Say what the distance of a gap from 0 does; without an interval, only that it moves."""
+    slope = trend.slope.estimate
+    if slope.low is None or slope.all_equal:
+        return "moves" if trend.start != trend.end else "stays"
+    if slope.holds_zero:
+        return "shows no trend"
+    if trend.start * trend.end < 0:
+        return "crosses 0"
+    return "grows" if abs(trend.end) > abs(trend.start) else "shrinks"
+
+
+def seeds_text(slope: Gap) -> str:
+    if slope.seeds == slope.base_seeds:
+        return plural(slope.seeds, "seed")
+    return f"{slope.seeds} and {plural(slope.base_seeds, 'seed')}"
+
+
+def trend_sentences(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence per gap; of more than NAMED gaps, one about the largest trend.
+
+    The largest is one that survives Holm's correction over all trends, if any does.
+    """
+    found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
+    if len(found) <= NAMED:
+        return [trend_sentence(row.label, base.label, trend) for row, base, trend in found]
+    tested = [(each, p) for each in found if (p := each[2].slope.p) is not None]
+    adjusted = zip(tested, holm([p for _, p in tested]), strict=True)
+    kept = [each for (each, _), p in adjusted if p < ALPHA]
+    row, base, trend = max(kept or found, key=lambda each: abs(each[2].slope.mean))
+    return [
+        f"{len(kept)} of {len(tested)} trends over tokens survive Holm's correction at {ALPHA:g}. "
+        f"Largest: {trend_sentence(row.label, base.label, trend)}"
+    ]

@@ -1,0 +1,116 @@
+"""The trend of a gap over tokens, on curves whose gaps are planted lines."""
+
+import csv
+import io
+import math
+
+import pytest
+import sample_comparison as sample
+from runs.written import loaded, write_run
+from test_report_page import Reader
+
+from diffllm.compare.report.comparison import compare
+from diffllm.compare.report.figures import row_styles
+from diffllm.compare.report.page import page, whole_text
+from diffllm.compare.report.sections import page_sections
+from diffllm.compare.report.tables import csv_text, gap_table
+
+TOKENS = 8 * 32
+NOISE = (-0.001, 0.0, 0.001)
+
+
+def gap_at(step, start, slope):
+    """The gap is `start` at step 2, and 1 at step 1, which is before 10% of 20 steps."""
+    return 1.0 if step == 1 else start + slope * math.log2(step / 2)
+
+
+def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diverged=()):
+    """standard and gated; the slopes of seeds differ by NOISE."""
+    for variant in ("standard", "gated"):
+        for seed in range(seeds):
+            lines = [
+                {
+                    "step": step,
+                    "tokens": step * TOKENS,
+                    "train/loss": 5.0,
+                    "eval/loss": 5 - 0.1 * math.log2(step) + 0.01 * seed
+                    + (variant == "gated") * gap_at(step, start, slope + NOISE[seed]),
+                }
+                for step in steps
+            ]  # fmt: skip
+            lost = variant == "gated" and seed in diverged
+            write_run(
+                tmp_path / f"{variant}{seed}", f"attention={variant}", f"seed={seed}",
+                lines=lines, loss=lines[-1]["eval/loss"],
+                summary={"heldout_loss": None} if lost else None,
+            )  # fmt: skip
+    return compare(loaded(sorted(tmp_path.iterdir())))
+
+
+def sentence(found):
+    """The only sentence about a trend, which the terminal and the figure of gaps share."""
+    (said,) = [line for line in whole_text(found).splitlines() if "per doubling of tokens" in line]
+    first, _ = page_sections(found, row_styles(found.rows))
+    (caption,) = [card.caption for card in first if card.title.endswith("over training")]
+    assert said.removeprefix("note: ") in caption.replace("−", "-")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("start", "slope", "words"),
+    [
+        (-0.03, 0.008, "shrinks: +0.0080 nats"),
+        (0.03, -0.008, "shrinks: -0.0080 nats"),
+        (-0.03, -0.008, "grows: -0.0080 nats"),
+        (0.03, 0.008, "grows: +0.0080 nats"),
+        (-0.01, 0.008, "crosses 0: +0.0080 nats"),
+        (-0.03, 0.002, "shows no trend: +0.0020 nats"),
+    ],
+)
+def test_direction_follows_from_slope_and_sign_of_the_gap(tmp_path, start, slope, words):
+    said = sentence(compared(tmp_path, start, slope))
+    assert f"The gap of gated to standard {words} per token per doubling of tokens" in said
+    end = start + slope * math.log2(10)
+    assert f"3 seeds), from {start:+.4f} to {end:+.4f} on a line" in said
+    assert "through 5 evaluations from 512 to 5.12k tokens." in said
+
+
+def test_slope_and_interval_are_in_the_csv_and_in_the_statistics_of_the_gaps(tmp_path):
+    found = compared(tmp_path, -0.03, 0.008)
+    standard, gated = csv.DictReader(io.StringIO(csv_text(found.rows)))
+    assert float(gated["gap_trend"]) == pytest.approx(0.008)
+    half = 4.302653 * 0.001 / math.sqrt(3)  # Student's t with 2 degrees of freedom
+    ends = float(gated["gap_trend_low"]), float(gated["gap_trend_high"])
+    assert ends == pytest.approx((0.008 - half, 0.008 + half), rel=1e-5)
+    assert standard["gap_trend"] == ""
+    table = gap_table(found.rows, row_styles(found.rows))
+    (column,) = [column for column in table.columns if column.title == "Trend"]
+    assert column.cells[0].text == "+0.0080 (+0.0055 to +0.0105)"
+    assert column.cells[0].text in " ".join(Reader(page(found)).text.split())
+
+
+def test_one_seed_has_a_slope_and_no_interval(tmp_path):
+    said = sentence(compared(tmp_path, -0.03, 0.008, seeds=1))
+    assert "moves: +0.0070 nats per token per doubling of tokens (no interval from one" in said
+
+
+def test_diverged_run_and_its_pair_are_in_no_trend(tmp_path):
+    said = sentence(compared(tmp_path, -0.03, 0.008, diverged=[2]))
+    assert "+0.0075 nats" in said, "the mean of the first two seeds"
+    assert "2 seeds" in said
+
+
+def test_two_evaluations_give_no_trend(tmp_path):
+    found = compared(tmp_path, -0.03, 0.008, steps=(1, 10, 20))
+    assert found.rows[1].gap is not None
+    assert found.rows[1].trend is None
+    assert "per doubling" not in whole_text(found)
+
+
+def test_many_gaps_have_one_sentence_and_a_column():
+    found = sample.compared(sample.NINE, 2, n=40)
+    assert sum(row.trend is not None for row in found.rows) == 8
+    said = sentence(found)
+    assert said.startswith("note: 0 of 8 trends over tokens survive Holm's correction at 0.05.")
+    largest = max((row for row in found.rows if row.trend), key=lambda r: abs(r.trend.slope.mean))
+    assert f"Largest: The gap of {largest.label} to standard shows no trend" in said
