@@ -39,7 +39,7 @@ def picture(numbers: dict[str, Any]) -> str:
             rule["gap"], rule["gap_low"], rule["gap_high"], rule["seeds"]
         )
         for rule in numbers["rules"]
-        if rule["gap"] is not None
+        if rule["gap"] is not None and rule["kind"] != "trend"
     }
     if not gaps:  # a log-rank test has none
         return ""

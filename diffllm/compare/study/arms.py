@@ -13,6 +13,7 @@ from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import Planned, config_of_planned, strayed
+from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.records import finite
@@ -48,6 +49,8 @@ class StudyRun:
     """run.study: hash, stage and arm under which the run began."""
     strayed: str = ""
     """How the run's config differs from the study's; empty if it does not."""
+    positions: PositionLosses | None = None
+    """None unless a trend over positions needs them."""
     chance: float | None = None
     """Expected share of right answers of a guess; None unless the metric is such a share."""
     thin: str = ""
@@ -122,7 +125,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         value = number_of(run, study.metric)
     is_loss = sweep or study.metric == "heldout_loss"
     curve = run.series(LOSS if is_loss else study.metric)
-    if any(rule.kind == "log_rank" for rule in study.rules) and not len(curve.tokens):
+    if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
         raise ConfigError(f"{run.path} has no {study.metric}")
     documents = None
     if is_loss and value is not None:
@@ -145,6 +148,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         run.plugin_code,
         run.cfg.run.study or "",
         strayed(run.path, run.cfg, config_of_planned(planned)),
+        position_losses(run) if value is not None and needs_positions(study, planned.arm) else None,
         chance_of(run, study.metric),
         thin_note([run]),
     )

@@ -12,6 +12,7 @@ from diffllm.compare.report.numbers import compact, ends
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study
 from diffllm.compare.study.rule_tests import BELOW, Tested, measure, side_of
+from diffllm.compare.study.trend import arms_of_rule
 from diffllm.statistics.estimates import Times
 from diffllm.statistics.gap_tests import holm
 
@@ -23,7 +24,7 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     """Test all rules of a study and decide each; the first decides the study."""
-    found = [measure(study, rule, arms[rule.arm], arms[rule.against]) for rule in study.rules]
+    found = [measure(study, rule, *arms_of_rule(study, rule, arms)) for rule in study.rules]
     families = {"within": [each.within for each in found]}
     for side in ("showing", "refuting"):
         sides = [getattr(each, side) for each in found]
@@ -111,7 +112,10 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
     gap, bounds = tested.gap, tested.bounds
     if gap is None or bounds is None:
         return f"fewer than two seeds have a number in both arms{diverged}"
-    mean = f"{rule.arm} minus {rule.against} is {gap.mean:+.4g} {study.unit}".rstrip()
+    verb = "changes by" if rule.kind == "trend" else "is"
+    mean = f"{rule.arm} minus {rule.against} {verb} {gap.mean:+.4g} {study.unit}".rstrip()
+    if rule.kind == "trend":
+        mean += f" per doubling of {rule.over}"
     if gap.zero_variance:
         return mean + diverged
     level = f"{100 * (1 - rule.alpha):g}%"

@@ -12,16 +12,19 @@ from diffllm.core.bounds import at_most, bounded, check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.typed import made
 from diffllm.metrics.table import METRICS, metric_of
+from diffllm.statistics.trend import FEWEST_POINTS
 
 ARM = re.compile(r"(?!\.)[\w.+-]+")
 BOUNDS = {
     "difference": ({"below"}, {"above"}, {"below", "margin"}, {"above", "margin"}),
     "equivalence": ({"margin"},),
     "log_rank": ({"reaches"},),
+    "trend": ({"below"}, {"above"}),
 }
 """Kinds of rules, and the bounds that each takes."""
 TESTS = ("paired", "welch")
 SCALES = ("linear", "log")
+TOKENS, POSITION, PARAMETERS = OVER = ("tokens", "position", "parameters")
 OF_THE_SUMMARY = {
     "heldout_loss": "nats per token", "heldout_bits_per_byte": "bits per byte",
     "train_loss": "nats per token", "tokens_per_s": "tokens per second", "seconds": "seconds",
@@ -45,7 +48,20 @@ class Rule:
     margin: float | None = bounded(None, above=0)
     reaches: float | None = None
     """For log_rank: a level of a logged metric that rises."""
+    over: str | None = None
+    """For trend: tokens, position or parameters."""
+    smaller: dict[str, str] = field(default_factory=dict)
+    """For trend over parameters: smaller versions of `arm`, and of `against` at the same size."""
     alpha: float = bounded(0.05, above=0, below=0.5)
+
+    @property
+    def needs_curve(self) -> bool:
+        """Whether the rule reads the metric over training."""
+        return self.kind == "log_rank" or self.over == TOKENS
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return [*self.smaller.items(), (self.arm, self.against)]
 
     def words(self, metric: str) -> str:
         own = f"{metric} of {self.arm}"
@@ -56,6 +72,8 @@ class Rule:
         if self.kind == "equivalence":
             return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
         side, bound = ("below", self.below) if self.above is None else ("above", self.above)
+        if self.kind == "trend":
+            gap = f"slope per doubling of {self.over} of {gap}"
         return f"{gap} is {side} {bound:g} (one-sided, alpha {self.alpha:g})"
 
 
@@ -163,6 +181,7 @@ def check_study(study: Study) -> None:
         where = f"also[{i - 1}]" if i else "rule"
         check_rule(where, rule)
         named += [(f"{where}.arm", rule.arm), (f"{where}.against", rule.against)]
+        named += [(f"{where}.smaller", name) for pair in rule.smaller.items() for name in pair]
     for where, arm in named:
         if arm not in study.arms:
             raise ConfigError(f"{where}={arm} is no arm; known: {', '.join(sorted(study.arms))}")
@@ -171,6 +190,8 @@ def check_study(study: Study) -> None:
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
     ):
         raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
+    for rule in study.rules:
+        check_trend_metric(study, rule)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
     if study.lr_sweep is None:
@@ -200,14 +221,43 @@ def check_numbers_of_runs(study: Study) -> None:
 
 def check_rule(where: str, rule: Rule) -> None:
     one_of(f"{where}.kind", rule.kind, tuple(BOUNDS))
-    if rule.arm == rule.against:
-        raise ConfigError(f"{where}: {rule.arm} cannot be compared with itself")
+    for arm, against in rule.pairs:
+        if arm == against:
+            raise ConfigError(f"{where}: {arm} cannot be compared with itself")
     names = ("below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
         allowed = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
         wrong = ", ".join(filter(given.__contains__, names)) or "none of them"
         raise ConfigError(f"{where}: kind={rule.kind} takes {allowed}; it has {wrong}")
+    check_trend(where, rule)
+
+
+def check_trend(where: str, rule: Rule) -> None:
+    if rule.kind == "trend":
+        one_of(f"{where}.over", str(rule.over), OVER)
+    elif rule.over is not None:
+        raise ConfigError(f"{where}.over={rule.over} is of kind=trend; kind is {rule.kind}")
+    sizes = len(rule.smaller) + 1
+    if rule.over == PARAMETERS and sizes < FEWEST_POINTS:
+        example = "smaller: {v2_10m: standard_10m, v2_30m: standard_30m}"
+        raise ConfigError(
+            f"{where}: over={PARAMETERS} takes {FEWEST_POINTS} or more sizes, and has {sizes}: "
+            f"name smaller versions of arm and against ({example})"
+        )
+    if rule.over != PARAMETERS and rule.smaller:
+        raise ConfigError(f"{where}.smaller is of kind=trend with over={PARAMETERS}")
+    for side in zip(*rule.pairs, strict=True):
+        if len({*side}) < len(side):
+            raise ConfigError(f"{where}: {', '.join(side)}: an arm is named twice")
+
+
+def check_trend_metric(study: Study, rule: Rule) -> None:
+    of_loss = study.metric == "heldout_loss"
+    if rule.over == POSITION and not of_loss:
+        raise ConfigError(f"trend over {POSITION}: metric={study.metric} must be heldout_loss")
+    if rule.over == TOKENS and not of_loss and study.metric in (*OF_THE_SUMMARY, LR_SENSITIVITY):
+        raise ConfigError(f"trend over {TOKENS}: metric={study.metric} is not logged over training")
 
 
 def check_grid(where: str, grid: list[float]) -> None:

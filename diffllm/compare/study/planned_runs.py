@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from diffllm.compare.report.runs import find_runs
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.file import Study
+from diffllm.compare.study.trend_data import check_trends
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
 from diffllm.compare.sweep.job import Job
@@ -258,12 +259,13 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
-    for planned in first_runs(study):
-        cfg = config_of_planned(planned)
+    configs = {planned.arm: config_of_planned(planned) for planned in first_runs(study)}
+    check_trends(study, configs)
+    for arm, cfg in configs.items():
         try:
             cfg.check_world(world_size)
         except ConfigError as error:
-            raise ConfigError(f"arm {planned.arm}: {error}") from error
+            raise ConfigError(f"arm {arm}: {error}") from error
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")

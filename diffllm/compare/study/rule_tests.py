@@ -104,7 +104,8 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             documents=None if draws is None else central(draws, rule.alpha),
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
-    return with_divergence(tested, better(study.metric))
+    # No arm is better for a trend, and the slopes of diverged runs are unknown.
+    return with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
 
 
 def t_tests(

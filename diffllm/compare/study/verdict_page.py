@@ -23,6 +23,7 @@ from diffllm.compare.report.rows import Row
 from diffllm.compare.study.decision import SHOWN, exact_name
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.rule_tests import Tested
+from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import printable
@@ -69,6 +70,10 @@ def verdict_sentence(found: Verdict) -> str:
         f"{found.study.quantity}: {tested.reason}. {tested.rule.arm} has {own[0]} parameters and "
         f"{own[1]} training FLOPs per token, {tested.rule.against} has {base[0]} and {base[1]}."
     )
+
+
+def trend_of(found: Verdict) -> str:
+    return loss_trend(found.study, {arm.name: arm for arm in found.arms})
 
 
 def problems(found: Verdict) -> list[str]:
@@ -123,10 +128,11 @@ def power_words(study: Study) -> str:
     test, error = (paired_power, sd * 2**0.5) if paired else (welch_power, sd)
     chance = test(gap, error, seeds, alpha, sides=1)
     source = f" ({study.power.source})" if study.power.source else ""
+    what = "slope per doubling" if study.rule.kind == "trend" else "gap"
     return (
         f"With {plural(seeds, 'seed')} per arm and a standard deviation of {short(sd)} between "
-        f"seeds{source}, the study finds a true gap of {short(gap)} with probability {chance:.2f} "
-        "if seeds are uncorrelated."
+        f"seeds{source}, the study finds a true {what} of {short(gap)} with probability "
+        f"{chance:.2f} if seeds are uncorrelated."
     )
 
 
@@ -142,7 +148,7 @@ def gaps_image(found: Verdict) -> Markup:
 
     gaps = {}
     for each in found.tested:
-        if each.gap:
+        if each.gap and each.rule.kind != "trend":  # slopes have another unit
             low, high = each.bounds or (None, None)
             gap = Estimate(each.gap.mean, low, high, each.gap.seeds)
             gaps[each.rule.arm, each.rule.against] = gap
@@ -170,6 +176,7 @@ def verdict_html(found: Verdict) -> str:
         study=found.study,
         headline=verdict_headline(found),
         sentence=verdict_sentence(found),
+        trend=trend_of(found),
         problems=problems(found),
         gaps=gaps_image(found),
         arms=arms_table(found),
@@ -234,7 +241,7 @@ def markdown(found: Verdict) -> str:
             "",
             f"**Claim**: {study.claim}{f' ({study.source})' if study.source else ''}",
             "",
-            verdict_sentence(found),
+            " ".join(filter(None, (verdict_sentence(found), trend_of(found)))),
             "",
             *(f"- {problem}" for problem in problems(found)),
             *[""] * bool(problems(found)),

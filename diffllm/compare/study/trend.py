@@ -1,0 +1,140 @@
+"""Trends of a study: the slopes of the runs of two arms, over tokens, positions or parameters."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from diffllm.compare.report.numbers import ascii_minus
+from diffllm.compare.report.trends import trend_sentence
+from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.file import PARAMETERS, POSITION, TOKENS, Rule, Study
+from diffllm.compare.study.trend_data import PositionLosses, check_sizes
+from diffllm.core.errors import ConfigError
+from diffllm.metrics.records import finite
+from diffllm.statistics.gap_tests import paired, welch
+from diffllm.statistics.trend import (
+    FEWEST_POINTS,
+    WINDOW,
+    common_points,
+    fit_line,
+    gap_trend,
+)
+
+Curves = dict[int, np.ndarray | None]
+"""Values of each seed at common places, (n,); None for a diverged run."""
+
+
+class Sides(NamedTuple):
+    x: np.ndarray
+    own: Curves
+    base: Curves
+
+
+def arms_of_rule(
+    study: Study, rule: Rule, arms: Mapping[str, StudyArm]
+) -> tuple[StudyArm, StudyArm]:
+    """Return the two arms that a rule compares; for a trend, with a slope per seed as values.
+
+    The difference of two slopes is the slope of the gap, because both arms share all places.
+    Raises ConfigError if the ended runs of both arms have too few places in common.
+    """
+    own, base = arms[rule.arm], arms[rule.against]
+    if rule.kind != "trend":
+        return own, base
+    x, *curves = sides(study, rule, arms)
+    finite = [any(y is not None for y in side.values()) for side in curves]
+    if all(finite) and len(x) < FEWEST_POINTS:
+        raise ConfigError(
+            f"trend of {own.name} and {base.name}: the runs have {len(x)} common points over "
+            f"{rule.over}; a trend needs {FEWEST_POINTS}"
+        )
+    enough = len(x) >= FEWEST_POINTS
+    first, second = (
+        {
+            seed: None if y is None else fit_line(x, y).slope
+            for seed, y in side.items()
+            if y is None or enough
+        }
+        for side in curves
+    )
+    return StudyArm(own.name, own.lr, values=first), StudyArm(base.name, base.lr, values=second)
+
+
+def sides(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
+    if rule.over == PARAMETERS:
+        return over_sizes(rule, arms)
+    return along_runs(study, rule.over or TOKENS, arms[rule.arm], arms[rule.against])
+
+
+def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
+    """Final numbers of the seeds that have ended at every size, over the mean size of a pair."""
+    named = {name: arms[name] for pair in rule.pairs for name in pair}
+    parameters = {name: parameters_of(arm) for name, arm in named.items() if arm.runs}
+    if len(parameters) < len(named):
+        return Sides(np.zeros(0), {}, {})
+    check_sizes(rule, parameters)
+    pairs = sorted(rule.pairs, key=lambda pair: parameters[pair[0]])
+    found: list[Curves] = []
+    for side in zip(*pairs, strict=True):
+        values = [named[name].values for name in side]
+        seeds = sorted(set.intersection(*map(set, values)))
+        of_seed = {seed: [each[seed] for each in values] for seed in seeds}
+        found.append({seed: None if None in y else np.array(y) for seed, y in of_seed.items()})
+    return Sides(
+        np.array([math.sqrt(parameters[own] * parameters[base]) for own, base in pairs]), *found
+    )
+
+
+def parameters_of(arm: StudyArm) -> float:
+    count = finite(arm.runs[0].facts.get("parameters"))
+    if not count or count <= 0:
+        raise ConfigError(f"{arm.runs[0].name}: run.json does not record parameters")
+    return count
+
+
+def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
+    """Values along tokens or positions, where every finite run of both arms has one."""
+    runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
+    if over == POSITION:
+        x, values = at_positions([run.positions for run in runs if run.positions])
+    else:
+        x, values = common_points([run.curve for run in runs], WINDOW)
+    by_run = {run.name: on_scale(y, run, study) for run, y in zip(runs, values, strict=True)}
+    first, second = ({run.seed: by_run.get(run.name) for run in arm.runs} for arm in (own, base))
+    return Sides(x, first, second)
+
+
+def at_positions(losses: list[PositionLosses]) -> tuple[np.ndarray, list[np.ndarray]]:
+    if len({each.asked for each in losses}) > 1:
+        raise ConfigError(
+            f"trend over {POSITION}: runs were evaluated on different documents; evaluate all with "
+            "the same limit"
+        )
+    return common_points([(each.positions, each.losses) for each in losses])
+
+
+def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
+    if study.scale == "linear":
+        return values
+    if (values <= 0).any():
+        raise ConfigError(f"{run.name}: {study.metric}={values.min():g} has no logarithm")
+    return np.log(values)
+
+
+def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
+    """Return one sentence about the gap of the deciding rule over tokens.
+
+    Empty unless the gap is of held-out losses and the runs have enough common evaluations.
+    """
+    rule = study.rule
+    over_tokens = rule.over in (None, TOKENS)
+    if study.metric != "heldout_loss" or study.scale != "linear" or not over_tokens:
+        return ""
+    x, *both = along_runs(study, TOKENS, arms[rule.arm], arms[rule.against])
+    own, base = ({seed: y for seed, y in side.items() if y is not None} for side in both)
+    if len(x) < FEWEST_POINTS:
+        return ""
+    found = gap_trend(x, own, base, paired if study.test == "paired" else welch)
+    return ascii_minus(trend_sentence(rule.arm, rule.against, found)) if found else ""

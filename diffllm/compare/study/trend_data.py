@@ -1,0 +1,92 @@
+"""What the rules of kind `trend` need: enough points, checked before runs start, and positions."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from diffllm.compare.report.evaluations import question_asked
+from diffllm.compare.report.runs import Run
+from diffllm.compare.study.file import PARAMETERS, POSITION, TOKENS, Rule, Study
+from diffllm.config import TrainConfig
+from diffllm.config.matching import totals
+from diffllm.core.errors import ConfigError
+from diffllm.evaluation.evaluation import all_results
+from diffllm.metrics.records import finite
+from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
+
+
+class PositionLosses(NamedTuple):
+    """The evaluation `position` of a run at its last step, an entry per octave of positions."""
+
+    positions: np.ndarray
+    """(n,) first position of each octave from 1 on; position 0 has no logarithm."""
+    losses: np.ndarray
+    """(n,) nats per token; NaN if not finite."""
+    asked: str
+    """Documents, corpus and tokenizer, which must agree."""
+
+
+def needs_positions(study: Study, arm: str) -> bool:
+    return any(rule.over == POSITION and arm in rule.pairs[0] for rule in study.rules)
+
+
+def position_losses(run: Run) -> PositionLosses:
+    """Read the saved evaluation `position` of the last step; raises ConfigError without one."""
+    problems: dict[str, list[str]] = {}
+    results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
+    if (found := results.get(POSITION)) is None:
+        unusable = [reason for reason, files in problems.items() if f"{POSITION}.jsonl" in files[0]]
+        why = f" ({unusable[0]})" if unusable else ""
+        command = shlex.join(["diffllm", "evaluate", f"run={run.path}", f"tasks=[{POSITION}]"])
+        raise ConfigError(
+            f"{run.path} has no evaluation {POSITION} of its last step{why}; run: {command}"
+        )
+    octaves = {
+        start: finite(score["value"])
+        for score in found["scores"]
+        if (start := finite((score.get("level") or {}).get(POSITION)))
+    }
+    positions = np.array(sorted(octaves), dtype=np.float64)
+    losses = np.array([octaves[at] for at in positions], dtype=np.float64)
+    return PositionLosses(positions, losses, json.dumps(question_asked(found)))
+
+
+def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
+    """Raise ConfigError if the runs of a trend will have too few points, or sizes out of order.
+
+    Args:
+        configs: of a deciding run of each arm.
+    """
+    for rule in study.rules:
+        if rule.over == PARAMETERS:
+            check_sizes(rule, {arm: totals(configs[arm].model)["params"] for arm in configs})
+        elif rule.over == TOKENS and study.metric == "heldout_loss":
+            for arm in rule.pairs[0]:
+                check_evaluations(arm, configs[arm])
+
+
+def check_evaluations(arm: str, cfg: TrainConfig) -> None:
+    steps, interval = cfg.steps, cfg.eval.interval
+    evaluated = {*range(interval, steps, interval), steps}
+    counted = [step for step in evaluated if step >= WINDOW * steps]
+    if len(counted) < FEWEST_POINTS:
+        raise ConfigError(
+            f"arm {arm}: eval.interval={interval} gives {len(counted)} evaluations from "
+            f"{WINDOW:.0%} of {steps} steps on; a trend over {TOKENS} needs {FEWEST_POINTS}"
+        )
+
+
+def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
+    """Raise ConfigError unless every smaller arm has fewer parameters than its largest, and all
+    sizes differ."""
+    for side in zip(*rule.pairs, strict=True):
+        sizes = [parameters[arm] for arm in side]
+        if len({*sizes}) < len(sizes) or max(sizes) > sizes[-1]:
+            said = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in side)
+            raise ConfigError(
+                f"trend over {PARAMETERS}: {said} parameters; sizes must differ, and those of "
+                f"smaller must be below that of {side[-1]}"
+            )

@@ -1,0 +1,293 @@
+"""Rules of kind `trend`: verdicts on runs whose gaps are planted lines, and what is refused."""
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from runs.written import study_file, write_arms
+
+from diffllm.compare.report.runs import Series
+from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.decision import apply_rules
+from diffllm.compare.study.file import load_study
+from diffllm.compare.study.planned_runs import check_study_runs
+from diffllm.compare.study.trend import loss_trend
+from diffllm.compare.study.trend_data import PositionLosses
+from diffllm.compare.study.verdict import judge
+from diffllm.compare.study.verdict_page import markdown, verdict_html
+from diffllm.core.errors import ConfigError
+from diffllm.evaluation.evaluation import results_of, store_result
+from diffllm.evaluation.position import Position
+
+TOKENS = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
+POSITION = TOKENS.replace("tokens", "position")
+SIZES = (
+    "{kind: trend, over: parameters, arm: v2_l, against: std_l, "
+    "smaller: {v2_s: std_s, v2_m: std_m}, below: 0.0}"
+)
+NOISE = np.array([0.0, 0.001, -0.001, 0.002, -0.002])
+X = np.array([50, 100, 200, 400, 600, 800, 1000])
+"""The first is before 10% of the last."""
+OCTAVES = np.array([1, 2, 4, 8, 16])
+SIX = {
+    "arms": "{" + ", ".join(
+        f"{arm}_{size}: [attention={variant}, model.dim={dim}]"
+        for arm, variant in (("std", "standard"), ("v2", "diff_v2"))
+        for size, dim in (("s", 32), ("m", 64), ("l", 128))
+    ) + "}",
+    "baseline": "std_l",
+}  # fmt: skip
+
+
+def arm(name, slopes, diverged=(), asked="same"):
+    """An arm whose runs are 4 plus a line with these slopes per doubling, one slope per seed."""
+    found = StudyArm(name, None)
+    for seed, slope in enumerate(slopes):
+        loss = None if seed in diverged else 4.0
+        curve = Series(X, 4 + slope * np.log2(X / 100))
+        curve.values[0] += 10
+        positions = PositionLosses(OCTAVES, 4 + slope * np.log2(OCTAVES), asked)
+        found.runs.append(
+            StudyRun(
+                f"{name}-{seed}", seed, 1e-3, loss, loss, 1000, 2048, curve, positions=positions
+            )
+        )
+        found.values[seed] = loss
+    return found
+
+
+def decided(tmp_path, rule, v2, half=0 * NOISE, diverged=((), ()), asked="same", **more):
+    study = study_file(tmp_path / "study.yaml", rule, seeds="[0, 1, 2, 3, 4]", **more)
+    arms = {"v2": arm("v2", v2, diverged[0], asked), "half": arm("half", half, diverged[1])}
+    (found,) = apply_rules(study, arms)
+    return found
+
+
+@pytest.mark.parametrize("rule", [TOKENS, POSITION])
+@pytest.mark.parametrize(
+    ("bound", "slope", "verdict"),
+    [
+        ("below: 0.0", -0.01, "shown"),
+        ("below: 0.0", 0.01, "refuted"),
+        ("below: 0.0", 0.0, "underpowered"),
+        ("below: -0.02", -0.01, "refuted"),
+        ("above: 0.0", 0.01, "shown"),
+        ("above: 0.0", -0.01, "refuted"),
+    ],
+)
+def test_trend_is_judged_by_its_slope_per_doubling(tmp_path, rule, bound, slope, verdict):
+    found = decided(tmp_path, rule.replace("below: 0.0", bound), slope + NOISE)
+    assert found.verdict == verdict, found.reason
+    assert found.gap.mean == pytest.approx(slope, abs=1e-12)
+    over = found.rule.over
+    said = f"v2 minus half changes by {found.gap.mean:+.4g} nats per token per doubling of {over} ("
+    assert found.reason.startswith(said)
+
+
+def test_trend_without_variance_or_with_uneven_divergence_shows_nothing(tmp_path):
+    slopes = -0.01 + NOISE
+    assert decided(tmp_path, TOKENS, 0 * NOISE - 0.01).verdict == "underpowered"
+    for diverged in (([4], []), ([], [4]), (range(5), []), ([], range(5))):
+        found = decided(tmp_path, TOKENS, slopes, diverged=diverged)
+        assert found.verdict == "underpowered", (diverged, found.reason)
+    both = decided(tmp_path, TOKENS, slopes, half=0.1 * NOISE, diverged=([4], [4]))
+    assert both.verdict == "shown"
+    assert both.gap.seeds == 4
+
+
+def test_welch_and_log_scale(tmp_path):
+    rng = np.random.default_rng(0)
+    slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
+    found = decided(tmp_path, TOKENS, slopes, others, test="welch")
+    assert found.verdict == "shown"
+    assert found.gap.mean == pytest.approx(slopes.mean() - others.mean())
+    assert found.gap.df < 8.01
+    found = decided(tmp_path, TOKENS, slopes, others, scale="log")
+    assert found.gap.mean == pytest.approx((slopes.mean() - others.mean()) / 4, rel=0.05)
+    assert "nats" not in found.reason
+
+
+def test_runs_with_two_common_points_or_other_documents_are_refused(tmp_path):
+    study = study_file(tmp_path / "study.yaml", TOKENS)
+    arms = {"v2": arm("v2", NOISE), "half": arm("half", NOISE)}
+    for run in arms["half"].runs:
+        run.curve.values[2:5] = math.nan
+        run.curve.values[1] = math.nan
+    with pytest.raises(ConfigError, match="2 common points over tokens; a trend needs 3"):
+        apply_rules(study, arms)
+    with pytest.raises(ConfigError, match="evaluated on different documents"):
+        decided(tmp_path, POSITION, NOISE, asked="other")
+
+
+# Parameters
+
+
+def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
+    """Six arms; v2 minus standard is `gaps` by size, and a NOISE of the size per seed."""
+    study = study_file(tmp_path / "study.yaml", SIZES, seeds="[0, 1, 2, 3, 4]", **SIX)
+    arms = {}
+    for place, (size, count) in enumerate(zip("sml", parameters, strict=True)):
+        for name, gap in ((f"std_{size}", 0.0), (f"v2_{size}", gaps[place])):
+            made = arms[name] = StudyArm(name, None)
+            for seed in range(5):
+                value = 5 - place + gap + place * NOISE[seed] * bool(gap)
+                run = StudyRun(f"{name}-{seed}", seed, 1e-3, value, value, 1000, 2048)
+                run.facts["parameters"] = count
+                if (name, seed) not in missing:
+                    made.runs.append(run)
+                    made.values[seed] = value
+    return apply_rules(study, arms)[0]
+
+
+def test_trend_over_parameters_is_the_slope_of_the_gaps_of_pairs(tmp_path):
+    found = sized(tmp_path, (-0.01, -0.03, -0.05))
+    assert found.gap.mean == pytest.approx(-0.02)
+    assert found.gap.error == pytest.approx(np.std(NOISE, ddof=1) / math.sqrt(5))
+    assert found.verdict == "shown"
+    assert "v2_l minus std_l changes by -0.02 nats per token per doubling of param" in found.reason
+    found = sized(tmp_path, (-0.01, -0.03, -0.05), missing=[("std_m", 1)])
+    assert found.gap.seeds == 4, "a seed counts if all sizes have ended"
+    every = [("v2_s", seed) for seed in range(5)]
+    assert sized(tmp_path, (-0.01, -0.03, -0.05), missing=every).verdict == "underpowered"
+
+
+@pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
+def test_equal_or_wrongly_ordered_sizes_are_refused(tmp_path, parameters):
+    with pytest.raises(ConfigError, match="sizes must differ, and those of smaller must be below"):
+        sized(tmp_path, (0.0, 0.0, 0.0), parameters)
+
+
+# Before runs start
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("over: tokens, ", "", "rule.over=None is not one of tokens, position, parameters"),
+        ("over: tokens", "over: time", "rule.over=time is not one of"),
+        ("kind: trend", "kind: difference", "rule.over=tokens is of kind=trend; kind is differ"),
+        ("below: 0.0", "margin: 0.1", "rule: kind=trend takes below, or above; it has margin"),
+        ("over: tokens", "over: parameters", "over=parameters takes 3 or more sizes, and has 1"),
+        ("below", "smaller: {half: v2}, below", "rule.smaller is of kind=trend with over=param"),
+    ],
+)
+def test_bad_rule_is_refused_with_its_key(tmp_path, old, new, said):
+    with pytest.raises(ConfigError) as caught:
+        study_file(tmp_path / "study.yaml", TOKENS.replace(old, new))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is no arm"),
+        ("v2_s: std_s", "v2_s: v2_s", "v2_s cannot be compared with itself"),
+        ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l: an arm is named twice"),
+    ],
+)
+def test_bad_sizes_are_refused_with_their_arm(tmp_path, old, new, said):
+    with pytest.raises(ConfigError) as caught:
+        study_file(tmp_path / "study.yaml", SIZES.replace(old, new), **SIX)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "metric"),
+    [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
+)
+def test_metric_without_these_points_is_refused(tmp_path, rule, metric):
+    with pytest.raises(ConfigError, match=f"metric={metric} "):
+        study_file(tmp_path / "study.yaml", rule, metric=metric)
+
+
+def test_few_evaluations_or_unordered_sizes_are_refused_before_any_run(tmp_path):
+    study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
+    check_study_runs(study, tmp_path / "out", 1)
+    text = study.path.read_text()
+    study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"))
+    with pytest.raises(ConfigError, match="=10 gives 2 evaluations from 10% of 20"):
+        check_study_runs(load_study(study.path), tmp_path / "out", 1)
+    study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
+    check_study_runs(study, tmp_path / "out", 1)
+    study.path.write_text(study.path.read_text().replace("dim=32", "dim=256"))
+    with pytest.raises(ConfigError, match="trend over parameters: v2_s "):
+        check_study_runs(load_study(study.path), tmp_path / "out", 1)
+
+
+# From runs on disk
+
+
+def written(tmp_path, rule, **more):
+    """Runs whose gap starts at -0.04 and shrinks by 0.01 per doubling from step 5 on."""
+    study = study_file(tmp_path / "study.yaml", rule, seeds="[0, 1, 2, 3, 4]", **more)
+    losses = {"standard": [4.0] * 5, "half": [4.0] * 5, "v2": [3.98] * 5}
+    write_arms(study, tmp_path / "out", losses)
+    for name in losses:
+        for seed, noise in enumerate(NOISE):
+            gaps = {step: -0.04 + (0.01 + noise) * math.log2(step / 5) for step in (5, 10, 15, 20)}
+            lines = [
+                {
+                    "step": step, "tokens": 256 * step, "train/loss": 4.0,
+                    "eval/loss": 4 + (name == "v2") * gap,
+                }
+                for step, gap in gaps.items()
+            ]  # fmt: skip
+            file = tmp_path / "out" / f"{name}-seed{seed}" / "metrics.jsonl"
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return study
+
+
+@pytest.mark.parametrize("test", ["paired", "welch"])
+def test_verdict_page_of_a_loss_study_says_the_trend_of_its_deciding_rule(tmp_path, test):
+    difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
+    found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
+    half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
+    said = (
+        "The gap of v2 to half shrinks: +0.010 nats per token per doubling of tokens (95% interval "
+        f"{0.01 - half:+.3f} to {0.01 + half:+.3f}, 5 seeds), from -0.040 to -0.020 on a line "
+        "through 4 evaluations from 1.28k to 5.12k tokens."
+    )
+    for text in (markdown(found), verdict_html(found)):
+        assert text.count(said) == 1
+    arms = {each.name: each for each in found.arms}
+    assert loss_trend(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
+
+
+def test_trend_over_tokens_is_judged_from_the_logged_losses(tmp_path):
+    rising = TOKENS.replace("below", "above")
+    found = judge(written(tmp_path, rising), tmp_path / "out")
+    assert found.verdict == "shown", found.reasons
+    assert found.numbers()["rules"][0]["gap"] == pytest.approx(0.01)
+    assert "slope per doubling of tokens of heldout_loss of v2 minus that of half is above 0" in (
+        markdown(found)
+    )
+
+
+def test_position_is_read_from_the_evaluation_of_the_last_step(tmp_path):
+    study, out = written(tmp_path, POSITION), tmp_path / "out"
+    for name in ("half", "v2"):
+        for seed, noise in enumerate(NOISE):
+            slope = (name == "v2") * (-0.01 + noise)
+            bins = {"0": [9.0, 1]} | {
+                word: [100 * (4 + slope * i), 100]
+                for i, word in enumerate(("1", "2-3", "4-7", "8-15"))
+            }
+            lines = [{"all": {"": [1.0, 1]}, "position": bins, "distance": {}, "span": {}}]
+            scores = [asdict(score) for score in Position().scores({}, lines)]
+            scores = [{**score, **score.pop("more")} for score in scores]
+            if (name, seed) == ("v2", 4):
+                run = out / "v2-seed4"
+                with pytest.raises(ConfigError) as caught:
+                    judge(study, out)
+                assert f"{run} has no evaluation position of its last step; run: diffllm" in str(
+                    caught.value
+                )
+                assert f"diffllm evaluate run={run} 'tasks=[position]'" in str(caught.value)
+            file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
+            first = {"key": {"documents": 1, "checkpoint": f"{name}{seed}"}, "unit": "nats a token"}
+            store_result(file, {**first, "scores": scores}, lines)
+    found = judge(study, out)
+    assert found.verdict == "shown", found.reasons
+    assert found.tested[0].gap.mean == pytest.approx(-0.01)
