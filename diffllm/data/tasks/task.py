@@ -48,6 +48,8 @@ class Example:
     """Index of the right candidate."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further values that may group results."""
+    evidence: tuple[int, int] | None = None
+    """Start and end, in characters of the prompt, of the text that contains the answer."""
 
 
 def levels_of(settings: Any, key: str) -> list[Level]:
