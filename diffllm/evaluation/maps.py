@@ -9,7 +9,9 @@ Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has 
 import math
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,12 +60,34 @@ class LayerMaps:
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
     """Compute the maps of `layer` (from 0) over tokens (B, T) int64, a document per row."""
+    return attention_maps(*next(islice(attention_inputs(model, tokens), layer, None)))
+
+
+@torch.no_grad()
+def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[Maps]:
+    """Yield each layer's maps for the last query of each row: (B, h, T) each.
+
+    tokens (B, T) int64, a document per row, padded at the end to T; lengths (B,) int64.
+    """
+    at = torch.arange(len(tokens), device=tokens.device)[:, None], lengths[:, None] - 1
+    visible = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    layers = attention_inputs(model, tokens)
+    for _, (attention, x, rope) in zip(model.layers, layers, strict=False):
+        q, k, _ = attention.project(x, rope)
+        maps = attention.maps(x[at], q[at], k, visible[:, None, None])
+        yield {name: weights.squeeze(2) for name, weights in maps.items()}
+
+
+@torch.no_grad()
+def attention_inputs(
+    model: Transformer, tokens: Tensor
+) -> Iterator[tuple[Attention, Tensor, Rope]]:
+    """Yield each layer's attention and its arguments, and compute the layer afterwards."""
     x = model.tok_embeddings(tokens)
     rope = model.rope(0, tokens.shape[1])
-    for block in model.layers[:layer]:
+    for block in model.layers:
+        yield block.attention, block.attention_norm(x), rope
         x, *_ = block(x, rope)
-    block = model.layers[layer]
-    return attention_maps(block.attention, block.attention_norm(x), rope)
 
 
 def attention_maps(
