@@ -4,6 +4,7 @@ Other documents would have given another gap, so documents and seeds are both dr
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +17,7 @@ seeds vary; with fewer it is withheld. docs/statistics.md has the table."""
 LEAST_DOCUMENTS = 20
 LEAST_OF_ONE = 8
 CELLS = 4_000_000
+Interval = tuple[float, float] | None
 
 
 def withheld(seeds: int, documents: int) -> str:
@@ -27,6 +29,32 @@ def withheld(seeds: int, documents: int) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class DrawnGaps:
+    """Gaps of drawn documents and seeds.
+
+    Their percentiles are expanded by the degrees of freedom of the seeds or of the documents,
+    whichever are fewer.
+    """
+
+    draws: np.ndarray
+    """(draws,)"""
+    df: int
+
+    def bounds(self, alpha: float) -> tuple[float, float]:
+        """Return the lower and upper one-sided bounds at confidence 1 - alpha."""
+        low, high = central(self.draws, expanded(alpha, self.df)).tolist()
+        return low, high
+
+    def p(self, bound: float, side: int) -> float:
+        """Return the one-sided p of "the gap is below (-1) or above (1) the bound"."""
+        from scipy.special import ndtri, stdtr
+
+        beyond = int((side * (self.draws - bound) <= 0).sum())
+        share = (1 + beyond) / (1 + len(self.draws))
+        return float(stdtr(self.df, ndtri(share))) if share < 1 else 1.0
+
+
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
 ) -> Estimate:
@@ -36,7 +64,8 @@ def bootstrap(
     """
     gap = float(((np.asarray(own) - base).sum(axis=1) / np.sum(tokens)).mean())
     found = drawn_gaps(own, base, tokens, draws=draws)
-    return Estimate(gap, *central(found, (1 - CONFIDENCE) / 2), len(own))
+    low, high = central(found.draws, (1 - CONFIDENCE) / 2).tolist()
+    return Estimate(gap, low, high, len(own))
 
 
 def drawn_gaps(
@@ -46,8 +75,8 @@ def drawn_gaps(
     paired: bool = True,
     log: bool = False,
     draws: int = DRAWS,
-) -> np.ndarray:
-    """Draw documents and seeds anew; return the gap of each draw, own minus base, (draws,).
+) -> DrawnGaps:
+    """Draw documents and seeds anew, and measure the gap of each draw, own minus base.
 
     A draw takes the same documents for both arms and all seeds. It also takes the same seeds for
     both arms if runs of one seed are a pair. Each draw takes one less than there are, with
@@ -70,7 +99,8 @@ def drawn_gaps(
             for of_seed, seeds in zip(losses, drawn * 2, strict=False)
         )
         found.append(first - second)
-    return np.concatenate(found)
+    df = min(len(sides[0]), len(sides[1]), len(weights)) - 1
+    return DrawnGaps(np.concatenate(found), df)
 
 
 def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
@@ -80,26 +110,33 @@ def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
 
 def of_documents(
     nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
-) -> tuple[float, float] | None:
+) -> Interval:
     """Return the 95% interval of one model's mean in nats per token over documents; None with fewer
     than LEAST_OF_ONE documents.
-
-    The percentiles are as extreme under a normal distribution as those of Student's t with n - 1
-    degrees of freedom (the expanded percentile interval of Hesterberg, arXiv 1411.5279).
 
     Args:
         nats: (documents,), summed over the tokens of each; or the difference of two such sums.
         tokens: (documents,), number of tokens of each document.
     """
-    there = np.asarray(tokens) > 0
-    sums, weights = (np.asarray(x, np.float64)[there] for x in (nats, tokens))
-    if len(sums) < LEAST_OF_ONE:
-        return None
-    from scipy.special import ndtr, stdtrit
+    sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
+    return of_columns(sums, weights, draws, seed)[0]
 
+
+def of_columns(
+    sums: np.ndarray, weights: np.ndarray, draws: int = DRAWS, seed: int = 0
+) -> list[Interval]:
+    """Return the intervals of K means as `of_documents`, from sums and weights (documents, K); None
+    for a mean without weight. A draw takes the same documents for all means."""
+    there = (weights > 0).any(1)
+    if there.sum() < LEAST_OF_ONE:
+        return [None] * sums.shape[1]
+    sums, weights = sums[there], weights[there]
     draw = drawn_documents(np.random.default_rng(seed), len(sums), draws)
-    found = [(texts @ sums) / (texts @ weights) for texts in draw]
-    return central(np.concatenate(found), float(ndtr(stdtrit(len(sums) - 1, (1 - CONFIDENCE) / 2))))
+    with np.errstate(invalid="ignore"):
+        found = np.concatenate([(texts @ sums) / (texts @ weights) for texts in draw])
+    low, high = central(found, expanded((1 - CONFIDENCE) / 2, len(sums) - 1))
+    pairs = zip(low.tolist(), high.tolist(), strict=True)
+    return [pair if pair[0] <= pair[1] else None for pair in pairs]
 
 
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
@@ -113,6 +150,17 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
         yield rng.multinomial(documents - 1, np.full(documents, 1 / documents), size=count)
 
 
-def central(found: np.ndarray, tail: float) -> tuple[float, float]:
-    low, high = np.quantile(found, (tail, 1 - tail))
-    return float(low), float(high)
+def central(found: np.ndarray, tail: float) -> np.ndarray:
+    """Return the quantiles `tail` and 1 - `tail` over draws, (2, ...) of (draws, ...)."""
+    return np.quantile(found, (tail, 1 - tail), axis=0)
+
+
+def expanded(tail: float, df: int) -> float:
+    """Return the tail under a normal distribution that is as extreme as `tail` under Student's t.
+
+    The percentiles of draws are too narrow with few units, and these are not (the expanded
+    percentile interval of Hesterberg, arXiv 1411.5279).
+    """
+    from scipy.special import ndtr, stdtrit
+
+    return float(ndtr(stdtrit(df, tail)))

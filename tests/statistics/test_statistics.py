@@ -204,11 +204,13 @@ def test_a_bootstrap_of_few_seeds_is_withheld():
     assert found.mean == pytest.approx(gaps.sum() / LEAST_SEEDS / tokens.sum())
     assert found.low < found.mean < found.high
     assert found == bootstrap(base + gaps, base, tokens)
-    logs = drawn_gaps(base + gaps, base, tokens, log=True)
+    logs = drawn_gaps(base + gaps, base, tokens, log=True).draws
     ratios = np.log((base + gaps).sum(axis=1) / base.sum(axis=1))
     assert logs.mean() == pytest.approx(ratios.mean(), abs=4 * logs.std() / len(logs) ** 0.5)
-    unpaired, pairs = (drawn_gaps(base + gaps, base, tokens, paired) for paired in (False, True))
-    assert unpaired.std() > pairs.std(), "base varies between seeds"
+    unpaired, pairs_of = (
+        drawn_gaps(base + gaps, base, tokens, pair).draws for pair in (False, True)
+    )
+    assert unpaired.std() > pairs_of.std(), "base varies between seeds"
     assert "less than 90%" in withheld(LEAST_SEEDS - 1, 40)
     assert "documents" in withheld(LEAST_SEEDS, LEAST_DOCUMENTS - 1)
     assert withheld(LEAST_SEEDS, LEAST_DOCUMENTS) == ""

@@ -13,7 +13,7 @@ from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
 from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, p_more
-from diffllm.statistics.bootstrap import LEAST_SEEDS, central, drawn_gaps, withheld
+from diffllm.statistics.bootstrap import LEAST_SEEDS, DrawnGaps, drawn_gaps, withheld
 from diffllm.statistics.estimates import Times, estimate
 from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
 from diffllm.statistics.permutation import label, log_rank, sign_flip, smallest_p
@@ -96,12 +96,12 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     gap = outcome.paired if study.test == "paired" else outcome.welch
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
-        draws = over_documents(study, own, base)
+        drawn = over_documents(study, own, base) if rule.kind != "trend" else None
         tested = replace(
             tested,
-            **t_tests(study, rule, finite_samples(study, own, base), gap, draws),
+            **t_tests(study, rule, finite_samples(study, own, base), gap, drawn),
             smallest=smallest_p(gap.seeds, None if study.test == "paired" else gap.base_seeds),
-            documents=None if draws is None else central(draws, rule.alpha),
+            documents=drawn.bounds(rule.alpha) if drawn else None,
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
     # No arm is better for a trend, and the slopes of diverged runs are unknown.
@@ -113,23 +113,17 @@ def t_tests(
     rule: Rule,
     samples: tuple[np.ndarray, np.ndarray],
     gap: Gap,
-    draws: np.ndarray | None,
+    drawn: DrawnGaps | None,
 ) -> dict[str, Any]:
     """Return the t tests of both sides of a rule, with the exact tests and the bootstrap next to
     them.
-
-    Args:
-        draws: the gap over drawn documents and seeds, (draws,).
     """
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
         first, second = which * (samples[0] - bound), which * samples[1]
         exact = sign_flip(first - second) if study.test == "paired" else label(first, second)
-        documents = None
-        if draws is not None:
-            documents = (1 + int((which * (draws - bound) <= 0).sum())) / (1 + len(draws))
-        return Side(p, exact, documents)
+        return Side(p, exact, drawn.p(bound, which) if drawn else None)
 
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
     within = close.p if close else None
@@ -168,8 +162,8 @@ def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndar
     return in_seed_order(first), in_seed_order(second)
 
 
-def over_documents(study: Study, own: StudyArm, base: StudyArm) -> np.ndarray | None:
-    """Return the gap over drawn documents and seeds, (draws,).
+def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
+    """Return the gaps of drawn documents and seeds.
 
     None unless the metric is the held-out loss, and both arms have at least LEAST_SEEDS seeds that
     were measured on the same LEAST_DOCUMENTS documents or more.
