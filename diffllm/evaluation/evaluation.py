@@ -11,6 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,10 +163,10 @@ def is_score(score: Any) -> bool:
     if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
         return False
     groups = [value for key, value in score.items() if key.startswith("by_")]
-    interval = score.get("interval") or [None, None]
+    pairs = [score.get(key) or [None, None] for key in ("interval", "range")]
     dicts = all(isinstance(each, dict) for each in [score.get("level", {}), *groups])
-    if not dicts or not isinstance(interval, list) or len(interval) != 2:
+    if not dicts or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         return False
     numbers = [score.get(key) for key in ("value", "chance", "generated", "examples")]
-    numbers += [*interval, *(value for group in groups for value in group.values())]
+    numbers += [*chain(*pairs), *(value for group in groups for value in group.values())]
     return all(x is None or (type(x) in (int, float) and abs(x) < LARGEST) for x in numbers)

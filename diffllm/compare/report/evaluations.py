@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diffllm.compare.report.numbers import ends, finite
 from diffllm.compare.report.rows import Row
@@ -139,7 +139,7 @@ def by_name(result: Line) -> Lines:
 def scores_by_fact(scores: Lines) -> Lines:
     """Return the scores by facts of the examples, which a score has under keys as `by_depth`."""
     return {
-        f"{of}, {key.removeprefix('by_')} {value}": {"value": part}
+        f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
         for of, score in scores.items()
         for key, parts in score.items()
         if key.startswith("by_") and isinstance(parts, dict)
@@ -167,7 +167,8 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
             for of in (of for of in after if of in before):
                 start, end = (finite(scores[of].get("value")) for scores in (before, after))
                 value = None if start is None or end is None else (1 - share) * start + share * end
-                found[of] = {"of": of, "value": value, "chance": after[of].get("chance")}
+                same = {key: after[of].get(key) for key in ("chance", "range")}
+                found[of] = {"of": of, "value": value, **same}
             return found
     return {}
 
@@ -177,7 +178,8 @@ def score_lines(
 ) -> list[ScoreLine]:
     """Return means over seeds and paired gaps, with Student's t interval of possible values.
 
-    The interval of a share is limited to [0, 1], the interval of a gap of shares to [-1, 1].
+    Intervals are limited to the possible values: [0, 1] for a share of right answers, the "range"
+    of other scores that have one. Those of gaps are limited to the differences of such values.
     """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
@@ -191,21 +193,36 @@ def score_lines(
             cell = ScoreCell(estimate(list(own.values())), gap) if own else None
             counts = [finite(s[of].get("examples")) or 0 for s in scores.values() if of in s]
             examples = min(counts, default=0)
-            cells.append(limited(cell, unit, examples) if cell else None)
+            limits = limits_of(unit, every[0])
+            cell = limited(cell, limits) if cell else None
+            cells.append(over_examples(cell, examples) if cell and unit == SHARE else cell)
         if any(cells):
             lines.append(ScoreLine(of, finite(every[0].get("chance")), cells))
     return lines
 
 
-def limited(cell: ScoreCell, unit: str, examples: float) -> ScoreCell:
-    if unit != SHARE:
-        low = 0.0 if unit.startswith(NOT_NEGATIVE) else -math.inf
-        return cell._replace(mean=cell.mean.within(low, math.inf))
-    mean, gap = cell.mean.within(0.0, 1.0), cell.gap and cell.gap.within(-1.0, 1.0)
+def limits_of(unit: str, score: Mapping[str, Any]) -> tuple[float, float]:
+    if unit == SHARE:
+        return 0.0, 1.0
+    low, high = map(finite, score.get("range") or (None, None))
+    if low is None or high is None:
+        return 0.0 if unit.startswith(NOT_NEGATIVE) else -math.inf, math.inf
+    return low, high
+
+
+def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
+    low, high = limits
+    gap = cell.gap and cell.gap.within(low - high, high - low)
+    return ScoreCell(cell.mean.within(low, high), gap)
+
+
+def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
+    """Give a share Wilson's interval if its seeds do not vary or there is only one."""
+    mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:
-        return ScoreCell(mean, gap)
-    return ScoreCell(mean, gap, wilson(mean.mean, examples))
+        return cell
+    return cell._replace(over_examples=wilson(mean.mean, examples))
 
 
 def columns(evaluated: Sequence[Evaluated], row: int) -> dict[str, float | None]:

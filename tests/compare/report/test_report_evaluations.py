@@ -158,6 +158,22 @@ def test_only_intervals_of_changes_hold_negative_values(
     assert comparison.rows[0].loss.low == 0.0
 
 
+def test_intervals_of_scores_with_a_range_hold_possible_values_alone(runs: Path) -> None:
+    for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
+        for seed, value in enumerate((first, second, second)):
+            one = score("target", value, range=[0, 1], by_layer={"0": value})
+            free = score("signed target", value, range=None)
+            write_result(runs / f"{variant}{seed}", one, free, name="mass", unit="attention")
+    (mass,) = (each for each in compared(runs).evaluated if each.name == "mass")
+    limited, free = mass.lines
+    for line in (limited, *mass.parts):
+        standard, diff_v2 = line.cells
+        assert (standard.mean.low, standard.mean.high) == (0, 1)
+        assert diff_v2.mean.high <= 1
+        assert -1 <= diff_v2.gap.low <= diff_v2.gap.high <= 1
+    assert free.cells[0].mean.high > 1
+
+
 def test_small_scores_have_intervals_with_significant_digits(tmp_path: Path) -> None:
     for seed, value in enumerate((0.0003, 0.00031)):
         run = write_run(tmp_path / f"standard{seed}", "attention=standard", f"seed={seed}")
@@ -197,6 +213,7 @@ def test_names_in_a_result_are_no_markup(runs: Path) -> None:
              *(f'{{"key": {{}}, "unit": "x", "scores": [{{"of": "x", {rest}}}]}}' for rest in (
                  '"y": 3', '"value": "y"', '"value": 1e150', '"value": NaN', '"value": true',
                  '"value": 1, "chance": [1]', '"value": 1, "interval": [1]',
+                 '"value": 1, "range": [1]',
                  '"value": 1, "interval": 1', '"value": 1, "interval": ["x", 1]',
                  '"value": 1, "level": [1]', '"value": 1, "by_z": 3',
                  '"value": 1, "by_z": {"a": []}',
