@@ -24,6 +24,7 @@ from diffllm.evaluation.answers import (
     score_batches,
     share,
 )
+from diffllm.evaluation.attention_mass import PREFIX, AttentionMass
 from diffllm.evaluation.evaluation import (
     Asked,
     Evaluation,
@@ -45,6 +46,7 @@ NEEDLES = [{"needles": n, "asked": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
     "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
     "checkpoint": dict.fromkeys(EVALUATIONS, ()),
+    "attention_mass": {f"{PREFIX}{name}": () for name in ("needle", "mqar")},
     "needle_4k": {"needle": [{"length": 4000, **needles} for needles in NEEDLES]},
     "needle_64k": {
         "needle": [
@@ -87,9 +89,11 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
         return EVALUATIONS[name]
     if name in TASKS:
         return Answers(TASKS[name])
+    if (task_name := name.removeprefix(PREFIX)) != name and task_name in TASKS:
+        return AttentionMass(TASKS[task_name])
     if name in REMOVED:
         raise ConfigError(f"tasks: {name} {REPLACED}")
-    known = known or sorted([*TASKS, *EVALUATIONS])
+    known = known or sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])
     allowed = f"{', '.join(known)}, or a {' or '.join(JSON_LINES)} file"
     raise ConfigError(f"tasks: {name} must be one of {allowed}{did_you_mean(name, known)}")
 
@@ -137,7 +141,7 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
     Both raise ConfigError, the maker for a task that does not fit the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
-    known = sorted({*TASKS, *SUITES} - {"checkpoint"})
+    known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
     for name in cfg.eval.suites:
         try:
             if name in SUITES:

@@ -1,0 +1,270 @@
+"""Attention mass: how the last token of a prompt divides its attention between the evidence for the
+answer, the sink and all other tokens.
+
+Shapes: B rows, T tokens, n examples, L layers, h heads of a map.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffllm.core.errors import CheckpointError, ConfigError
+from diffllm.data.progress import track
+from diffllm.data.tasks.task import Example, Task
+from diffllm.data.tokenizer import Tokenizer
+from diffllm.evaluation.answers import (
+    TOKENS,
+    Answers,
+    Question,
+    alike,
+    by_length,
+    common,
+    grouped,
+    padded,
+    questions,
+)
+from diffllm.evaluation.evaluation import Asked, Evaluation, Line, NamedScore, Settings, Subject
+from diffllm.evaluation.maps import ROUNDING, last_maps
+from diffllm.model.attention.base import Maps
+from diffllm.statistics.bootstrap import of_columns
+
+PREFIX = "attention_mass_"
+VERSION = 1
+"""Changed whenever lines or scores change, so that older results are made anew."""
+KINDS = ("target", "filler", "sink")
+TARGET, FILLER, SINK = range(3)
+NO_KEY, EFFECTIVE, SIGNED = "no key", "", "signed"
+DIGITS = 7
+Asking = tuple[int, Example, Question]
+"""Index of the level, example and encoded example."""
+
+
+class AttentionMass(Evaluation):
+    """Measures the attention of the position that predicts the answer, the last of the prompt.
+
+    - The target is the tokens that overlap the example's evidence.
+    - The sink is the first token, an EOS, and the weight that goes to no key, which is 1 minus the
+      sum of a softmax with a term of its own in the denominator.
+    - The filler is all other tokens.
+
+    Shares are of the sum of |weight|, so they lie in [0, 1] and sum to 1 for every map, and also
+    for the signed difference of two maps. The effective map weights the values: the only map or the
+    difference. "signed" are the sums of its weights, which lambda may make negative.
+    """
+
+    unit = "attention of the last token, mean over heads and layers"
+
+    def __init__(self, task: Task):
+        self.task, self.name = task, PREFIX + task.name
+
+    def settings(self, subject: Subject, asked: Asked) -> Settings:
+        levels = {self.task.name: asked.levels.get(self.name, ())}
+        examples = Answers(self.task).settings(subject, replace(asked, levels=levels))
+        return {"measure": VERSION, **examples}
+
+    def lines(self, subject: Subject, settings: Settings) -> list[Line]:
+        made = questions(self.task, settings, subject.tokenizer, subject.model.cfg.seq_len)
+        asked = [each for each in made if each[1].evidence is not None]
+        if not asked:
+            raise ConfigError(
+                f"{self.name}: the examples of the task {self.task.name} have no evidence "
+                "(docs/evaluation.md)"
+            )
+        contexts = [question.context for _, _, question in asked]
+        kinds = [kinds_of(example, question, subject.tokenizer) for _, example, question in asked]
+        found: dict[int, Line] = {}
+        with track(self.name, len(asked)) as advance:
+            for places in by_length(range(len(asked)), lambda i: len(contexts[i]), TOKENS):
+                some = [contexts[i] for i in places], [kinds[i] for i in places]
+                found |= zip(places, measured(subject, *some), strict=True)
+                advance(len(places))
+        groups = grouped(range(len(asked)), lambda group, i: same_text(asked[group[-1]], asked[i]))
+        return [
+            {
+                **asked[i][1].facts,
+                "level": asked[i][0],
+                "text": text,
+                "tokens": len(kinds[i]),
+                "target_tokens": kinds[i].count(TARGET),
+                **found[i],
+            }
+            for text, group in enumerate(groups)
+            for i in group
+        ]
+
+    def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
+        names = [", ".join(f"{k} {v}" for k, v in level.items()) for level in settings["levels"]]
+        facts = {fact: np.array([str(line[fact]) for line in lines]) for fact in self.task.by}
+        facts["level"] = np.array([names[line["level"]] for line in lines])
+        sample = Sample(np.array([line["text"] for line in lines]), facts)
+        tokens, targets = np.array([[x["tokens"], x["target_tokens"]] for x in lines]).T
+        counts = np.stack((targets, tokens - targets - 1, np.ones_like(tokens)), -1)
+        uniform = counts / tokens[:, None]
+        guesses = dict(zip(KINDS, uniform.mean(0).tolist(), strict=True))
+        by_map = {
+            name: np.array([line["maps"][name] for line in lines]) for name in lines[0]["maps"]
+        }
+        effective = by_map.pop(EFFECTIVE)
+        target, seen = effective[..., TARGET], effective[..., [TARGET, FILLER]].sum(-1)
+        best, heads = best_heads([line["heads"] for line in lines])
+        guess = uniform[:, TARGET].sum() / uniform[:, [TARGET, FILLER]].sum()
+        found = [
+            sample.score(kind, effective[..., i], chance=guesses[kind])
+            for i, kind in enumerate(KINDS)
+        ]
+        found += [
+            sample.score("target / (target + filler)", target, seen, float(guess)),
+            sample.score("target, best heads", best, chance=guesses["target"], heads=heads),
+        ]
+        no_key = np.array([line[NO_KEY] for line in lines])
+        if (no_key > ROUNDING).any():
+            found.append(sample.score(f"sink, {NO_KEY}", no_key))
+        for name, shares in by_map.items():
+            for i, kind in enumerate(KINDS):
+                known = {"chance": guesses[kind]} if name != SIGNED else {"limits": None}
+                found.append(sample.score(f"{name} {kind}", shares[..., i], **known))
+        return found
+
+
+def same_text(before: Asking, asking: Asking) -> bool:
+    return before[0] == asking[0] and alike(before[2], asking[2])
+
+
+def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
+    """Return the kind of each token of a context, an index of KINDS; raises ConfigError for
+    evidence without tokens.
+
+    A token overlaps the evidence unless the text before the evidence begins with the same tokens up
+    to it, or the text after the evidence ends with the same tokens from it on.
+    """
+    start, end = example.evidence or (0, 0)
+    kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
+    if 0 <= start < end <= len(example.prompt):
+        texts = (example.prompt, example.prompt[:start], example.prompt[end:])
+        ids, before, after = tokenizer.encode_batch(texts, threads=1)
+        first = 1 + common([ids, before])  # after the EOS
+        last = 1 + len(ids) - common([ids[::-1], after[::-1]])
+        kinds[first:last] = [TARGET] * len(kinds[first:last])
+    if TARGET not in kinds:
+        raise ConfigError(
+            f"tasks: the evidence ({start}, {end}) must contain text of its prompt, which has "
+            f"{len(example.prompt)} characters"
+        )
+    return kinds
+
+
+def measured(
+    subject: Subject, contexts: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]]
+) -> list[Line]:
+    """Return the lines of contexts that are read as one batch: the shares of each map by layer and
+    kind, means over heads; the weight on no key by layer; the target's share by layer and head."""
+    ids = padded(contexts, 0, subject.device)
+    lengths = torch.tensor([len(context) for context in contexts], device=subject.device)
+    by_kind = F.one_hot(padded(kinds, FILLER, subject.device), len(KINDS)).double()
+    lines: list[Line] = [{NO_KEY: [], "heads": [], "maps": {}} for _ in contexts]
+    for layer, maps in enumerate(last_maps(subject.model, ids, lengths)):
+        if not all(bool(weights.isfinite().all()) for weights in maps.values()):
+            raise CheckpointError(
+                f"{subject.checkpoint}: the attention of layer {layer} is not finite"
+            )
+        no_key, shares = shares_of(maps, by_kind)
+        heads = rounded(shares[EFFECTIVE][..., TARGET])
+        means = {name: rounded(values.mean(1)) for name, values in shares.items()}
+        for i, (line, none) in enumerate(zip(lines, rounded(no_key.mean(1)), strict=True)):
+            line[NO_KEY].append(none)
+            line["heads"].append(heads[i])
+            for name, values in means.items():
+                line["maps"].setdefault(name, []).append(values[i])
+    return lines
+
+
+def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Divide one query's weights (B, h, T) of each map by kinds, one-hot (B, T, 3) float64.
+
+    Returns the effective map's weight on no key (B, h), and by map the shares (B, h, 3) of the sum
+    of |weight|, or for SIGNED the sums of weights. A map without weight has shares of 0.
+    """
+    *softmaxes, effective = maps
+    found: dict[str, Tensor] = {}
+    for name, map_weights in maps.items():
+        weights = map_weights.double()
+        no_key = (1 - weights.sum(-1)).clamp_min(0)
+        if softmaxes and name == effective:
+            no_key = torch.zeros_like(no_key)
+            found[SIGNED] = weights @ by_kind
+        sums = weights.abs() @ by_kind
+        sums[..., SINK] += no_key
+        total = sums.sum(-1, keepdim=True)
+        shares = sums / torch.where(total > 0, total, 1)
+        found[EFFECTIVE if name == effective else name] = shares
+    return no_key, found
+
+
+def rounded(values: Tensor) -> list[Any]:
+    return values.round(decimals=DIGITS).tolist()
+
+
+def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
+    """Return the shares (n, L) of each layer's head with the largest mean, and these heads, from
+    shares by example, layer and head."""
+    layers = [np.array(layer) for layer in zip(*shares, strict=True)]
+    heads = [int(layer.mean(0).argmax()) for layer in layers]
+    best = [layer[:, head] for layer, head in zip(layers, heads, strict=True)]
+    return np.stack(best, -1), heads
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Examples in order, some of which may share a text."""
+
+    texts: np.ndarray
+    """Index of each example's text, (n,)."""
+    facts: Mapping[str, np.ndarray]
+    """Values that group the examples, (n,) by name."""
+
+    def score(
+        self,
+        of: str,
+        values: np.ndarray,
+        totals: np.ndarray | None = None,
+        chance: float | None = None,
+        limits: tuple[float, float] | None = (0.0, 1.0),
+        **more: Any,
+    ) -> NamedScore:
+        """Score the sum of values (n, L) over the sum of totals (n, L), by default their mean, with
+        an interval over texts; also by layer and by fact."""
+        totals = np.ones_like(values) if totals is None else totals
+        top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
+        intervals = of_columns(summed(top, self.texts), summed(bottom, self.texts))
+        value, *layers = ratios(top, bottom)
+        layer = [str(i) for i in range(len(layers))]
+        parts: dict[str, Any] = {"by_layer": dict(zip(layer, layers, strict=True))}
+        for fact, own in self.facts.items():
+            groups = {each: own == each for each in dict.fromkeys(own.tolist())}
+            if len(groups) > 1:
+                found = {name: ratios(top[at], bottom[at])[0] for name, at in groups.items()}
+                parts[f"by_{fact}"] = found
+        about = {
+            "texts": len(set(self.texts.tolist())),
+            "range": limits,
+            "layer_intervals": dict(zip(layer, intervals[1:], strict=True)),
+        }
+        value = math.nan if value is None else value
+        return NamedScore(of, value, intervals[0], len(values), chance, {**about, **parts, **more})
+
+
+def summed(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Sum columns (n, K) within each group: (groups, K)."""
+    return np.stack([np.bincount(groups, column) for column in columns.T], -1)
+
+
+def ratios(top: np.ndarray, bottom: np.ndarray) -> list[float | None]:
+    """Divide the sums of columns (n, K) by those of others; None where the divisor is 0."""
+    sums = zip(top.sum(0).tolist(), bottom.sum(0).tolist(), strict=True)
+    return [a / b if b else None for a, b in sums]
