@@ -102,7 +102,12 @@ def score(
     scores = score_batches(model, [questions[i] for i in short], advance)
     found = dict(zip(short, scores, strict=True))
 
-    for group in grouped(long, lambda group, i: alike(questions[group[-1]], questions[i])):
+    def alike(group: list[int], place: int) -> bool:
+        """Return whether most of a context equals that of the group's last question."""
+        context = questions[place].context
+        return 2 * common([questions[group[-1]].context, context]) >= len(context)
+
+    for group in grouped(long, alike):
         for i, own in zip(group, of_one_text(model, [questions[i] for i in group]), strict=True):
             found[i] = own
             advance(len(own))
@@ -204,11 +209,6 @@ def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[l
             copies = [cache.copies(len(some), room) for cache in caches]
             found += [scores[0] for scores in of_rows(model, some, copies)]
         yield found
-
-
-def alike(before: Question, question: Question) -> bool:
-    """Return whether at least half of a context begins the context of the question before it."""
-    return 2 * common([before.context, question.context]) >= len(question.context)
 
 
 def common(texts: Sequence[Sequence[int]]) -> int:

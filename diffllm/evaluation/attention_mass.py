@@ -22,10 +22,8 @@ from diffllm.evaluation.answers import (
     TOKENS,
     Answers,
     Question,
-    alike,
     by_length,
     common,
-    grouped,
     padded,
     questions,
 )
@@ -41,8 +39,6 @@ KINDS = ("target", "filler", "sink")
 TARGET, FILLER, SINK = range(3)
 NO_KEY, EFFECTIVE, SIGNED = "no key", "", "signed"
 DIGITS = 7
-Asking = tuple[int, Example, Question]
-"""Index of the level, example and encoded example."""
 
 
 class AttentionMass(Evaluation):
@@ -84,25 +80,22 @@ class AttentionMass(Evaluation):
                 some = [contexts[i] for i in places], [kinds[i] for i in places]
                 found |= zip(places, measured(subject, *some), strict=True)
                 advance(len(places))
-        groups = grouped(range(len(asked)), lambda group, i: same_text(asked[group[-1]], asked[i]))
         return [
             {
-                **asked[i][1].facts,
-                "level": asked[i][0],
-                "text": text,
+                **example.facts,
+                "level": level,
                 "tokens": len(kinds[i]),
                 "target_tokens": kinds[i].count(TARGET),
                 **found[i],
             }
-            for text, group in enumerate(groups)
-            for i in group
+            for i, (level, example, _) in enumerate(asked)
         ]
 
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         names = [", ".join(f"{k} {v}" for k, v in level.items()) for level in settings["levels"]]
         facts = {fact: np.array([str(line[fact]) for line in lines]) for fact in self.task.by}
         facts["level"] = np.array([names[line["level"]] for line in lines])
-        sample = Sample(np.array([line["text"] for line in lines]), facts)
+        sample = Sample(clusters_of(lines, self.task.cluster), facts)
         tokens, targets = np.array([[x["tokens"], x["target_tokens"]] for x in lines]).T
         counts = np.stack((targets, tokens - targets - 1, np.ones_like(tokens)), -1)
         uniform = counts / tokens[:, None]
@@ -132,8 +125,11 @@ class AttentionMass(Evaluation):
         return found
 
 
-def same_text(before: Asking, asking: Asking) -> bool:
-    return before[0] == asking[0] and alike(before[2], asking[2])
+def clusters_of(lines: Sequence[Line], fact: str) -> np.ndarray:
+    """Number the groups of dependent examples, which share a level and a fact: (n,)."""
+    keys = [(line["level"], line[fact] if fact else i) for i, line in enumerate(lines)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys])
 
 
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
@@ -221,10 +217,10 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """Examples in order, some of which may share a text."""
+    """Examples in order, some of which may depend on each other."""
 
-    texts: np.ndarray
-    """Index of each example's text, (n,)."""
+    clusters: np.ndarray
+    """Number of each example's group of dependent examples, (n,)."""
     facts: Mapping[str, np.ndarray]
     """Values that group the examples, (n,) by name."""
 
@@ -238,10 +234,10 @@ class Sample:
         **more: Any,
     ) -> NamedScore:
         """Score the sum of values (n, L) over the sum of totals (n, L), by default their mean, with
-        an interval over texts; also by layer and by fact."""
+        an interval over clusters; also by layer and by fact."""
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
-        intervals = of_columns(summed(top, self.texts), summed(bottom, self.texts))
+        intervals = of_columns(summed(top, self.clusters), summed(bottom, self.clusters))
         value, *layers = ratios(top, bottom)
         layer = [str(i) for i in range(len(layers))]
         parts: dict[str, Any] = {"by_layer": dict(zip(layer, layers, strict=True))}
@@ -251,7 +247,7 @@ class Sample:
                 found = {name: ratios(top[at], bottom[at])[0] for name, at in groups.items()}
                 parts[f"by_{fact}"] = found
         about = {
-            "texts": len(set(self.texts.tolist())),
+            "independent": len(set(self.clusters.tolist())),
             "range": limits,
             "layer_intervals": dict(zip(layer, intervals[1:], strict=True)),
         }

@@ -1,6 +1,6 @@
 """Attention mass against the variants' equations in float64, and `diffllm evaluate` of it.
 
-Shapes: B rows, T tokens, h heads of a map, d head_dim.
+Shapes: T tokens, D model width, h heads of a map.
 """
 
 import json
@@ -29,13 +29,9 @@ KINDS = [[2, 1, 0, 0, 1, 1, 1], [2, 0, 1, 1], [2, 1, 1, 1, 0]]
 
 
 def float64_model(variant):
-    cfg = load_config(
-        [
-            *("model=tiny", f"attention={variant}", "seq_len=16", "model.dim=24"),
-            *("model.n_heads=4", "model.n_kv_heads=2", "model.head_dim=8", "model.n_layers=3"),
-            *("model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.4"),
-        ]
-    )
+    words = "model=tiny model.dim=24 model.n_heads=4 model.n_kv_heads=2 model.head_dim=8 seq_len=16"
+    more = "model.n_layers=3 model.ffn_dim=32 model.vocab_size=64 model.init_std=0.4"
+    cfg = load_config([*words.split(), *more.split(), f"attention={variant}"])
     model = build_model(cfg.model).double()
     model.reset_parameters()
     with torch.no_grad():
@@ -70,17 +66,12 @@ def weights_by_equations(variant, layer, attention, x, rope):
     return {"map 1": first, "map 2": second, "difference": first - lam * second}
 
 
-def read_by(model, context):
-    """What each layer's attention reads in the model, for one context."""
-    read = []
-    handles = [
-        block.attention.register_forward_pre_hook(lambda module, args: read.append(args[0]))
-        for block in model.layers
-    ]
-    model(torch.tensor([context]))
-    for handle in handles:
-        handle.remove()
-    return read
+def read_by(model, context, rope):
+    """Yield what each layer's attention reads, for one context: (1, T, D)."""
+    x = model.tok_embeddings(torch.tensor([context]))
+    for block in model.layers:
+        yield block.attention_norm(x)
+        x, *_ = block(x, rope)
 
 
 def summed(weights, kinds):
@@ -104,7 +95,7 @@ def test_shares_of_a_padded_batch_equal_the_equations_of_each_context(variant):
     negative = 0
     for row, (context, own, line) in enumerate(zip(CONTEXTS, KINDS, lines, strict=True)):
         rope = model.rope(0, len(context))
-        for layer, x in enumerate(read_by(model, context)):
+        for layer, x in enumerate(read_by(model, context, rope)):
             no_key, shares = layers[layer][0][row], layers[layer][1]
             maps = weights_by_equations(variant, layer, model.layers[layer].attention, x, rope)
             *others, last = maps
@@ -134,19 +125,14 @@ def approx(values):
 
 
 def test_shares_of_known_maps():
-    by_kind = torch.eye(3)[[2, 0, 1, 0]].double()[None]
-    weights = torch.tensor([0.1, 0.6, 0.2, 0.1, 0.4, 0.1, 0.4, 0.1]).double()
-    first, second = weights.view(2, 1, 1, 4)
-    difference = first - 0.5 * second  # -0.1, 0.55, 0, 0.05
-    _, shares = shares_of({"map 1": first, "map 2": second, "difference": difference}, by_kind)
-    assert shares["map 2"].flatten().tolist() == pytest.approx([0.2, 0.4, 0.4])
-    assert shares["signed"].flatten().tolist() == pytest.approx([0.6, 0.0, -0.1])
-    assert shares[""].flatten().tolist() == pytest.approx([0.6 / 0.7, 0.0, 0.1 / 0.7])
-    no_key, shares = shares_of({"map": 0.5 * first}, by_kind)
-    assert no_key.item() == pytest.approx(0.5)
-    assert shares[""].flatten().tolist() == pytest.approx([0.35, 0.1, 0.55])
-    empty = {"map 1": first, "map 2": first, "difference": 0 * first}
-    assert not shares_of(empty, by_kind)[1][""].any(), "a clamped map may have no weight"
+    first = torch.tensor([[[0.1, 0.6, 0.2, 0.1]]]).double()
+    maps = {"map 1": first, "map 2": first.flip(-1), "difference": first - first.flip(-1)}
+    _, shares = shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])
+    assert shares["map 2"].flatten().tolist() == pytest.approx([0.3, 0.6, 0.1])
+    assert shares["signed"].flatten().tolist() == pytest.approx([0.4, -0.4, 0.0])
+    assert shares[""].flatten().tolist() == pytest.approx([0.5, 0.5, 0.0])
+    maps["difference"] = torch.zeros_like(first)  # as of a clamped map without positive weights
+    assert not shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])[1][""].any()
 
 
 @pytest.fixture(scope="module")
@@ -176,19 +162,21 @@ def test_target_tokens_are_those_that_overlap_the_evidence(tokenizer):
             kinds_of(example, spelt_question(example, tokenizer), tokenizer)
 
 
-def line(text, heads, **facts):
+def line(heads, **facts):
     """A line of two layers with two heads; the rest is filler and sink in equal parts."""
     shares = [[sum(own) / 2, *[(1 - sum(own) / 2) / 2] * 2] for own in heads]
-    counts = {"level": 0, "text": text, "tokens": 20, "target_tokens": 4, "depth": 0.5}
+    counts = {"level": 0, "tokens": 20, "target_tokens": 4, "depth": 0.5}
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_scores_are_means_over_texts_with_the_best_head_of_each_layer():
+def test_scores_are_means_over_clusters_with_the_best_head_of_each_layer(monkeypatch):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))
     drawn[:, [0, 1], [1, 0]] += 0.3
-    lines = [line(i // 2, own.tolist(), level=i // 8, depth=i % 2) for i, own in enumerate(drawn)]
+    facts = [{"text": i % 8 // 2, "level": i // 8, "depth": i % 2} for i in range(16)]
+    lines = [line(own.tolist(), **each) for own, each in zip(drawn, facts, strict=True)]
     settings = {"levels": [{"length": 100}, {"length": 200}]}
     measure = AttentionMass(TASKS["needle"])
+    monkeypatch.setattr(type(measure.task), "cluster", "text")
     scores = {score.of: score for score in measure.scores(settings, lines)}
     ratio = "target / (target + filler)"
     assert list(scores) == ["target", "filler", "sink", ratio, "target, best heads"]
@@ -196,7 +184,11 @@ def test_scores_are_means_over_texts_with_the_best_head_of_each_layer():
     by_text = drawn.mean((1, 2)).reshape(8, 2).sum(1)
     assert target.value == pytest.approx(drawn.mean())
     assert target.interval == pytest.approx(of_documents(by_text, np.full(8, 2)))
-    assert (target.examples, target.more["texts"], target.chance) == (16, 8, pytest.approx(0.2))
+    assert (target.examples, target.more["independent"], target.chance) == (
+        16,
+        8,
+        pytest.approx(0.2),
+    )
     means = [drawn[:, 0].mean(), drawn[:, 1].mean(), drawn[:8].mean(), drawn[8:].mean()]
     means += [drawn[::2].mean(), drawn[1::2].mean()]
     groups = {"by_layer": "01", "by_level": ("length 100", "length 200"), "by_depth": "01"}
@@ -209,9 +201,10 @@ def test_scores_are_means_over_texts_with_the_best_head_of_each_layer():
     filler = (1 - drawn.mean()) / 2
     assert scores[ratio].value == pytest.approx(drawn.mean() / (drawn.mean() + filler))
     assert scores[ratio].chance == pytest.approx(4 / 19)
-    few = measure.scores(settings, [each for each in lines if each["text"] < 7])
+    few = measure.scores(settings, lines[:14])
     assert all(score.interval is None for score in few)
-    sinks = [line(i, [[0.0] * 2] * 2, maps={"": [[0.0, 0.0, 1.0]] * 2}) for i in range(9)]
+    only_sink = {"": [[0.0, 0.0, 1.0]] * 2}
+    sinks = [line([[0.0] * 2] * 2, maps=only_sink, text=i) for i in range(9)]
     undefined = measure.scores(settings, sinks)[3]
     assert math.isnan(undefined.value)
     assert undefined.interval is None
@@ -226,17 +219,20 @@ def recall(monkeypatch):
 
     @task("recall", pairs=(4, 6))
     class Recall(Task):
+        cluster = "text"
+
         def examples(self, level, number, seed, count):
             for i in range(number):
-                yield self.example(self.generator(level, seed, i // 2), level, count, i % 2)
+                rng, place = self.generator(level, seed, i // 2), i % 2
+                letters = rng.sample("abcdefghijklmnop", 2 * level["pairs"])
+                told = [f" {a} {b}" for a, b in zip(letters[::2], letters[1::2], strict=True)]
+                prompt = ",".join([*told, f" {letters[2 * place]}"])
+                values = tuple(f" {value}" for value in letters[1::2])
+                evidence = (5 * place, 5 * place + 4)
+                yield Example(prompt, values, place, {"text": i // 2}, evidence)
 
-        def example(self, rng, level, count, place=0):
-            letters = rng.sample("abcdefghijklmnop", 2 * level["pairs"])
-            told = [f" {a} {b}" for a, b in zip(letters[::2], letters[1::2], strict=True)]
-            start = len(",".join(told[:place])) + (place > 0)
-            prompt = ",".join([*told, f" {letters[2 * place]}"])
-            values = tuple(f" {value}" for value in letters[1::2])
-            return Example(prompt, values, place, {}, (start, start + len(told[place])))
+        def example(self, rng, level, count):
+            return next(self.examples(level, 1, str(rng.random()), count))
 
 
 def test_evaluate_prints_keeps_and_compares_the_shares(recall, tmp_path, capsys):
@@ -249,7 +245,7 @@ def test_evaluate_prints_keeps_and_compares_the_shares(recall, tmp_path, capsys)
     told = json.loads(capsys.readouterr().out)["attention_mass_recall"]
     file = run / "evaluation/step-00000000/attention_mass_recall.jsonl"
     texts = [json.loads(line)["text"] for line in file.read_text().splitlines()[1:]]
-    assert texts == [i // 2 for i in range(100)]
+    assert texts == [i // 2 for i in range(50)] * 2
     scores = {score["of"]: score for score in told["scores"]}
     assert sum(scores[kind]["value"] for kind in ("target", "filler", "sink")) == approx(1)
     signed = sum(scores[f"signed {kind}"]["value"] for kind in ("target", "filler", "sink"))
@@ -257,7 +253,7 @@ def test_evaluate_prints_keeps_and_compares_the_shares(recall, tmp_path, capsys)
     assert scores["signed target"]["range"] is None
     for score in scores.values():
         assert score["interval"][0] <= score["value"] <= score["interval"][1]
-        assert (score["examples"], score["texts"], len(score["by_layer"])) == (100, 50, 2)
+        assert (score["examples"], score["independent"], len(score["by_layer"])) == (100, 50, 2)
     assert set(scores["target"]["by_level"]) == {"pairs 4", "pairs 6"}
     assert main([*words, "level={pairs: 5}", "limit=16"]) == 0
     table = capsys.readouterr().out

@@ -75,6 +75,8 @@ class Task(ABC):
     in `levels`, ascending."""
     optional: ClassVar[tuple[str, ...]] = ()
     """Settings that `levels` does not list."""
+    cluster: ClassVar[str] = ""
+    """Fact whose values group dependent examples; empty for independent examples."""
 
     @cached_property
     def version(self) -> str:
