@@ -45,8 +45,8 @@ EVALUATIONS: dict[str, Evaluation] = {
 NEEDLES = [{"needles": n, "asked": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
     "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
-    "checkpoint": dict.fromkeys(EVALUATIONS, ()),
     "attention_mass": {f"{PREFIX}{name}": () for name in ("needle", "mqar")},
+    "checkpoint": dict.fromkeys(EVALUATIONS, ()),
     "needle_4k": {"needle": [{"length": 4000, **needles} for needles in NEEDLES]},
     "needle_64k": {
         "needle": [
