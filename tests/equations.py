@@ -153,13 +153,13 @@ def active_params(m, variant):
     return total_params(m, variant, width_of(m)) - feed_forward(m, width_of(m)).idle
 
 
-def flops_per_token(m, variant, seq_len):
+def flops_per_token(m, variant, seq_len, keys=None):
     """Every matrix is used in 1 forward and 2 backward products of 2 operations, but not those of
     the experts that a token does not go to; the embedding is looked up. A query sees as many keys
-    as its position, (T + 1) / 2 on average."""
+    as its position, (T + 1) / 2 on average, or `keys` where documents are masked."""
     layer, layers = attention(m, variant), feed_forward(m, width_of(m))
     matrices = m.n_layers * sum(a * b for a, b in layer.matrices.values())
     matrices += layers.ffn + layers.router - layers.idle
-    keys = sum(range(1, seq_len + 1)) / seq_len
+    keys = keys or sum(range(1, seq_len + 1)) / seq_len
     maps = keys * (layer.qk_width + layer.av_width)
     return 3 * 2 * (matrices + m.n_layers * maps + m.vocab_size * m.dim)

@@ -239,10 +239,4 @@ def flops_per_token(model: ModelConfig) -> dict[str, float]:
     """
     with torch.device("meta"):
         built = Transformer(model)
-    causal, keys = built.flops_per_token(), model.seq_len
-    # Maps take time in proportion to (S + 1) / 2 keys, which at 2 S - 1 is S.
-    extra = (
-        layer.attention.flops_per_token(2 * keys - 1) - layer.attention.flops_per_token(keys)
-        for layer in built.layers
-    )
-    return {"causal": causal, "full": causal + sum(extra)}
+    return {"causal": built.flops_per_token(), "full": built.flops_per_token(model.seq_len)}

@@ -54,7 +54,7 @@ def count_command(argv: list[str]) -> None:
         echo_json(counts if args.compare else next(iter(counts.values())))
         return
     cfg = next(iter(configs.values()))
-    print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}", counts)
+    print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}{keys_text(cfg)}", counts)
 
 
 def compared(lists: list[str], overrides: list[str]) -> list[str]:
@@ -72,7 +72,8 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Count parameters, training FLOPs a token at seq_len, KV-cache bytes a token in bf16."""
+    """Count parameters, training FLOPs per token over data.visible_keys or whole sequences, and
+    KV-cache bytes per token in bf16."""
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
     by_component: Counter[str] = Counter()
@@ -89,12 +90,21 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
         "attention_params": sum(n for c, n in by_component.items() if c not in OTHER_COMPONENTS),
         "ffn_dim": cfg.model.ffn_dim,
         "expert_dim": cfg.model.moe.expert_dim if cfg.model.moe.n_experts else None,
-        "flops_per_token": model.flops_per_token(),
+        "flops_per_token": model.flops_per_token(cfg.data.visible_keys),
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,
         "by_component": {c: by_component[c] for c in order if c in by_component or c != "router"},
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
     }
+
+
+def keys_text(cfg: TrainConfig) -> str:
+    """Say which keys FLOPs count if documents are masked."""
+    if not cfg.data.mask_documents:
+        return ""
+    if cfg.data.visible_keys is None:
+        return ", FLOPs of whole sequences (data.visible_keys= counts masked documents)"
+    return f", {cfg.data.visible_keys:,.10g} visible keys per query"
 
 
 def print_counts(title: str, counts: Counts) -> None:

@@ -76,8 +76,8 @@ def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
         },
         "communication": [{**flow._asdict(), "kind": flow.kind.value} for flow in made.flows],
         "time": {
-            "flops_per_token": made.model.flops_per_token(),
-            **values(made, "flops_per_step", "tokens_per_step", "tokens_per_s", "compute_seconds"),
+            **values(made, "flops_per_token", "flops_per_step", "tokens_per_step"),
+            **values(made, "tokens_per_s", "compute_seconds"),
             **values(made, "communication_seconds", "step_seconds", "mfu"),
             "tokens": cluster.tokens,
             "days": made.seconds and made.seconds / DAY,
@@ -185,7 +185,7 @@ def fit_text(made: RunPlan, change: RunPlan | None) -> str:
 def time_lines(made: RunPlan) -> list[str]:
     cluster = made.cluster
     lines = [
-        f"{made.flops_per_step:.3g} FLOPs a step, {made.model.flops_per_token():.4g} a token",
+        f"{made.flops_per_step:.3g} FLOPs a step, {made.flops_per_token:.4g} a token",
         f"{made.compute_seconds:.3g} s to compute a step at mfu={cluster.mfu:g}, "
         f"{made.communication_seconds:.3g} s to send",
     ]

@@ -60,6 +60,20 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
             check_choice(f"model.match_{by}_to={target}", target, variants())
-            cfg.run.matched = match(cfg.model, target, variant_config(target), by)
+            if by == "flops":
+                check_keys_of_match(cfg)
+            keys = cfg.data.visible_keys
+            cfg.run.matched = match(cfg.model, target, variant_config(target), by, keys)
             cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
     return cfg
+
+
+def check_keys_of_match(cfg: TrainConfig) -> None:
+    """Raise ConfigError if the FLOPs of masked documents depend on a corpus that is not read yet;
+    variants lose different shares of their FLOPs to a mask."""
+    if cfg.data.mask_documents and cfg.data.visible_keys is None:
+        raise ConfigError(
+            f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
+            "data.visible_keys, the mean number of keys that a query sees: summary.json of a run "
+            f"on this corpus has it; {(cfg.seq_len + 1) / 2} counts whole sequences"
+        )

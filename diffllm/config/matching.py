@@ -3,6 +3,7 @@ width makes up the difference."""
 
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
@@ -52,11 +53,16 @@ class Matched:
 
 
 def match(
-    model: ModelConfig, target: str, target_attention: AttentionConfig, by: str = "params"
+    model: ModelConfig,
+    target: str,
+    target_attention: AttentionConfig,
+    by: str = "params",
+    visible_keys: float | None = None,
 ) -> Matched:
     """Solve the feed-forward (or expert) width that gives `model` the total of another attention.
 
-    A width with exactly the target's total stays; otherwise it is the nearest positive multiple of
+    FLOPs of both are counted with the same `visible_keys`, as by `Transformer.flops_per_token`. A
+    width with exactly the target's total stays; otherwise it is the nearest positive multiple of
     the largest of MODULI that comes within TOLERANCE. Raises ConfigError if there is none.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
@@ -65,16 +71,17 @@ def match(
         target_model.validate()
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    goal, own = totals(target_model), totals(model)
+    of = partial(totals, visible_keys=visible_keys)
+    goal, own = of(target_model), of(model)
     wanted = goal[by]
     name = "moe.expert_dim" if model.moe.n_experts else "ffn_dim"
     start = width = model.moe.expert_dim if model.moe.n_experts else model.ffn_dim
     if own[by] != wanted:
-        a_step = Fraction(totals(widened(model, 2 * width))[by] - own[by]) / width
+        a_step = Fraction(of(widened(model, 2 * width))[by] - own[by]) / width
         exact = width + Fraction(wanted - own[by]) / a_step
         for modulus in MODULI:
             width = max(1, round(exact / modulus)) * modulus
-            own = totals(widened(model, width))
+            own = of(widened(model, width))
             if abs(own[by] - wanted) <= TOLERANCE * Fraction(wanted):
                 break
         else:
@@ -95,7 +102,7 @@ def widened(model: ModelConfig, width: int) -> ModelConfig:
     return replace(model, ffn_dim=width)
 
 
-def totals(model: ModelConfig) -> dict[str, float]:
+def totals(model: ModelConfig, visible_keys: float | None = None) -> dict[str, float]:
     built = without_storage(model)
     params = sum(param.numel() for param in built.parameters())
-    return {"params": params, "flops": built.flops_per_token()}
+    return {"params": params, "flops": built.flops_per_token(visible_keys)}

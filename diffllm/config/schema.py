@@ -147,9 +147,22 @@ class TrainConfig:
         part: Any
         for part in (self.model, self.data, self.prepare, self.checkpoint, self.wandb):
             part.validate()
+        self.check_visible_keys()
         self.optim.validate(self.steps)
         self.parallel.validate(self.model.moe.n_experts)
         self.profile.validate(self.steps)
+
+    def check_visible_keys(self) -> None:
+        """Raise ConfigError if queries cannot see data.visible_keys keys on average."""
+        keys, whole = self.data.visible_keys, (self.seq_len + 1) / 2
+        if keys is None:
+            return
+        if not self.data.mask_documents:
+            raise ConfigError(f"data.visible_keys={keys} needs data.mask_documents=true")
+        if keys > whole:
+            raise ConfigError(
+                f"data.visible_keys={keys} must be at most (seq_len + 1) / 2 = {whole}"
+            )
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""
@@ -190,7 +203,7 @@ OF_NO_EFFECT = (
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
     "model.loss_chunk", "model.attention.values",
     "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.sample_prompt",
-    "plugins",
+    "data.visible_keys", "plugins",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 # Keys that may differ between two starts of one run: what follows from the last four, the steps and

@@ -158,6 +158,10 @@ class DataConfig(TextConfig):
     """How documents become sequences: cut as a stream, or whole where they fit best."""
     mask_documents: bool = False
     """Keep attention inside a document, and start positions at 0 in each."""
+    visible_keys: float | None = bounded(None, least=1)
+    """Mean number of keys that a query sees where documents are masked. `plan`, `count`,
+    model.match_flops_to and the costs of a study count FLOPs with it; null: of whole sequences. A
+    run counts its own, as `visible_keys` in its summary.json."""
     sample_prompt: str | None = None
     """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 

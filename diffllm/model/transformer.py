@@ -232,13 +232,22 @@ class Transformer(nn.Module):
         )
         return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
-    def flops_per_token(self) -> float:
-        """Count training FLOPs a token at `cfg.seq_len`: matrix products, causal attention."""
+    def flops_per_token(self, visible_keys: float | None = None) -> float:
+        """Count training FLOPs per token: matrix products, causal attention.
+
+        `visible_keys` is the mean number of keys that a query sees, by default that of whole
+        sequences, (cfg.seq_len + 1) / 2.
+        """
+        keys = () if visible_keys is None else (visible_keys,)
         layers = sum(
-            layer.attention.flops_per_token(self.cfg.seq_len) + layer.ffn.flops_per_token()
+            layer.attention.flops_per_token(self.cfg.seq_len, *keys) + layer.ffn.flops_per_token()
             for layer in self.layers
         )
         return layers + 6 * self.output_weight.numel()
+
+    def flops_per_visible_key(self) -> float:
+        """Count the training FLOPs that one more visible key costs per token."""
+        return self.flops_per_token(2) - self.flops_per_token(1)
 
     def kv_cache_bytes_per_token(self) -> int:
         return sum(layer.attention.kv_cache_bytes_per_token() for layer in self.layers)

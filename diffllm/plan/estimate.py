@@ -172,8 +172,12 @@ class RunPlan:
         return self.cfg.global_batch_size * self.cfg.seq_len
 
     @property
+    def flops_per_token(self) -> float:
+        return self.model.flops_per_token(self.cfg.data.visible_keys)
+
+    @property
     def flops_per_step(self) -> float:
-        return self.model.flops_per_token() * self.tokens_per_step
+        return self.flops_per_token * self.tokens_per_step
 
     @property
     def compute_seconds(self) -> float:
@@ -269,6 +273,15 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
         found.append(Assumption("precision", "bf16", "what auto chooses on a GPU"))
     if cfg.compile is None:
         found.append(Assumption("compile", True, "what null chooses on a GPU"))
+    if cfg.data.mask_documents:
+        keys, why = cfg.data.visible_keys, "mean keys that a query sees; FLOPs follow"
+        if keys is None:
+            keys, why = (
+                (cfg.seq_len + 1) / 2,
+                "FLOPs of whole sequences: masked documents have less",
+            )
+        given_keys = cfg.data.visible_keys is not None
+        found.append(Assumption("data.visible_keys", keys, why, given_keys))
     return found
 
 
@@ -279,7 +292,7 @@ def idealised(cfg: TrainConfig) -> dict[str, str]:
         "computation while they take less",
     }
     if cfg.data.mask_documents:
-        found["documents"] = "planned without their masks"
+        found["documents"] = "memory is planned without their masks"
     if cfg.model.moe.n_experts:
         found["routing"] = "assumed balanced: every expert gets equally many tokens"
     return found

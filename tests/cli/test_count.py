@@ -34,7 +34,7 @@ def config(size, variant, *extra):
     return load_config([f"model={size}", f"attention={variant}", "data.vocab_size=512", *extra])
 
 
-def expected_counts(m, variant, seq_len):
+def expected_counts(m, variant, seq_len, keys=None):
     total = total_params(m, variant, width_of(m))
     return {
         "total_params": total,
@@ -43,7 +43,7 @@ def expected_counts(m, variant, seq_len):
         "attention_params": m.n_layers * sum(sizes(attention(m, variant)).values()),
         "ffn_dim": m.ffn_dim,
         "expert_dim": m.moe.expert_dim if m.moe.n_experts else None,
-        "flops_per_token": pytest.approx(flops_per_token(m, variant, seq_len), rel=1e-12),
+        "flops_per_token": pytest.approx(flops_per_token(m, variant, seq_len, keys), rel=1e-12),
         "kv_cache_bytes_per_token": m.n_layers * 2 * m.n_kv_heads * m.head_dim * 2,
         "by_component": components(m, variant),
         "matched": None,
@@ -139,6 +139,40 @@ def test_counting_builds_the_same_parameters_as_building(variant):
     assert counts["total_params"] == sum(p.numel() for p in params.values())
     for group, total in counts["by_group"].items():
         assert total == sum(p.numel() for n, p in params.items() if group_of(n) == group)
+
+
+@pytest.mark.parametrize("variant", families(VARIANTS))
+def test_flops_of_masked_documents_follow_the_stated_visible_keys(variant):
+    words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
+    cfg = config("tiny", variant, *words)
+    counts = count(cfg)
+    del counts["by_group"]
+    assert counts == expected_counts(cfg.model, variant, 4096, keys=2.5)
+    whole = count(config("tiny", variant, *words[:2]))
+    assert whole["flops_per_token"] == count(config("tiny", variant, words[0]))["flops_per_token"]
+
+
+@pytest.mark.parametrize(
+    ("size", "variant", "flops"),
+    [
+        ("dense_1p3b", "standard", 8405680128),
+        ("dense_7b", "standard", 38051512320),
+        ("dense_7b", "diff_v2", 44519915520),
+        ("moe_30a3", "diff_v1", 25499467776),
+    ],
+)
+def test_flops_of_whole_sequences_are_those_of_before_visible_keys(size, variant, flops):
+    assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
+
+
+def test_the_title_names_the_keys_that_flops_count(capsys):
+    masked = ["count", "model=tiny", "data.mask_documents=true"]
+    assert tools.main(masked) == 0
+    assert "FLOPs of whole sequences (data.visible_keys=" in capsys.readouterr().out
+    assert tools.main([*masked, "data.visible_keys=100.5"]) == 0
+    assert ", 100.5 visible keys per query\n" in capsys.readouterr().out
+    assert tools.main(masked[:2]) == 0
+    assert capsys.readouterr().out.startswith("tiny, seq_len 512\n")
 
 
 def test_the_command_prints_json(capsys):

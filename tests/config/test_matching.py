@@ -105,6 +105,53 @@ def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target
         assert off(found.ffn_dim) == (closest[reached[0]] if off(start) else 0)
 
 
+def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
+    words = ["model=base_350m", "attention=standard", "model.match_flops_to=diff_v2"]
+    masked = [*words, "seq_len=4096", "data.mask_documents=true"]
+    found = {}
+    for keys in (100, 2048.5):
+        cfg = load_config([*masked, f"data.visible_keys={keys}"])
+        own, target = (
+            flops_per_token(widened(cfg.model, width), variant, 4096, keys)
+            for variant, width in (
+                ("standard", cfg.model.ffn_dim),
+                ("diff_v2", cfg.run.matched.target_ffn_dim),
+            )
+        )
+        assert cfg.run.matched.flops == pytest.approx(own, rel=1e-12)
+        assert cfg.run.matched.target_flops == pytest.approx(target, rel=1e-12)
+        assert own == pytest.approx(target, rel=0.005)
+        found[keys] = cfg.model.ffn_dim
+    assert found[2048.5] == load_config([*words, "seq_len=4096"]).model.ffn_dim
+    assert found[100] < 0.9 * found[2048.5]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
+            "model.match_flops_to=diff_v2 with data.mask_documents=true needs data.visible_keys, "
+            "the mean number of keys that a query sees: summary.json of a run on this corpus has "
+            "it; 32.5 counts whole sequences",
+        ),
+        (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
+        (
+            ["data.mask_documents=true", "data.visible_keys=33"],
+            "data.visible_keys=33.0 must be at most (seq_len + 1) / 2 = 32.5",
+        ),
+        (
+            ["data.mask_documents=true", "data.visible_keys=0.5"],
+            "data.visible_keys=0.5 must be at least 1",
+        ),
+    ],
+)
+def test_visible_keys_that_are_missing_or_impossible_are_named(words, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model=tiny", "attention=standard", "seq_len=64", *words])
+    assert str(caught.value) == message
+
+
 def test_only_one_total_can_be_matched():
     both = ["model.match_params_to=diff_v2", "model.match_flops_to=diff_v2"]
     with pytest.raises(ConfigError, match="exclude each other"):

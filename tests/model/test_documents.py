@@ -67,6 +67,7 @@ def test_documents_are_those_of_a_plain_loop(rows, end):
     assert torch.equal(documents.ids, ids)
     assert torch.equal(documents.positions, positions)
     assert torch.equal(documents.mask(), mask)
+    assert documents.visible_keys() == documents.mask().tril().sum() == mask.sum()
     starts = [row * length + first for row, first, _ in found]
     assert documents.boundaries.tolist() == [*starts, batch * length]
     assert documents.boundaries.dtype == torch.int32

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diffllm import cli as tools
-from diffllm.plan.estimate import Cluster
+from diffllm.plan.estimate import Cluster, plan
 from diffllm.plan.memory import Call, Collective
 
 SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]
@@ -48,6 +48,27 @@ def test_json_holds_memory_communication_time_and_assumptions(capsys):
     said_so = {key for key, value in given.items() if value}
     assert said_so == {"mfu", "gpus_per_node", "nvlink_gbs", "network_gbs"}
     assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
+
+
+def test_flops_of_masked_documents_follow_the_stated_visible_keys():
+    words = ["model=dense_7b", "attention=diff_v2", "seq_len=4096"]
+    masked = [*words, "data.mask_documents=true"]
+    whole, unstated, stated = (
+        plan(Cluster(), set(), each)
+        for each in (words, masked, [*masked, "data.visible_keys=512.5"])
+    )
+    assert whole.flops_per_step == unstated.flops_per_step == 1458828591759360
+    assert whole.compute_seconds == unstated.compute_seconds == 0.4607680765360825
+    assert stated.flops_per_token == stated.model.flops_per_token(512.5) < whole.flops_per_token
+    ratio = stated.flops_per_token / whole.flops_per_token
+    assert stated.compute_seconds == pytest.approx(ratio * whole.compute_seconds)
+    shown = {
+        name: [(each.value, each.given) for each in made.assumptions if "visible" in each.key]
+        for name, made in (("whole", whole), ("unstated", unstated), ("stated", stated))
+    }
+    assert shown == {"whole": [], "unstated": [(2048.5, False)], "stated": [(512.5, True)]}
+    (said,) = [each.why for each in unstated.assumptions if each.key == "data.visible_keys"]
+    assert said == "FLOPs of whole sequences: masked documents have less"
 
 
 @pytest.mark.slow

@@ -270,12 +270,15 @@ class Attention(nn.Module):
     def reset_parameters(self, init: Initializer) -> None:
         """Fill what a variant has besides matrices and norms, which the decoder fills."""
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Count training FLOPs per token: projections, q k and weights v over (seq_len + 1) / 2
-        keys."""
+    def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
+        """Count training FLOPs per token: projections, q k and weights v.
+
+        `visible_keys` is the mean number of keys that a query sees, by default (seq_len + 1) / 2.
+        """
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
         width = self.head_dim + self.value_dim
-        return 6 * (matrices + self.n_query_heads * width * (seq_len + 1) / 2)
+        keys = (seq_len + 1) / 2 if visible_keys is None else visible_keys
+        return 6 * (matrices + self.n_query_heads * width * keys)
 
     def new_cache(
         self, batch: int, length: int, dtype: torch.dtype, device: torch.device | str

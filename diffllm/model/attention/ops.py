@@ -61,6 +61,11 @@ class Documents(NamedTuple):
     def to(self, device: torch.device) -> "Documents":
         return Documents(*(moved(part, device) for part in self))
 
+    def visible_keys(self) -> Tensor:
+        """Count the keys that the queries see, summed over all B * T queries: () int64."""
+        lengths = self.boundaries.diff().long()
+        return (lengths * (lengths + 1) // 2).sum()
+
     def mask(self) -> Tensor:
         """Return (B, 1, T, T) bool: True where a query sees a key of its document, not later."""
         length = self.ids.shape[1]
