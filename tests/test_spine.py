@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import diffllm
 
 FILES, CHANGES = 24, 33
@@ -75,7 +77,7 @@ diffllm.train(diffllm.load_config(sys.argv[1:]))
 '''
 
 
-def trained_by(script: str, directory: Path) -> list[str]:
+def trained_by(script: str, directory: Path, *more: str) -> list[str]:
     """Run a script with the overrides of a small run on text; return what it prints."""
     text = directory / "text.txt"
     text.write_text("\n\n".join(f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)))
@@ -86,6 +88,7 @@ def trained_by(script: str, directory: Path) -> list[str]:
         *("log_interval=2", "diagnostics.interval=2", "eval.interval=6", "checkpoint.interval=6"),
         *("precision=fp32", "optim.warmup_steps=2", "wandb.mode=disabled", "run.report=false"),
         f"run.dir={directory / 'run'}",
+        *more,
     ]
     done = subprocess.run(
         [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True
@@ -110,8 +113,9 @@ def test_logged_step_stays_within_bounds_of_files_and_package_changes(tmp_path):
     assert changes <= CHANGES, [name for name, _ in itertools.groupby(packages)]
 
 
-def test_unlogged_step_does_not_read_tensors_on_host(tmp_path):
-    printed = trained_by(HOST, tmp_path)
+@pytest.mark.parametrize("masked", ["false", "true"])
+def test_unlogged_step_does_not_read_tensors_on_host(tmp_path, masked):
+    printed = trained_by(HOST, tmp_path, f"data.mask_documents={masked}")
     assert {"step 3", "step 5", "the end, after step 6"} <= set(printed)
 
 

@@ -22,6 +22,7 @@ from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_json, sync
 from diffllm.data.mixture_order import check_place
 from diffllm.metrics.spikes import SpikeMonitor
+from diffllm.metrics.visible_keys import VisibleKeys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,6 +187,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "data": passes(check_place, loop.get("data")),
         "order": isinstance(loop.get("order"), dict),
         "spikes": passes(check_spikes, loop.get("spikes")),
+        "visible_keys": passes(VisibleKeys.of, loop.get("visible_keys", {})),
         "wandb_id": "wandb_id" in loop
         and (run_id is None or re.fullmatch(r"[\w-]{1,64}", str(run_id))),
         "compiled": type(loop.get("compiled", 0)) in (bool, type(None)),
@@ -196,7 +198,7 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} is not a checkpoint: state.json has no usable loop.{name}")
 
 
-def passes(check: Callable[[Any], None], value: Any) -> bool:
+def passes(check: Callable[[Any], Any], value: Any) -> bool:
     try:
         check(value)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):

@@ -45,7 +45,7 @@ def heldout_loss(
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
         shape: (B, T) of every forward pass; short batches are padded with ignored targets.
         rounds: forward passes of every rank; at least the number of `batches`.
-        documents: finds the documents of a CPU batch (B, T), with boundaries on `device`.
+        documents: finds the documents of a batch (B, T), both on the CPU.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -57,7 +57,7 @@ def heldout_loss(
         missing = shape[0] - inputs.shape[0]
         inputs = F.pad(inputs, (0, 0, 0, missing))
         targets = F.pad(targets, (0, 0, 0, missing), value=-1).to(device)
-        masked = documents(inputs) if documents else None
+        masked = documents(inputs).to(device) if documents else None
         sums[0] += model(inputs.to(device), targets, documents=masked).loss.nll
         sums[1] += (targets >= 0).sum()
     dist.all_reduce(sums)
@@ -91,7 +91,7 @@ class DocumentSums:
         CPU. Ranks must add equally many batches. Negative targets are ignored."""
         inputs, targets, owners = batch
         device = self.device
-        masked = self.documents(inputs) if self.documents else None
+        masked = self.documents(inputs).to(device) if self.documents else None
         losses = self.model(inputs.to(device), targets.to(device), documents=masked, by_token=True)
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 

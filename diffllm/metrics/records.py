@@ -9,12 +9,13 @@ from typing import Any
 from diffllm.core.files import parse_json, read_json, read_lines, readable
 
 WHOLE, NUMBER, TEXT, LIST, OBJECT = (int,), (int, float), (str,), (list,), (dict,)
-POSITIVE = ("parameters", "active_parameters", "flops_per_token")
+POSITIVE = ("parameters", "active_parameters", "flops_per_token", "flops_per_visible_key")
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "summary.json": {
         "steps": WHOLE,
         "stopped": TEXT,
         **dict.fromkeys(("heldout_loss", "heldout_bits_per_byte", "train_loss", "tokens"), NUMBER),
+        **dict.fromkeys(("visible_keys", "flops_per_token"), NUMBER),
     },
     "run.json": {
         **dict.fromkeys((*POSITIVE, "heldout_tokens", "ranks"), NUMBER),

@@ -49,7 +49,9 @@ GATE = Section(
     "The gate multiplies attention's output, before its projection.",
 )
 PERFORMANCE = Section("Performance")
-DATA = Section("Data", "Data", "The sources of a mixture.")
+DATA = Section(
+    "Data", "Data", "The sources of a mixture, and the keys that a query sees in masked documents."
+)
 EXPERTS = Section(
     "Experts",
     "Experts",
@@ -285,6 +287,10 @@ METRICS: list[Metric] = [
            "Most memory that rank 0 has held: on the GPU, or resident on a CPU", "GiB",
            summary="max"),
 
+    Metric("data/visible_keys", DATA, "Mean number of keys that a query sees with "
+           "`data.mask_documents=true`, over all queries since the last logged step, padding "
+           "included; FLOPs and MFU count attention over it", "keys per query",
+           plots=(Curve("Visible keys per query"),)),
     Metric("data/epochs/*", DATA, "Passes over one source of a mixture so far", "epochs",
            plots=(Curve("Epochs of {group}", folded=True),)),
     Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far, "

@@ -42,8 +42,7 @@ class Training:
     """Tokens of the global batch, ignored targets included."""
     compiled: bool
     documents: Callable[[Tensor], Documents] | None = None
-    """Finds the documents of a CPU batch (b, T) and moves their boundaries to the device; None if
-    documents are not masked."""
+    """Finds the documents of a batch (b, T), both on the CPU; None if they are not masked."""
     ignores_targets: bool = False
     """Whether some targets may be negative, so that a step must count the others."""
 
@@ -137,7 +136,7 @@ def allocated(
         compiled=choices["compile"].value,
         documents=None
         if document_end is None
-        else lambda inputs: Documents.of(inputs, document_end).to(device),
+        else lambda inputs: Documents.of(inputs, document_end),
         ignores_targets=ignores_targets,
     )
 

@@ -33,6 +33,8 @@ class Record:
     def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
         self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
         self.spikes, self.display, self.sinks = state.spikes, display, sinks
+        self.visible_keys = state.visible_keys
+        self.keys_of_steps: list[Tensor] = []
         self.pending: list[tuple[int, Tensor, Stats]] = []
         self.last: StepResult | None = None
         self.latest: dict[str, float] = {}
@@ -55,6 +57,8 @@ class Record:
     def add(self, step: int, result: StepResult) -> None:
         row = torch.stack((result.nll, result.grad_norms.total, result.skipped))
         self.pending.append((step, row, result.stats))
+        if result.visible_keys is not None:
+            self.keys_of_steps.append(result.visible_keys)
         self.last = result
         self.display.advance(step)
 
@@ -90,6 +94,11 @@ class Record:
         self.latest |= {name: loss.item() for name, loss in self.last.losses.items()}
         if self.last.target_share is not None:
             self.latest["train/target_share"] = self.last.target_share.item()
+        if self.keys_of_steps:
+            keys = torch.stack(self.keys_of_steps).sum().to(self.t.device)
+            dist.all_reduce(keys)
+            self.visible_keys.add(int(keys.item()), len(self.keys_of_steps) * self.t.tokens)
+        self.keys_of_steps.clear()
         self.pending.clear()
         return found
 
@@ -122,8 +131,12 @@ class Record:
         }
         if bits_per_nat is not None:
             line["train/bits_per_byte"] = bits_per_nat * self.latest["train/loss"]
+        flops_per_token = self.flops_per_token
+        if t.documents:
+            line["data/visible_keys"] = visible_keys = self.visible_keys.log()
+            flops_per_token = t.model.flops_per_token(visible_keys)
         if self.peak:
-            line["perf/mfu"] = self.flops_per_token * speed / dist.get_world_size() / self.peak
+            line["perf/mfu"] = flops_per_token * speed / dist.get_world_size() / self.peak
         return line
 
 

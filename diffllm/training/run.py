@@ -131,7 +131,7 @@ def train_claimed(
         return Outcome(stopped=stopped)
     text = sample(t, data)
     numbers = here.world.broadcast_from_rank0(
-        "summary", lambda: summarise(cfg, state, data, trained, losses)
+        "summary", lambda: summarise(t, state, data, trained, losses)
     )
     summary = {**numbers, "sample": text}
     finish(here, claimed, out, summary, losses, report)

@@ -206,7 +206,7 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
     first = samples_of(t.cfg, data)[range(SEQUENCES)]
     if isinstance(first, DataError):
         raise first
-    documents = t.documents(first[0]) if t.documents else None
+    documents = t.documents(first[0]).to(t.device) if t.documents else None
     tokens = first[0].to(t.device)
     return write_factors(t.cfg.model, variant_config(BASELINE), tokens, documents)
 

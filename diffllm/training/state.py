@@ -1,7 +1,7 @@
 """The loop state of a run: saving, restoring, and the decision whether a run may resume."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from diffllm.data.samples import Samples, training_samples
 from diffllm.distributed.launcher import MKL_MODE
 from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
+from diffllm.metrics.visible_keys import VisibleKeys
 from diffllm.training.build import Training
 from diffllm.training.directory import RunDirectory
 
@@ -47,15 +48,19 @@ class LoopState:
     seconds: float = 0.0
     compiled: bool | None = None
     mkl_mode: str = field(default_factory=lambda: os.environ.get(MKL_MODE, ""))
+    visible_keys: VisibleKeys = field(default_factory=VisibleKeys)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "spikes": self.spikes.state_dict()}
+        visible_keys = asdict(self.visible_keys)
+        return {**vars(self), "spikes": self.spikes.state_dict(), "visible_keys": visible_keys}
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        return cls(**{**{f.name: values[f.name] for f in fields(cls)}, "spikes": spikes})
+        visible_keys = VisibleKeys.of(values.get("visible_keys", {}))  # older versions have none
+        own = {"spikes": spikes, "visible_keys": visible_keys}
+        return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
 
 
 def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:

@@ -92,6 +92,8 @@ class StepResult(NamedTuple):
     """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
     target_share: Tensor | None = None
     """Share of the targets that were not ignored; None if none can be ignored."""
+    visible_keys: Tensor | None = None
+    """Keys that the queries of this rank saw, summed, () int64 on the CPU; None without masks."""
 
 
 def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTHING) -> StepResult:
@@ -140,7 +142,9 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         "train/router_z_loss": cfg.model.moe.router_z_loss,
     }
     losses = {name: w * means[name] for name, w in weights.items() if w and name in means}
-    return StepResult(means["nll"], losses, skipped, grad_norms, update_norm, stats, share)
+    return StepResult(
+        means["nll"], losses, skipped, grad_norms, update_norm, stats, share, done.visible_keys
+    )
 
 
 class Passed(NamedTuple):
@@ -152,6 +156,8 @@ class Passed(NamedTuple):
     routed: Tensor | None
     """Tokens that each expert got, (L, E) int64; None without experts."""
     stats: Stats
+    visible_keys: Tensor | None
+    """Those of `StepResult`, which stay this rank's."""
 
 
 def forward_backward(
@@ -163,10 +169,14 @@ def forward_backward(
     """
     losses = torch.zeros((), device=t.device)
     routed = torch.zeros((), dtype=torch.int64, device=t.device)
+    keys: list[Tensor] = []
     stats: Stats = {}
     for i in range(t.micro_batches):
         batch = next(batches)
         documents = t.documents(batch[0]) if t.documents else None
+        if documents is not None:  # counted on the CPU: the host must not read the device's copy
+            keys.append(documents.visible_keys())
+            documents = documents.to(t.device)
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
         t.weights.begin_micro_batch(last=i == t.micro_batches - 1)
         out = t.model(inputs, targets, diagnose=due.diagnose, documents=documents, probe=probe)
@@ -178,7 +188,8 @@ def forward_backward(
         losses = losses + torch.stack(list(parts.values())).detach()
         routed = routed + out.routed.counts if out.routed else routed
         stats = merge(stats, due_stats(out.stats, due.statistics, due.probes))
-    return Passed(tuple(parts), losses, routed if out.routed else None, stats)
+    seen = torch.stack(keys).sum() if keys else None
+    return Passed(tuple(parts), losses, routed if out.routed else None, stats, seen)
 
 
 def probe(t: Training, step: int, due: Due) -> Tensor | None:

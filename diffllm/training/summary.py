@@ -107,7 +107,8 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
     return {
         "parameters": params,
         "active_parameters": t.model.active_parameters(),
-        "flops_per_token": t.model.flops_per_token(),
+        "flops_per_token": t.model.flops_per_token(),  # of whole sequences
+        "flops_per_visible_key": t.model.flops_per_visible_key(),
         "corpus": data.manifest.corpus,
         "corpus_note": data.manifest.note,
         "tokenizer": data.manifest.pieces_hash,
@@ -126,14 +127,15 @@ def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
 
 
 def summarise(
-    cfg: TrainConfig,
+    t: Training,
     state: LoopState,
     data: Prepared,
     trained: Trained,
     losses: DocumentLosses | None,
 ) -> dict[str, Any]:
     """Return the numbers of a run that has ended; None for those that are not finite."""
-    train_loss = state.spikes.recent_loss(20)
+    cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
+    visible_keys = state.visible_keys.mean if t.documents else None
     packing = packing_counts(data, cfg.data, cfg.seq_len)
     bits = samples_of(cfg, data).bits_per_nat(state.step * cfg.global_batch_size)
     measured = {"": losses}
@@ -154,6 +156,8 @@ def summarise(
         "heldout_documents": len(losses.tokens) if losses else 0,
         "heldout_unigram_entropy": data.manifest.heldout_unigram_entropy,
         "packing": packing.numbers() if packing else None,
+        "visible_keys": visible_keys,
+        "flops_per_token": t.model.flops_per_token(visible_keys),
         "tokens_per_s": trained.speed,
         "seconds": state.seconds,
         "matched": cfg.run.matched.numbers() if cfg.run.matched else None,
@@ -188,6 +192,7 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
         "speed": f"{speed:,.0f} tokens a second, median of logged steps"
         if speed
         else "nothing was left to train",
+        "visible keys": keys_text(summary["visible_keys"], cfg.seq_len),
         "spikes": SPIKES.format_map(summary),
         "skipped": f"{skipped:.0f} updates" if skipped else "",
         "matched": cfg.run.matched.text() if cfg.run.matched else "",
@@ -197,6 +202,11 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
     }
     table = "\n".join(f"{name:<14}{what}" for name, what in rows.items() if what)
     return f"\n{summary['sample']}\n\n{table}"
+
+
+def keys_text(keys: float | None, seq_len: int) -> str:
+    whole = (seq_len + 1) / 2
+    return "" if keys is None else f"{keys:,.4g} per query, {whole:,.10g} in whole sequences"
 
 
 def heldout_words(summary: dict[str, Any]) -> str:

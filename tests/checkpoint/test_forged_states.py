@@ -121,6 +121,7 @@ MISSING = object()
     [
         *((name, MISSING) for name in ("step", "data", "order", "spikes", "compiled")),
         *(("compiled", 1), ("mkl_mode", 5), ("mkl_mode", "AVX2\0"), ("mkl_mode", None)),
+        *(("visible_keys", value) for value in (None, {"keys": "9"}, {"keys": 2, "queries": 3})),
     ],
 )
 def test_state_with_a_missing_or_forged_field_is_a_fault(run, name, value):

@@ -1,0 +1,106 @@
+"""The keys that queries see in masked documents, counted in runs, and the FLOPs that follow."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import planted_train
+from runs.command import ForkedRun, Gate, metrics, overrides_of
+from runs.planted_train import Fault
+
+from diffllm import load_config
+from diffllm.data.preparation.prepare import prepare
+from diffllm.data.samples import training_samples
+from diffllm.model import without_storage
+from diffllm.model.attention.ops import Documents
+from diffllm.training import record
+
+BATCH, STEPS, PEAK = 8, 7, 1e12
+MASKED = ("data.mask_documents=true", "data.packing=best_fit")
+INTERVALS = {1: (0, 1), 4: (1, 4), 7: (4, 7)}
+"""Steps that a logged line covers: (first, behind the last), from 0."""
+
+
+def main_with_known_peak(fault: Fault, words: list[str]) -> int:
+    record.peak_flops = lambda device: PEAK
+    return planted_train.main(fault, words)
+
+
+def words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return [
+        *overrides_of(corpus, run),
+        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=4", "compile=false"),
+        *("checkpoint.interval=1000", "eval.interval=1000", "precision=fp32", *more),
+    ]
+
+
+def started(corpus: Path, run: Path, *more: str, ranks: int = 1) -> ForkedRun:
+    return ForkedRun(words(corpus, run, *more), ranks, run, main=main_with_known_peak)
+
+
+def keys_in_masks(overrides: list[str]) -> list[int]:
+    """Count the visible keys of each step in explicit masks of its global batch."""
+    cfg = load_config(overrides)
+    data = prepare(cfg.data)
+    samples = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, STEPS * BATCH)
+    batches = [samples[range(step * BATCH, (step + 1) * BATCH)] for step in range(STEPS)]
+    documents = [Documents.of(inputs, data.manifest.eos_id) for inputs, _ in batches]
+    return [int(each.mask().tril().sum()) for each in documents]
+
+
+def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> None:
+    """Assert that lines, MFU and summary of a run follow from the masks of its batches; `ranks` is
+    the world size at each logged step."""
+    cfg, keys = load_config(overrides), keys_in_masks(overrides)
+    model, queries = without_storage(cfg.model), BATCH * cfg.seq_len
+    means = {
+        step: sum(keys[first:end]) / ((end - first) * queries)
+        for step, (first, end) in INTERVALS.items()
+    }
+    lines = [line for line in metrics(run) if "perf/step_ms" in line]
+    assert {line["step"]: line["data/visible_keys"] for line in lines} == means
+    for line in lines:
+        flops = model.flops_per_token(means[line["step"]])
+        expected = flops * line["perf/tokens_per_s"] / PEAK
+        assert line["perf/mfu"] * ranks[line["step"]] == pytest.approx(expected, rel=1e-12)
+    summary, facts = (json.loads((run / f"{name}.json").read_text()) for name in ("summary", "run"))
+    mean = sum(keys) / (STEPS * queries)
+    assert 1 < mean < (cfg.seq_len + 1) / 2 - 1
+    assert summary["visible_keys"] == mean
+    assert summary["flops_per_token"] == model.flops_per_token(mean)
+    whole, per_key = facts["flops_per_token"], facts["flops_per_visible_key"]
+    assert whole == model.flops_per_token()
+    fewer = (cfg.seq_len + 1) / 2 - mean
+    assert summary["flops_per_token"] == pytest.approx(whole - per_key * fewer, rel=1e-12)
+
+
+def test_counts_on_two_ranks_and_across_a_resume_equal_masks_of_global_batches(corpus, tmp_path):
+    """The run stops between logged steps; micro-batches and ranks differ before and after."""
+    run = tmp_path / "run"
+    two = (*MASKED, "micro_batch_size=2")
+    said = started(corpus, run, *two, ranks=2).stop_at(Gate(run, 5))
+    assert "stopped by SIGTERM after step 5" in said or "after step 6" in said
+    said = started(corpus, run, *MASKED).finish()
+    assert "visible keys  " in said
+    assert_counted(run, words(corpus, run, *MASKED), {1: 2, 4: 2, 7: 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["best_fit", "stream"])
+def test_counts_of_an_undisturbed_run_equal_masks_of_global_batches(corpus, tmp_path, packing):
+    run = tmp_path / "run"
+    masked = ("data.mask_documents=true", f"data.packing={packing}", "micro_batch_size=1")
+    started(corpus, run, *masked, ranks=2).finish()
+    assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
+
+
+def test_run_without_masks_counts_flops_of_whole_sequences(corpus, tmp_path):
+    run = tmp_path / "run"
+    started(corpus, run).finish()
+    flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()
+    for line in metrics(run):
+        assert "data/visible_keys" not in line
+        if "perf/mfu" in line:
+            assert line["perf/mfu"] == flops * line["perf/tokens_per_s"] / 1 / PEAK
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["visible_keys"], summary["flops_per_token"]) == (None, flops)
