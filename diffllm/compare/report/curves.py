@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.report.numbers import finite
 from diffllm.compare.report.rows import EqualGap, Row
-from diffllm.compare.report.runs import Run, Series
+from diffllm.compare.report.runs import Run, Series, flops_facts, keys_seen
 from diffllm.statistics.estimates import CONFIDENCE, estimate
 from diffllm.statistics.seed_variance import pooled_variance
 
@@ -150,12 +149,22 @@ def seconds_spent(run: Run, tokens: Array) -> Array | None:
     return np.interp(tokens, np.append(0, at), np.append(0, seconds), right=np.nan)
 
 
+def flops_spent(run: Run, tokens: Array) -> Array | None:
+    per_token, per_key = flops_facts(run.facts)
+    if per_token is None:
+        return None
+    at, keys = keys_seen(run.metrics)
+    if per_key is None or not len(at):
+        return tokens * per_token
+    over_mean = np.append(0, keys - at * (keys[-1] / at[-1]))
+    return tokens * per_token + per_key * np.interp(tokens, np.append(0, at), over_mean)
+
+
 BUDGETS = {
     "tokens": Budget("tokens", "Tokens trained on", lambda run, tokens: tokens),
     "flops": Budget(
-        "FLOPs", "Training FLOPs, forward and backward, attention counted causally",
-        lambda run, tokens: None if (each := finite(run.facts.get("flops_per_token"))) is None
-        else tokens * each,
+        "FLOPs", "Training FLOPs, forward and backward, attention over the keys that queries see",
+        flops_spent,
     ),
     "seconds": Budget(
         "seconds", "Time of training steps, without evaluations and saves", seconds_spent, MACHINE

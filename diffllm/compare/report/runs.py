@@ -28,6 +28,7 @@ from diffllm.metrics.records import (
 )
 
 DEPTH = 4
+VISIBLE_KEYS = "data/visible_keys"
 NAMES, WAITING = 4, 8
 
 
@@ -170,7 +171,7 @@ class Run:
 def load_run(path: Path) -> Run:
     """Read a run directory, finished or not; raises CheckpointError."""
     cfg = load_run_config(path)
-    facts, summary = read_record(path / "run.json"), read_summary(path)
+    facts, summary = read_record(path / "run.json") or {}, read_summary(path)
     changes = [
         f"{key} {before} to {now} after step {line['step']}"
         for line in read_changes(path)
@@ -180,7 +181,32 @@ def load_run(path: Path) -> Run:
     metrics = read_metrics(path)
     if metrics.skipped:
         to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
-    return Run(path, cfg, facts or {}, summary, metrics, changes, diverged(path))
+    facts = with_visible_keys(facts, metrics, cfg.seq_len)
+    return Run(path, cfg, facts, summary, metrics, changes, diverged(path))
+
+
+def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
+    """Replace the FLOPs per token of whole sequences by those over the keys that queries saw."""
+    tokens, keys = keys_seen(metrics)
+    whole, each = flops_facts(facts)
+    if whole is None or each is None or not len(tokens) or not math.isfinite(keys[-1]):
+        return facts
+    mean = keys[-1] / tokens[-1]
+    return {**facts, "flops_per_token": float(whole + each * (mean - (seq_len + 1) / 2))}
+
+
+def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
+    """Training FLOPs per token, and those that one more visible key costs per token."""
+    return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
+
+
+def keys_seen(metrics: Metrics) -> Series:
+    """The keys that all queries so far saw, summed; empty if documents are not masked."""
+    places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
+    tokens = metrics.tokens[places]
+    if not len(tokens) or not tokens[-1]:
+        return Series(np.zeros(0, np.int64), np.zeros(0))
+    return Series(tokens, np.cumsum(keys * np.diff(tokens, prepend=0)))
 
 
 def skipped_text(path: Path, lines: int) -> str:

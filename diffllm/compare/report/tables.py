@@ -175,7 +175,7 @@ PAGE = {
     ),
     "flops_per_token": PageColumn(
         "FLOPs", "per token",
-        "training FLOPs a token, forward and backward, attention counted causally",
+        "training FLOPs per token, forward and backward, attention over the keys that queries see",
         number_cell(compact, "flops_per_token"),
     ),
     "tokens": PageColumn(

@@ -305,7 +305,8 @@ class Cost:
 
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     """Return the cost of every arm and stage; time follows from FLOPs and the median speed of ended
-    runs of the study, or else of the pilot."""
+    runs of the study, or else of the pilot. FLOPs of masked documents are over data.visible_keys,
+    or else over the median visible keys of these runs."""
     stages = []
     for first in first_runs(study):
         if study.lr:
@@ -313,24 +314,29 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
             stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
         deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
         stages.append([run for runs in deciding for run in runs])
-    speeds = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
-    if not speeds and pilot:
-        speeds = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+    ended_runs = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
+    if not ended_runs and pilot:
+        ended_runs = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+    speeds, counted = [speed for speed, _ in ended_runs], [keys for _, keys in ended_runs if keys]
     found = []
     for runs in stages:
         cfg = config_of_planned(runs[0])
         tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
-        flops = tokens * totals(cfg.model)["flops"]
+        keys = cfg.data.visible_keys
+        if keys is None and cfg.data.mask_documents and counted:
+            keys = min(statistics.median(counted), (cfg.seq_len + 1) / 2)
+        flops = tokens * totals(cfg.model, keys)["flops"]
         ended = sum(is_ended(out / run.name) for run in runs)
         seconds = flops / statistics.median(speeds) if speeds else None
         found.append(Cost(runs[0].stage, runs[0].arm, len(runs), ended, tokens, flops, seconds))
     return found
 
 
-def speed_of(path: Path) -> float | None:
-    """Training FLOPs per second, evaluations and saves included."""
+def speed_of(path: Path) -> tuple[float, float | None] | None:
+    """Training FLOPs per second, evaluations and saves included, and the run's visible keys."""
     summary = read_summary(path) or {}
     seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
     if not seconds or not tokens:
         return None
-    return tokens * totals(load_run_config(path).model)["flops"] / seconds
+    cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
+    return tokens * totals(cfg.model, keys or cfg.data.visible_keys)["flops"] / seconds, keys

@@ -1,5 +1,6 @@
 """Gaps at equal tokens, FLOPs and seconds, on curves whose values are known everywhere."""
 
+import json
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ from runs.written import loaded, write_run
 from scipy.special import stdtrit
 
 from diffllm.compare.report.comparison import compare
-from diffllm.compare.report.curves import read_curve, seed_noise
+from diffllm.compare.report.curves import flops_spent, read_curve, seed_noise
 from diffllm.compare.report.runs import Series
 
 TOKENS = 8 * 32
@@ -58,6 +59,31 @@ def test_gaps_at_equal_cost_are_read_off_the_curves(tmp_path):
     assert gated.equal["tokens"].at == end
     assert gated.equal["flops"].at == pytest.approx(end * FLOPS["standard"])
     assert gated.equal["seconds"].at == pytest.approx(20 * 0.1)
+
+
+KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
+"""Visible keys of the steps up to each; 10 on average."""
+PER_KEY = {"standard": 1e4, "gated": 3e4}
+
+
+def test_flops_of_masked_documents_are_spent_over_logged_visible_keys(tmp_path):
+    for variant, per_key in PER_KEY.items():
+        path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines = [{**line, "data/visible_keys": KEYS[line["step"]]} for line in lines]
+        (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    standard, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
+    for run in runs:
+        whole, per_key = FLOPS[run.variant], PER_KEY[run.variant]
+        none = whole - per_key * (32 + 1) / 2  # per token without attention
+        assert run.facts["flops_per_token"] == pytest.approx(none + 10 * per_key)
+        spent = np.cumsum([5 * TOKENS * (none + keys * per_key) for keys in KEYS.values()])
+        tokens = np.array([5, 7.5, 10, 15, 20]) * TOKENS
+        expected = [spent[0], (spent[0] + spent[1]) / 2, *spent[1:]]
+        assert flops_spent(run, tokens) == pytest.approx(np.array(expected))
+    row = compare(runs).rows[1]
+    assert row.equal["flops"].at == pytest.approx(20 * TOKENS * standard.facts["flops_per_token"])
+    assert row.values["flops_per_token"] == gated.facts["flops_per_token"]
 
 
 def test_the_error_of_reading_bounds_how_far_a_curved_curve_is_off(tmp_path):

@@ -20,7 +20,9 @@ from diffllm.compare.study.verdict_page import (
     verdict_sentence,
 )
 from diffllm.config import load_config
+from diffllm.config.matching import totals
 from diffllm.config.plugins import config_directory
+from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 
 LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
@@ -430,6 +432,36 @@ def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, ca
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
     assert "6 runs; 1 have ended. To go: 25.6k tokens" in dry_run(study, out, capsys)
     assert not (out / "sweep.json").exists()
+
+
+def test_costs_of_masked_documents_follow_stated_or_measured_visible_keys(tmp_path):
+    masked = "data.mask_documents=true"
+
+    def cost(name, *words):
+        (tmp_path / name).mkdir()
+        more = "".join(f", {word}" for word in words)
+        arms = f"{{half: [attention=standard{more}], v2: [attention=diff_v2{more}]}}"
+        study = study_file(tmp_path / name / "study.yaml", LOWER, arms=arms, baseline="half")
+        return study, [each.flops for each in costs(study, tmp_path / name / "out", [])]
+
+    def expected(keys):
+        return [
+            each.steps * each.global_batch_size * each.seq_len * totals(each.model, keys)["flops"]
+            for each in map(load_run_config, runs)
+        ]
+
+    study, unstated = cost("unstated", masked)
+    out = tmp_path / "unstated" / "out"
+    write_arms(study, out, {"half": [4.4], "v2": [4.3]})
+    runs = [out / "half-seed0", out / "v2-seed0"]
+    assert unstated == cost("whole")[1] == expected(None)
+    assert cost("stated", masked, "data.visible_keys=3")[1] == expected(3)
+    for run in runs:
+        ended = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps({**ended, "visible_keys": 5.0}))
+    measured = costs(study, out, [])
+    assert [each.flops for each in measured] == expected(5.0)
+    assert sum(each.seconds for each in measured) == pytest.approx(2 * 9, rel=0.1)
 
 
 OURS = slow_but(["damping_short"], sorted(path.stem for path in STUDIES.glob("*.yaml")))
