@@ -278,7 +278,7 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
         if keys is None:
             keys, why = (
                 (cfg.seq_len + 1) / 2,
-                "FLOPs of whole sequences: masked documents have less",
+                "whole sequences; masked documents have fewer FLOPs",
             )
         given_keys = cfg.data.visible_keys is not None
         found.append(Assumption("data.visible_keys", keys, why, given_keys))
