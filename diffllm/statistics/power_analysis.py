@@ -149,9 +149,12 @@ def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> 
     """Return the standard deviation at which a falling power is `wanted`; searched from `start`."""
     from scipy.optimize import brentq
 
-    low = high = 1.0
-    while power(low * start) < wanted:
-        low /= 2
-    while power(high * start) >= wanted:
-        high *= 2
-    return start * float(brentq(lambda ratio: power(ratio * start) - wanted, low, high))
+    def excess(doublings: float) -> float:
+        return power(start * 2.0**doublings) - wanted
+
+    low = high = 0
+    while excess(low) < 0:
+        low -= 1
+    while excess(high) >= 0:
+        high += 1
+    return start * 2.0 ** float(brentq(excess, low, high))

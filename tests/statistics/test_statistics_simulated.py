@@ -105,9 +105,12 @@ def test_the_page_has_these_numbers():
         assert int(least) == least_seeds(lambda n, gap=gap: welch_power(float(gap), 1.0, n), 0.8)
     pays = " | ".join(f"{pairing_pays_above(seeds):.2f}" for seeds in (3, 4, 5, 8, 12))
     assert f"above a correlation of | {pays} |" in text
-    for name, test in (("signs of pairs", "paired"), ("labels and log-rank", "log_rank")):
+    for unit, test in (
+        ("sign of each paired difference", "paired"),
+        ("arm of each run", "log_rank"),
+    ):
         smallest = " | ".join(f"{smallest_p(test, n, n):.3g}" for n in (3, 4, 5, 6, 7, 8))
-        assert f"| {name}, one-sided | {smallest} |" in text
+        assert f"| {unit} | {smallest} |" in text
 
 
 def test_the_least_seeds_reach_a_power_and_one_less_does_not():

@@ -25,7 +25,7 @@ EXACT_TESTS = {
 
 
 def check_design(study: Study) -> None:
-    """Raise ConfigError for a rule that no result can meet, or that the stated power excludes.
+    """Raise ConfigError for a rule that no values can meet, or that the stated power excludes.
 
     docs/studies.md lists the reasons. A study that has begun is not checked, and none is when it is
     judged, because older versions started such studies.
@@ -95,7 +95,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
 
     if (found := chance(power.sd, n)) >= LEAST_POWER:
         return
-    least = margin * (power.sd / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, power.sd))
+    least = margin / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, margin) * power.sd
     seeds = least_seeds(lambda seeds: chance(power.sd, seeds), LEAST_POWER)
     fixes = [f"{seeds} seeds or more"] if seeds and seeds <= MOST_SEEDS else []
     if (rounded := rounded_up(least)) <= power.gap:

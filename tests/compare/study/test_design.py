@@ -60,6 +60,10 @@ def with_keys(rule, **keys):
             "rule.margin=0.03 must be at most power.gap=0.025: arms that differ by the gap that",
         ),
         (
+            with_keys(LOWER, margin=1e-300), 8, {"power": POWER},
+            "and 0.5 is the least; give a margin of 0.018 or more\n",
+        ),
+        (
             with_keys(LOWER, margin=0.01), 8, {"power": POWER},
             "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: equal arms "
             "would be found equivalent with probability 0.04, and 0.5 is the least; give 23 seeds "
