@@ -196,6 +196,7 @@ def study_file(path: Path, rule: str, **more: str) -> Study:
         "baseline": "standard",
         "seeds": "[0, 1, 2]",
         "rule": rule,
+        "unequal": "[parameters, flops]",
         **more,
     }
     path.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))

@@ -1,5 +1,6 @@
 """Arms of a study: the numbers of their ended runs."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import Planned, config_of_planned, strayed
 from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
+from diffllm.compare.study.unequal import RECORDED, settings_of
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.records import finite
@@ -43,6 +45,8 @@ class StudyRun:
     """None unless the metric is the held-out loss, and for a run without losses of documents."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Content of run.json."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """See `settings_of`."""
     variant: str = ""
     plugin_code: dict[str, str] = field(default_factory=dict)
     mark: str = ""
@@ -59,6 +63,19 @@ class StudyRun:
     @property
     def diverged(self) -> bool:
         return self.loss is None
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What must be equal across arms, by name or dotted key."""
+        found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
+        if self.documents is not None:
+            found["heldout_texts"] = text_hash(self.documents)
+        return found
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Training FLOPs; None in runs of older versions that did not record them."""
+        return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
         """Return the tokens after which the metric first was at a level or above it, and True.
@@ -144,6 +161,7 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         curve,
         documents,
         run.facts,
+        settings_of(run.cfg),
         run.variant,
         run.plugin_code,
         run.cfg.run.study or "",
@@ -159,6 +177,12 @@ def chance_of(run: Run, metric: str) -> float | None:
         return None
     values = run.series(f"tasks_chance/{metric.removeprefix(TASKS)}").values
     return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
+
+
+def text_hash(documents: DocumentLosses) -> str:
+    """Return a SHA-256 of the held-out documents: equal if two runs were measured on the same."""
+    content = [np.ascontiguousarray(each).tobytes() for each in (documents.texts, documents.tokens)]
+    return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def number_of(run: Run, name: str) -> float | None:

@@ -5,13 +5,11 @@ from pathlib import Path
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import RATES, ChosenRate, read_mark
+from diffllm.compare.study.unequal import undeclared
 from diffllm.config.plugins import several_versions
 
-ALIKE = ("corpus", "tokenizer", "heldout_tokens", "compute_dtype")
-"""Facts of run.json that must agree."""
 
-
-def not_comparable(arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
+def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
     for run in runs:
@@ -21,10 +19,8 @@ def not_comparable(arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
         problems.append(f"runs differ in the code of the plugin {name}: {', '.join(versions)}")
-    for fact in ALIKE:
-        known = sorted({str(run.facts.get(fact)) for run in runs})
-        if len(known) > 1:
-            problems.append(f"runs differ in {fact}: {', '.join(text[:12] for text in known)}")
+    conditions = {arm.name: [run.conditions for run in arm.runs] for arm in arms}
+    problems += undeclared(conditions, study.unequal)
     return problems
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from diffllm.compare.study.unequal import CONDITIONS
 from diffllm.config.overrides import check_shared
 from diffllm.config.yaml_file import read_yaml
 from diffllm.core.bounds import at_most, bounded, check_bounds
@@ -53,6 +54,8 @@ class Rule:
     smaller: dict[str, str] = field(default_factory=dict)
     """For trend over parameters: smaller versions of `arm`, and of `against` at the same size."""
     alpha: float = bounded(0.05, above=0, below=0.5)
+    at: str = "tokens"
+    """tokens or flops: what is equal where values are compared."""
 
     @property
     def needs_curve(self) -> bool:
@@ -64,6 +67,7 @@ class Rule:
         return [*self.smaller.items(), (self.arm, self.against)]
 
     def words(self, metric: str) -> str:
+        metric += " at equal training FLOPs" * (self.at == "flops")
         own = f"{metric} of {self.arm}"
         if self.kind == "log_rank":
             base = f"{self.against} (log-rank permutation test, one-sided, alpha {self.alpha:g})"
@@ -118,6 +122,8 @@ class Study:
     """Further rules of the family that p is adjusted for."""
     test: str = "paired"
     """paired or welch."""
+    unequal: list[str] = field(default_factory=list)
+    """Conditions in which arms may differ; see docs/studies.md."""
     lr: Rates | None = None
     lr_sweep: list[float] | None = None
     """Increasing learning rates at which all arms run."""
@@ -192,6 +198,8 @@ def check_study(study: Study) -> None:
         raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
     for rule in study.rules:
         check_trend_metric(study, rule)
+    for i, word in enumerate(study.unequal):
+        one_of(f"unequal[{i}]", word, tuple(CONDITIONS))
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
     if study.lr_sweep is None:

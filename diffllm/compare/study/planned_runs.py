@@ -15,6 +15,7 @@ from diffllm.compare.report.runs import find_runs
 from diffllm.compare.study.design import check_design
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.trend_data import check_trends
+from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher
 from diffllm.compare.sweep.command import Place, join_ranks, print_outcomes, run_here
 from diffllm.compare.sweep.job import Job
@@ -27,7 +28,7 @@ from diffllm.config.origin import compose_with_origin
 from diffllm.config.saved import changes_to, load_run_config, plugin_changes
 from diffllm.config.schema import what_differs
 from diffllm.core.errors import ConfigError
-from diffllm.core.printing import echo
+from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
 from diffllm.metrics.records import diverged, finite, read_summary
 
@@ -256,6 +257,7 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
+    """Raise ConfigError for a study that cannot run, or whose verdict could decide nothing."""
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
@@ -266,6 +268,12 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
             cfg.check_world(world_size)
         except ConfigError as error:
             raise ConfigError(f"arm {arm}: {error}") from error
+    conditions = {arm: [planned_conditions(cfg)] for arm, cfg in configs.items()}
+    if problems := undeclared(conditions, study.unequal):
+        said = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
+        if not begun:
+            raise ConfigError(said)
+        to_stderr(f"warning: {said}")
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
@@ -274,6 +282,12 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
         run = load_run_config(path) if (path / "config.yaml").is_file() else None
         if run and (problem := strayed(path, run, config_of_planned(planned))):
             raise ConfigError(f"{path} is a run with another config ({problem}); use another out=")
+
+
+def planned_conditions(cfg: TrainConfig) -> dict[str, Any]:
+    sizes = totals(cfg.model)
+    own = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
+    return {**settings_of(cfg), **own}
 
 
 def first_runs(study: Study) -> list[Planned]:

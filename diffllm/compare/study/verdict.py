@@ -17,7 +17,7 @@ from diffllm.data.progress import track
 from diffllm.metrics.records import finite
 
 NOT_COMPARABLE, EXPLORATORY = "not comparable", "exploratory"
-FACTS = ("corpus", "python", "torch", "device", "ranks", "compute_dtype", "heldout_tokens")
+FACTS = ("corpus", "python", "torch", "device", "ranks", "code", "compute_dtype", "heldout_tokens")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,12 @@ class Verdict:
     def numbers(self) -> dict[str, Any]:
         facts = [run.facts for arm in self.arms for run in arm.runs]
         facts = [
-            {**each, "python": (each.get("environment") or {}).get("python")} for each in facts
+            {
+                **each,
+                "python": (each.get("environment") or {}).get("python"),
+                "code": (each.get("diffllm") or {}).get("hash"),
+            }
+            for each in facts
         ]
         return {
             "verdict": self.verdict,
@@ -43,6 +48,7 @@ class Verdict:
             **{key: getattr(self.study, key) for key in ("claim", "source", "metric", "scale")},
             "study": str(self.study.path),
             "hash": self.study.hash,
+            "unequal": self.study.unequal,
             "rules": [tested_numbers(each) for each in self.tested],
             "arms": {arm.name: arm.numbers() for arm in self.arms},
             "learning_rates": {
@@ -81,7 +87,7 @@ def judge(study: Study, out: Path) -> Verdict:
     by_name = {arm.name: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
-    if problems := not_comparable(arms, choices):
+    if problems := not_comparable(study, arms, choices):
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
     if problems := exploratory(study, arms, choices, out):

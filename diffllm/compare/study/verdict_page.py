@@ -215,6 +215,7 @@ def conditions(numbers: dict[str, Any]) -> str:
         else:
             unequal.append(f"{name} (largest {percent(apart)} above smallest)")
     said = [("Equal across arms", equal), ("Not equal", unequal)]
+    said.append(("Differences that the study declares", numbers["unequal"]))
     sentences = [f"{start}: {', '.join(names)}." for start, names in said if names]
     return " ".join([f"{', '.join(words)}.", *sentences])
 
@@ -226,10 +227,11 @@ def range_text(values: Sequence[Any], write: Callable[[Any], str] = compact) -> 
 def origin(numbers: dict[str, Any]) -> str:
     facts = numbers["facts"]
     corpus = ", ".join(f"`{each}`" for each in facts["corpus"])
-    python, torch, device = (
-        ", ".join(facts[name]) or "not recorded" for name in ("python", "torch", "device")
+    python, torch, device, ranks, code = (
+        ", ".join(facts[name]) or "not recorded"
+        for name in ("python", "torch", "device", "ranks", "code")
     )
-    made_by = f"Python {python}, torch {torch}, device {device}"
+    made_by = f"Python {python}, torch {torch}, device {device}, ranks `{ranks}`, code `{code}`"
     return f"Corpus hash {corpus or 'not recorded'}. {made_by}."
 
 

@@ -1,0 +1,105 @@
+"""Conditions in which the arms of a study must agree, unless the study declares a difference."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from diffllm.compare.report.keys import FACTS, HASH, shown_value, within
+from diffllm.compare.report.numbers import compact, percent
+from diffllm.config import TrainConfig
+from diffllm.config.matching import TOLERANCE
+from diffllm.config.saved import flatten, yaml_dict
+from diffllm.config.schema import OF_NO_EFFECT
+from diffllm.core.errors import listed
+
+Values = Mapping[str, Any]
+"""Facts of run.json and settings of a run, by name or dotted key."""
+
+
+class Condition(NamedTuple):
+    keys: tuple[str, ...]
+    tolerance: float = 0.0
+    """Largest relative difference that counts as equal."""
+
+
+CONDITIONS = {
+    "parameters": Condition(("parameters",), float(TOLERANCE)),
+    "flops": Condition(("flops_per_token",), 0.02),
+    "tokens": Condition(("tokens",)),
+    "batch": Condition(("global_batch_size", "seq_len")),
+    "schedule": Condition(("optim.schedule", "optim.decay_fraction", "optim.min_lr_ratio")),
+    "warmup": Condition(("optim.warmup_steps",)),
+    "weight_decay": Condition(("optim.weight_decay",)),
+    "data": Condition(
+        ("corpus", "tokenizer", "heldout_tokens", "heldout_texts", "data", "eval.tokens",
+         "eval.sequences", "eval.levels", "eval.suites_limit")
+    ),
+    "precision": Condition(("compute_dtype", "precision")),
+    "torch": Condition(("torch",)),
+}  # fmt: skip
+"""By the word that a study declares a difference with (`unequal`)."""
+RECORDED = (
+    "parameters", "flops_per_token", "corpus", "tokenizer", "heldout_tokens", "compute_dtype",
+    "torch",
+)  # fmt: skip
+"""Facts of run.json among the conditions."""
+HASHES = ("corpus", "tokenizer", "heldout_texts")
+UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
+
+
+def settings_of(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the settings of a config among the conditions, by dotted key, and its tokens."""
+    keys = [key for condition in CONDITIONS.values() for key in condition.keys]
+    found = {
+        key: value
+        for key, value in flatten(yaml_dict(cfg)).items()
+        if within(key, keys) and not within(key, UNREAD)
+    }
+    return {**found, "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len}
+
+
+def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) -> list[str]:
+    """Say for each undeclared condition how the runs of the arms differ in it."""
+    placed = [(arm, values) for arm, runs in arms.items() for values in runs]
+    settled = {
+        key
+        for fact, keys in FACTS.items()
+        if all(values.get(fact) is not None for _, values in placed)
+        for key in keys
+    }
+    problems = []
+    for word, condition in CONDITIONS.items():
+        if word in {*declared}:
+            continue
+        names = {key for _, values in placed for key in values if within(key, condition.keys)}
+        said = [differing(key, placed, condition.tolerance) for key in sorted(names - settled)]
+        if found := [text for text in said if text]:
+            add = f"if the study intends this, add {word} to unequal"
+            problems.append(f"arms differ in {listed(found)} ({add})")
+    return problems
+
+
+def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> str:
+    """Return a condition's values and their arms; empty if the runs that know it agree."""
+    known = [(arm, values[key]) for arm, values in placed if key in values]
+    numbers = [value for _, value in known if isinstance(value, int | float)]
+    apart = 0.0
+    if tolerance and len(numbers) == len(known):
+        apart = max(numbers) / min(numbers) - 1
+        if apart <= tolerance * (1 + 1e-9):  # for the rounding of the ratio
+            return ""
+    by_value: dict[str, list[str]] = {}
+    for arm, value in known:
+        by_value.setdefault(value_words(key, value), []).append(arm)
+    if len(by_value) < 2:
+        return ""
+    ends = f" (largest {percent(apart)} above smallest)" if apart else ""
+    said = [f"{text} in {', '.join(dict.fromkeys(arms))}" for text, arms in by_value.items()]
+    return f"{key}: {listed(said)}{ends}"
+
+
+def value_words(key: str, value: Any) -> str:
+    if value is None and key in RECORDED:
+        return "unknown"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return compact(value) if key in ("parameters", "flops_per_token") else f"{value:,}"
+    return value[:HASH] if key in HASHES and isinstance(value, str) else shown_value(value)

@@ -1,0 +1,125 @@
+"""Conditions in which the arms of a study must agree, before its runs and in its verdict."""
+
+import pytest
+from runs.written import study_file, write_arms
+
+from diffllm.cli import main
+from diffllm.compare.study.planned_runs import check_study_runs
+from diffllm.compare.study.verdict import judge
+from diffllm.compare.study.verdict_page import markdown
+from diffllm.core.errors import ConfigError
+
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+HALF, BETTER = [4.40, 4.41, 4.39], [4.30, 4.312, 4.289]
+IN_CONFIG = {
+    "tokens": ("steps=10 optim.warmup_steps=2", "tokens: 5,120 in half; 2,560 in v2"),
+    "batch": (
+        "global_batch_size=4 steps=40 optim.warmup_steps=2",
+        "global_batch_size: 8 in half; 4 in v2",
+    ),
+    "schedule": ("optim.schedule=wsd", "optim.schedule: cosine in half; wsd in v2"),
+    "warmup": ("optim.warmup_steps=5", "optim.warmup_steps: 2 in half; 5 in v2"),
+    "weight_decay": ("optim.weight_decay=0.2", "optim.weight_decay: 0.1 in half; 0.2 in v2"),
+    "data": ("data.mask_documents=true", "data.mask_documents: false in half; true in v2"),
+    "parameters": ("model.ffn_dim=512", "parameters: "),
+    "flops": ("model.n_layers=3", "flops_per_token: "),
+}
+"""By word: overrides of one arm, and how the difference is said."""
+IN_FACTS = {
+    "parameters": ({"parameters": 10_051}, "parameters: 10k in half; 10.05k in v2 (largest 0.51%"),
+    "flops": ({"flops_per_token": 61_300.0}, "flops_per_token: 60k in half; 61.3k in v2 (largest"),
+    "data": ({"tokenizer": "9f" * 32}, "tokenizer: t0t0t0t0 in half; 9f9f9f9f in v2"),
+    "precision": ({"compute_dtype": "bfloat16"}, "compute_dtype: float32 in half; bfloat16 in v2"),
+    "torch": ({"torch": "2.11.0"}, "torch: 2.13.0 in half; 2.11.0 in v2"),
+}
+SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
+
+
+def two_arms(v2: str = "") -> str:
+    return (
+        "{half: [attention=standard_half_context], "
+        f"v2: [attention=diff_v2{''.join(f', {word}' for word in v2.split())}]}}"
+    )
+
+
+def others(word: str) -> str:
+    """The conditions in which standard attention and V2 differ, without one."""
+    return f"[{', '.join({'parameters', 'flops'} - {word})}]"
+
+
+@pytest.mark.parametrize("word", IN_CONFIG)
+def test_study_whose_configs_differ_does_not_start_unless_declared(tmp_path, capsys, word):
+    override, said = IN_CONFIG[word]
+    arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
+    study = study_file(tmp_path / "study.yaml", LOWER, **arms)
+    command = ["study", "run", str(study.path), f"out={tmp_path / 'out'}"]
+    for words in (command, [*command, "--dry-run"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "the verdict would be not comparable: arms differ in " in error
+        assert said in error
+        assert f"add {word} to unequal" in error
+        assert error.count("add ") == error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    declared = {**arms, "unequal": arms["unequal"].replace("]", f", {word}]")}
+    check_study_runs(study_file(tmp_path / "declared.yaml", LOWER, **declared), tmp_path / "out", 1)
+
+
+def judged(tmp_path, unequal, override="", half=None, v2=None):
+    arms = {"arms": two_arms(override), "baseline": "half", "unequal": f"[{', '.join(unequal)}]"}
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
+    write_arms(study, out, {"half": HALF}, **SIZES, **(half or {}))
+    write_arms(study, out, {"v2": BETTER}, **{**SIZES, **(v2 or {})})
+    return judge(study, out)
+
+
+@pytest.mark.parametrize("word", [word for word in IN_CONFIG if word not in SIZES | {"flops": 0}])
+def test_verdict_on_configs_that_differ_is_not_comparable_unless_declared(tmp_path, word):
+    override, said = IN_CONFIG[word]
+    for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
+        (tmp_path / place).mkdir()
+        found = judged(tmp_path / place, unequal, override)
+        assert found.verdict == verdict, found.reasons
+        assert (said in found.reasons[0]) == (verdict != "shown")
+    assert f"Differences that the study declares: {word}." in markdown(found)
+
+
+@pytest.mark.parametrize("word", IN_FACTS)
+def test_verdict_on_runs_whose_facts_differ_is_not_comparable_unless_declared(tmp_path, word):
+    facts, said = IN_FACTS[word]
+    for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
+        (tmp_path / place).mkdir()
+        found = judged(tmp_path / place, unequal, v2=facts)
+        assert found.verdict == verdict, found.reasons
+        if not unequal:
+            assert found.reasons[0].startswith(f"arms differ in {said}")
+            assert found.reasons[0].endswith(f"(if the study intends this, add {word} to unequal)")
+
+
+def test_sizes_within_tolerance_are_comparable(tmp_path):
+    found = judged(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
+    assert found.verdict == "shown", found.reasons
+
+
+def test_code_and_hardware_are_shown_and_do_not_decide(tmp_path):
+    own = {"diffllm": {"hash": "a1b2"}, "device": "NVIDIA H100", "ranks": 8}
+    found = judged(tmp_path, [], half={"diffllm": {"hash": "c3d4"}}, v2=own)
+    assert found.verdict == "shown", found.reasons
+    assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
+
+
+def test_begun_study_with_undeclared_difference_warns_and_goes_on(tmp_path, capsys):
+    arms = {"arms": two_arms(), "baseline": "half", "unequal": "[]"}
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
+    with pytest.raises(ConfigError, match="add flops to unequal"):
+        check_study_runs(study, out, 1)
+    write_arms(study, out, {"half": HALF[:1]})
+    (out / "sweep.json").write_text('{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}')
+    check_study_runs(study, out, 1)
+    assert "warning: " in (said := capsys.readouterr().err)
+    assert "add flops to unequal" in said
+
+
+def test_unknown_condition_is_refused_with_the_choices(tmp_path):
+    with pytest.raises(ConfigError, match=r"unequal\[1\]=size is not one of parameters, flops, "):
+        study_file(tmp_path / "study.yaml", LOWER, unequal="[flops, size]")
