@@ -176,10 +176,23 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
     tokens, losses = run.series(LOSS)
     known = np.isfinite(losses)
     spent = budget.spent(run, tokens[known])
-    if spent is None or not len(spent) or not np.isfinite(spent).all():
+    return None if spent is None else increasing(spent, losses[known])
+
+
+def increasing(spent: Array, values: Array) -> Series | None:
+    """Return the finite values over the amounts used; None unless the amounts increase from 0."""
+    known = np.isfinite(values)
+    spent, values = spent[known], values[known]
+    if not len(spent) or not np.isfinite(spent).all():
         return None
-    increasing = spent[0] > 0 and (np.diff(spent) >= 0).all()
-    return Series(spent, losses[known]) if increasing else None
+    return Series(spent, values) if spent[0] > 0 and (np.diff(spent) >= 0).all() else None
+
+
+def last_common(curves: Iterable[Series]) -> float | None:
+    """Return the largest amount that all curves reach; None if one ends before another begins."""
+    curves = [*curves]
+    at = float(min((curve.tokens[-1] for curve in curves), default=0))
+    return at if curves and at >= max(curve.tokens[0] for curve in curves) else None
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
@@ -195,9 +208,8 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     known = [(a, b) for a, b in curves if a is not None and b is not None]
     if not known or len(known) < len(curves):
         return None
-    at = float(min(curve.tokens[-1] for pair in known for curve in pair))
-    if at < max(curve.tokens[0] for pair in known for curve in pair):
-        return None  # one ends before another's first evaluation
+    if (at := last_common(curve for pair in known for curve in pair)) is None:
+        return None
     readings = [(read_curve(a, at), read_curve(b, at)) for a, b in known]
     gaps = [own - base for (own, _), (base, _) in readings]
     errors = [float(np.hypot(own, base)) for (_, own), (_, base) in readings]

@@ -200,6 +200,7 @@ def check_study(study: Study) -> None:
         check_trend_metric(study, rule)
     for i, word in enumerate(study.unequal):
         one_of(f"unequal[{i}]", word, tuple(CONDITIONS))
+    check_curve(study)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
     if study.lr_sweep is None:
@@ -214,6 +215,13 @@ def check_study(study: Study) -> None:
         check_seeds("lr.seeds", study.lr.seeds, least=1)
         if both := sorted({*study.lr.seeds} & {*study.seeds}):
             raise ConfigError(f"lr.seeds={both} would choose the learning rate and decide")
+
+
+def check_curve(study: Study) -> None:
+    """Raise ConfigError if a rule reads a metric at equal FLOPs that has no curve."""
+    logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
+    if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
+        raise ConfigError(f"at=flops: metric={study.metric} is not logged over training")
 
 
 def check_numbers_of_runs(study: Study) -> None:
@@ -232,6 +240,9 @@ def check_rule(where: str, rule: Rule) -> None:
     for arm, against in rule.pairs:
         if arm == against:
             raise ConfigError(f"{where}: {arm} cannot be compared with itself")
+    one_of(f"{where}.at", rule.at, ("tokens", "flops"))
+    if rule.at == "flops" and rule.kind in ("log_rank", "trend"):
+        raise ConfigError(f"{where}: kind={rule.kind} takes no at=flops")
     names = ("below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.budgets import arms_of_rule
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
 from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, p_more
@@ -84,6 +85,7 @@ class Tested:
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
     """Make the tests of one rule."""
+    own, base = arms_of_rule(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
         times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)

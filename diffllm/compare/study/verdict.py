@@ -7,6 +7,7 @@ from typing import Any
 
 from diffllm.compare.report.runs import load_run
 from diffllm.compare.study.arms import StudyArm, read_run, value_of
+from diffllm.compare.study.budgets import EqualGaps, equal_gaps
 from diffllm.compare.study.comparability import exploratory, not_comparable
 from diffllm.compare.study.decision import apply_rules, tested_numbers
 from diffllm.compare.study.file import Study
@@ -30,6 +31,7 @@ class Verdict:
     tested: list[Tested]
     arms: list[StudyArm]
     choices: list[ChosenRate]
+    equal: list[EqualGaps]
 
     def numbers(self) -> dict[str, Any]:
         facts = [run.facts for arm in self.arms for run in arm.runs]
@@ -50,6 +52,7 @@ class Verdict:
             "hash": self.study.hash,
             "unequal": self.study.unequal,
             "rules": [tested_numbers(each) for each in self.tested],
+            "equal": [each.numbers() for each in self.equal],
             "arms": {arm.name: arm.numbers() for arm in self.arms},
             "learning_rates": {
                 choice.arm: {
@@ -94,4 +97,5 @@ def judge(study: Study, out: Path) -> Verdict:
         verdict, reasons = EXPLORATORY, [*problems, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
         reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices)
+    equal = equal_gaps(study, by_name)
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal)

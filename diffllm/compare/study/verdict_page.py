@@ -20,6 +20,7 @@ from diffllm.compare.report.figures import (
 from diffllm.compare.report.numbers import MISSING, compact, percent, plural, short
 from diffllm.compare.report.page import template
 from diffllm.compare.report.rows import Row
+from diffllm.compare.study.budgets import equal_gaps_table, interpolation_words
 from diffllm.compare.study.decision import SHOWN, exact_name
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.rule_tests import Tested
@@ -180,6 +181,8 @@ def verdict_html(found: Verdict) -> str:
         problems=problems(found),
         gaps=gaps_image(found),
         arms=arms_table(found),
+        equal=equal_gaps_table(found.equal) if found.equal else None,
+        equal_words=interpolation_words(found.equal),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         conditions=conditions(numbers),
@@ -235,6 +238,13 @@ def origin(numbers: dict[str, Any]) -> str:
     return f"Corpus hash {corpus or 'not recorded'}. {made_by}."
 
 
+def equal_lines(found: Verdict) -> list[str]:
+    """Return the table of gaps at equal cost, in Markdown; empty unless the metric is a loss."""
+    if not found.equal:
+        return []
+    return [equal_gaps_table(found.equal).markdown(), "", interpolation_words(found.equal), ""]
+
+
 def markdown(found: Verdict) -> str:
     study, numbers = found.study, found.numbers()
     return "\n".join(
@@ -253,6 +263,7 @@ def markdown(found: Verdict) -> str:
             "",
             arms_table(found).markdown(),
             "",
+            *equal_lines(found),
             f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
             f"`{study.hash}`. {origin(numbers)}",
             "",

@@ -1,0 +1,178 @@
+"""Gaps of a study at equal tokens, at equal parameters and at equal training FLOPs."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from diffllm.compare.report.curves import increasing, last_common, read_curve
+from diffllm.compare.report.numbers import MISSING, compact, percent, with_interval
+from diffllm.compare.report.runs import Series
+from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.file import Rule, Study
+from diffllm.config.matching import TOLERANCE
+from diffllm.core.errors import ConfigError
+from diffllm.core.printing import Table
+from diffllm.statistics.arm_comparison import compare_arms
+from diffllm.statistics.estimates import Estimate
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class AtFlops:
+    """Two arms with the values of their runs after equal training FLOPs."""
+
+    own: StudyArm
+    base: StudyArm
+    flops: float
+    error: float
+    """Mean possible error of a gap from interpolation; infinite if unknown."""
+
+
+@dataclass(frozen=True)
+class EqualGaps:
+    """The gap between two arms in held-out loss, nats per token, by what is equal."""
+
+    arm: str
+    against: str
+    tokens: Estimate | str
+    """The reason if it was not measured, as in the other two."""
+    parameters: Estimate | str
+    flops: Estimate | str
+    at_flops: float | None = None
+    error: float | None = None
+
+    def numbers(self) -> dict[str, Any]:
+        gaps = {name: getattr(self, name) for name in ("tokens", "parameters", "flops")}
+        return {
+            "arm": self.arm,
+            "against": self.against,
+            **{f"at_{name}": gap if isinstance(gap, str) else vars(gap)
+               for name, gap in gaps.items()},
+            "flops": self.at_flops,
+            "interpolation_error": self.error,
+        }  # fmt: skip
+
+
+def arms_of_rule(
+    study: Study, rule: Rule, own: StudyArm, base: StudyArm
+) -> tuple[StudyArm, StudyArm]:
+    """Return the arms with the values that a rule compares; raises ConfigError without curves."""
+    if rule.at != "flops":
+        return own, base
+    found = at_equal_flops(study, own, base)
+    if isinstance(found, str):
+        raise ConfigError(f"{rule.arm} against {rule.against} at equal FLOPs: {found}")
+    return found.own, found.base
+
+
+def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
+    """Read the curves of two arms at the most FLOPs that all of their compared runs reached.
+
+    A diverged run stays one. Returns the reason if the curves cannot be read.
+    """
+    common = own.known.keys() & base.known.keys()
+    finite = [run for arm in (own, base) for run in arm.runs if run.seed in arm.known]
+    curves: dict[str, Series] = {}
+    for run in finite:
+        if (curve := flops_curve(run)) is None:
+            return f"{run.name} has no curve of {study.metric} over known training FLOPs"
+        curves[run.name] = curve
+    compared = [run for run in finite if run.seed in common or study.test != "paired"]
+    flops = last_common(curves[run.name] for run in compared)
+    if flops is None:
+        return (
+            "a run ends before the first evaluation of another" if compared else "no pair of runs"
+        )
+    readings = {name: read_curve(curve, flops) for name, curve in curves.items()}
+    values = {name: value for name, (value, _) in readings.items()}
+    errors = [
+        np.mean([readings[run.name][1] for run in compared if run in arm.runs])
+        for arm in (own, base)
+    ]
+    arms = [with_values(study, arm, values) for arm in (own, base)]
+    return AtFlops(*arms, flops, float(np.hypot(*errors)))
+
+
+def flops_curve(run: StudyRun) -> Series | None:
+    """Return a run's metric over training FLOPs; None if one of them is unknown."""
+    each = run.flops_per_token
+    return None if each is None else increasing(run.curve.tokens * each, run.curve.values)
+
+
+def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
+    """Return an arm with other values of its finite runs, on the study's scale, and without the
+    losses of documents, which belong to the ends of runs."""
+    found: dict[int, float | None] = {}
+    for run in arm.runs:
+        if run.name in values:
+            value = values[run.name]
+            found[run.seed] = math.log(value) if study.scale == "log" else value
+        elif run.seed in arm.values and arm.values[run.seed] is None:
+            found[run.seed] = None
+    return replace(arm, runs=[replace(run, documents=None) for run in arm.runs], values=found)
+
+
+def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
+    """Return the gaps of the pairs of arms that rules compare; none unless the metric is a loss."""
+    if study.metric != "heldout_loss":
+        return []
+    linear = replace(study, scale="linear")
+    pairs = dict.fromkeys((rule.arm, rule.against) for rule in study.rules)
+    return [equal_gap(linear, in_nats(arms[own]), in_nats(arms[base])) for own, base in pairs]
+
+
+def in_nats(arm: StudyArm) -> StudyArm:
+    return replace(arm, values={run.seed: run.loss for run in arm.runs})
+
+
+def equal_gap(study: Study, own: StudyArm, base: StudyArm) -> EqualGaps:
+    tokens = {run.planned_tokens for arm in (own, base) for run in arm.runs}
+    at_tokens: Estimate | str = f"{NOT_MEASURED}: the arms differ in tokens"
+    if len(tokens) == 1:
+        at_tokens = gap_of(study, own, base)
+    sizes = [arm.runs[0].facts.get("parameters") if arm.runs else None for arm in (own, base)]
+    if None in sizes:
+        parameters: Estimate | str = f"{NOT_MEASURED}: parameters are not recorded"
+    elif abs(share := sizes[0] / sizes[1] - 1) > TOLERANCE:  # type: ignore[operator]
+        more = "more" if share > 0 else "fewer"
+        parameters = f"{NOT_MEASURED}: {own.name} has {percent(abs(share))} {more} parameters"
+    else:
+        parameters = at_tokens
+    found = at_equal_flops(study, own, base)
+    if isinstance(found, str):
+        return EqualGaps(own.name, base.name, at_tokens, parameters, f"{NOT_MEASURED}: {found}")
+    error = found.error if math.isfinite(found.error) else None
+    gap = gap_of(study, found.own, found.base)
+    return EqualGaps(own.name, base.name, at_tokens, parameters, gap, found.flops, error)
+
+
+def gap_of(study: Study, own: StudyArm, base: StudyArm) -> Estimate | str:
+    outcome = compare_arms(own.values, base.values)
+    gap = outcome.paired if study.test == "paired" else outcome.welch
+    return f"{NOT_MEASURED}: no seed ended finite in both arms" if gap is None else gap.estimate
+
+
+def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
+    heads = ("arm minus arm", "equal tokens", "equal parameters", "equal training FLOPs", "FLOPs")
+    rows = []
+    for each in gaps:
+        cells = [
+            gap if isinstance(gap, str) else with_interval(gap, signed=True, digits=4)
+            for gap in (each.tokens, each.parameters, each.flops)
+        ]
+        flops = MISSING if each.at_flops is None else compact(each.at_flops)
+        rows.append([f"{each.arm} − {each.against}", *cells, flops])
+    return Table.of(heads, rows, left=range(len(heads)))
+
+
+def interpolation_words(gaps: list[EqualGaps]) -> str:
+    """Say what the losses at equal FLOPs are, and how far interpolation may change a gap."""
+    errors = [each.error for each in gaps if each.error is not None]
+    off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
+    return (
+        "Gaps in held-out loss, nats per token, with 95% intervals. At equal FLOPs they are of the "
+        f"held-out sample (eval/loss), read between evaluations over the logarithm of FLOPs{off}."
+    )
