@@ -3,7 +3,7 @@
     diffllm study run conf/study/damping_short.yaml out=outputs/damping_short
     python benchmarks/study_results.py conf/study/damping_short.yaml outputs/damping_short
 
-The script writes verdict.md, verdict.json and, if rules have gaps, gaps.svg into
+The script writes verdict.md, verdict.json, values.json and, if rules have gaps, gaps.svg into
 benchmarks/results/<name of the study>/. Without the second argument it draws gaps.svg again from
 the committed verdict.json.
 """
@@ -18,6 +18,7 @@ import matplotlib
 from diffllm.compare.report.figures import RC, row_styles, to_svg
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.file import load_study
+from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import draw_rules, markdown
 from diffllm.statistics.estimates import Estimate
@@ -58,6 +59,7 @@ def main() -> None:
         place.mkdir(parents=True, exist_ok=True)
         (place / "verdict.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
         (place / "verdict.md").write_text(markdown(found))
+        (place / "values.json").write_text(values_text(study, found.evidence))
         print(markdown(found))
     if drawn := picture(json.loads((place / "verdict.json").read_text())):
         (place / "gaps.svg").write_text(drawn)

@@ -31,13 +31,15 @@ from diffllm.statistics.seed_variance import UPPER, Pairs
 STUDY = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
+diffllm study verdict STUDY.yaml values=FILE [--json]
 
 A study is a YAML file: a claim, the arms that are compared, their seeds, and the rule that decides.
 docs/studies.md has its keys.
 
 run       makes all runs that have not ended, in DIR, and goes on where it was stopped
 verdict   shown, refuted, equivalent, underpowered, not comparable or exploratory, with numbers;
-          writes DIR/verdict.html and DIR/verdict.md
+          writes DIR/verdict.html, DIR/verdict.md and DIR/values.json; values=FILE judges again
+          from such a values.json, without the runs, and writes nothing
 --dry-run says what the runs cost, and checks all of them; hours follow from their FLOPs and the
           speed of the study's runs that have ended, or else of those in pilot=DIR
 --json    the verdict as JSON alone"""
@@ -61,6 +63,7 @@ class SharedStudyArguments:
 
 @dataclass
 class VerdictArguments(SharedStudyArguments):
+    values: str = argument("values.json of a verdict, in place of out=", "", path=True)
     json: bool = flag("the verdict as JSON alone")
 
 
@@ -94,7 +97,10 @@ def study_command(argv: list[str]) -> int:
         return 0
     if argv[:1] == ["verdict"]:
         asked = parse(VerdictArguments, argv[1:], STUDY)
-        judge_study(*study_and_directory(asked.study, asked.out), asked.json)
+        if asked.values and asked.out:
+            raise ConfigError("give out=DIR or values=FILE, not both")
+        study, place = study_and_directory(asked.study, asked.values or asked.out)
+        judge_study(study, place, bool(asked.values), asked.json)
         return 0
     if argv[:1] != ["run"]:
         raise ConfigError(f"study {' '.join(argv[:1])}: choose from run, verdict; --help says more")
@@ -146,12 +152,16 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
         echo(f"note: {note}")
 
 
-def judge_study(study: Study, out: Path, as_json: bool) -> None:
-    from diffllm.compare.study.verdict import judge
+def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> None:
+    from diffllm.compare.study.raw_values import read_values
+    from diffllm.compare.study.verdict import judge, judge_evidence
     from diffllm.compare.study.verdict_page import markdown, write_verdict
 
-    found = judge(study, out)
-    files = write_verdict(found, out)
+    if from_values:
+        found, files = judge_evidence(study, read_values(study, place)), []
+    else:
+        found = judge(study, place)
+        files = write_verdict(found, place)
     if as_json:
         echo_json(found.numbers(), allow_nan=False)
     else:

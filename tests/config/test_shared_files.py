@@ -26,6 +26,7 @@ arms: {{a: [attention=standard], b: [attention=diff_v2, {arm}]}}
 baseline: a
 seeds: [0, 1]
 rule: {{kind: difference, arm: b, against: a, below: 0.0}}
+unequal: [parameters, flops, tokens]
 """
 PLUGIN = "plugin_that_no_file_imports"
 

@@ -212,8 +212,11 @@ def test_finished_study_starts_nothing_and_keeps_its_verdict(place: Path, diffll
     assert changes(seen, snapshot(*runs)) == []
     found = json.loads(diffllm("study", "verdict", "study.yaml", "out=outputs/study", "--json"))
     before = expected("verdict.json")
-    for key in ("verdict", "hash", "arms", "learning_rates"):
+    for key in ("hash", "arms", "learning_rates"):
         assert found[key] == close(before[key]), key
+    assert found["rules"][0]["verdict"] == before["verdict"]
+    assert found["verdict"] == "not comparable", "the study declares no difference between its arms"
+    assert found["reasons"][0].startswith("arms differ in parameters: 2.604k in standard; 2.644k")
     assert found["rules"][0]["gap"] == close(before["rules"][0]["gap"])
 
 

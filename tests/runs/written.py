@@ -24,6 +24,7 @@ from diffllm.checkpoint.writer import write_parameters
 from diffllm.compare.report.runs import Run, load_run
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.planned_runs import Planned, deciding_runs, rate_run, start_words
+from diffllm.compare.study.study_hash import planned_digests, study_hash
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
@@ -203,10 +204,16 @@ def study_file(path: Path, rule: str, **more: str) -> Study:
     return load_study(path)
 
 
+HASHES: dict[str, str] = {}
+"""By the hash of a study's file, that which its runs begin with."""
+
+
 def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts: Any) -> Path:
     """A run that has ended with this held-out loss; NaN for one that diverged."""
     path = out / planned.name
-    cfg = config_of(tuple(start_words(study, planned, out)))
+    if study.hash not in HASHES:
+        HASHES[study.hash] = study_hash(study, planned_digests(study))
+    cfg = config_of(tuple(start_words(planned, out, HASHES[study.hash])))
     (path / "checkpoints").mkdir(parents=True)
     write_atomic(path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
     known = {**facts_of(f"attention={cfg.run.choices['attention']}"), **facts}

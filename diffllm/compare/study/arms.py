@@ -3,7 +3,8 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import Planned, config_of_planned, strayed
+from diffllm.compare.study.study_hash import UNHASHED, config_digest
 from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
 from diffllm.compare.study.unequal import RECORDED, settings_of
 from diffllm.core.errors import CheckpointError, ConfigError
@@ -22,6 +24,13 @@ from diffllm.metrics.records import finite
 from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
+DIGITS = 7
+"""Significant digits of the losses of documents."""
+NUMBERS = ("parameters", "flops_per_token", "heldout_tokens", "ranks")
+TEXTS = (
+    "corpus", "corpus_note", "tokenizer", "compute_dtype", "torch", "python", "device", "code",
+)  # fmt: skip
+"""Facts of a run."""
 NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -44,8 +53,8 @@ class StudyRun:
     documents: DocumentLosses | None = None
     """None unless the metric is the held-out loss, and for a run without losses of documents."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Content of run.json."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of run.json that `facts_of` keeps."""
+    settings: dict[str, str] = field(default_factory=dict)
     """See `settings_of`."""
     variant: str = ""
     plugin_code: dict[str, str] = field(default_factory=dict)
@@ -57,6 +66,8 @@ class StudyRun:
     """None unless a trend over positions needs them."""
     chance: float | None = None
     """Expected share of right answers of a guess; None unless the metric is such a share."""
+    digest: str = ""
+    """See `config_digest`."""
     thin: str = ""
     """The warning about too little held-out text; empty if enough."""
 
@@ -138,38 +149,61 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     """Keep what a verdict needs of an ended run; raises ConfigError if its metric is missing."""
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
-    if value is not None and not sweep:
-        value = number_of(run, study.metric)
     is_loss = sweep or study.metric == "heldout_loss"
-    curve = run.series(LOSS if is_loss else study.metric)
+    logged = LOSS if is_loss else study.metric
+    curve = run.series(logged)
+    where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
-        raise ConfigError(f"{run.path} has no {study.metric}")
+        raise ConfigError(f"{where}/metrics.jsonl has no {logged}")
+    if value is not None and not sweep:
+        if (number := number_of(run, study.metric)) is None:
+            file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
+            raise ConfigError(f"{where}/{file} has no {study.metric}")
+        value = number if math.isfinite(number) else None
     documents = None
     if is_loss and value is not None:
-        try:
-            documents = document_losses(run.path)
-        except CheckpointError:
-            documents = None
+        with suppress(CheckpointError):
+            documents = rounded(document_losses(run.path))
+    positions = None
+    if value is not None and needs_positions(study, planned.arm):
+        positions = position_losses(run)
     return StudyRun(
-        planned.name,
-        planned.seed,
-        run.cfg.optim.lr,
-        run.final_loss,
-        value,
-        run.planned_tokens,
-        run.cfg.model.vocab_size,
-        curve,
-        documents,
-        run.facts,
-        settings_of(run.cfg),
-        run.variant,
-        run.plugin_code,
-        run.cfg.run.study or "",
-        strayed(run.path, run.cfg, config_of_planned(planned)),
-        position_losses(run) if value is not None and needs_positions(study, planned.arm) else None,
-        chance_of(run, study.metric),
-        thin_note([run]),
+        name=planned.name,
+        seed=planned.seed,
+        lr=run.cfg.optim.lr,
+        loss=run.final_loss,
+        value=value,
+        planned_tokens=run.planned_tokens,
+        vocab_size=run.cfg.model.vocab_size,
+        curve=curve,
+        documents=documents,
+        facts=facts_of(run.facts),
+        settings=settings_of(run.cfg),
+        variant=run.variant,
+        plugin_code=run.plugin_code,
+        mark=run.cfg.run.study or "",
+        strayed=strayed(run.path, run.cfg, config_of_planned(planned), UNHASHED),
+        positions=positions,
+        chance=chance_of(run, study.metric),
+        digest=config_digest(run.cfg, study),
+        thin=thin_note([run]),
     )
+
+
+def facts_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a run.json that a verdict rests on or shows; None if unknown."""
+    python = (found.get("environment") or {}).get("python")
+    code = (found.get("diffllm") or {}).get("hash")
+    return {
+        **{name: found.get(name) for name in (*NUMBERS, *TEXTS) if name not in ("python", "code")},
+        "python": python if isinstance(python, str) else None,
+        "code": code if isinstance(code, str) else None,
+    }
+
+
+def rounded(losses: DocumentLosses) -> DocumentLosses:
+    """Round the losses to `DIGITS` digits, as values.json stores them."""
+    return replace(losses, nats=np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats]))
 
 
 def chance_of(run: Run, metric: str) -> float | None:
@@ -186,18 +220,17 @@ def text_hash(documents: DocumentLosses) -> str:
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final number of a run; None if not finite. Raises ConfigError if not logged."""
+    """Return the final number of a run, NaN if it is not finite; None if it is not logged."""
     if run.summary and name in run.summary:
-        return finite(run.summary[name])
+        number = finite(run.summary[name])
+        return math.nan if number is None else number
     metric = None if name in OF_THE_SUMMARY else metric_of(name)
     if metric and metric.column:
         value = run_value(run, metric)
     else:
         values = run.series(name).values
         value = float(values[-1]) if len(values) else None
-    if value is None:
-        raise ConfigError(f"{run.path} has no {name}")
-    return value if math.isfinite(value) else None
+    return value
 
 
 def value_of(runs: list[StudyRun], study: Study) -> float | None:

@@ -88,12 +88,14 @@ def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str
         )
     readings = {name: read_curve(curve, flops) for name, curve in curves.items()}
     values = {name: value for name, (value, _) in readings.items()}
-    errors = [
-        np.mean([readings[run.name][1] for run in compared if run in arm.runs])
-        for arm in (own, base)
-    ]
-    arms = [with_values(study, arm, values) for arm in (own, base)]
-    return AtFlops(*arms, flops, float(np.hypot(*errors)))
+    error = math.hypot(
+        *(
+            float(np.mean([readings[run.name][1] for run in compared if run in arm.runs]))
+            for arm in (own, base)
+        )
+    )
+    first, second = (with_values(study, arm, values) for arm in (own, base))
+    return AtFlops(first, second, flops, error)
 
 
 def flops_curve(run: StudyRun) -> Series | None:

@@ -1,10 +1,9 @@
 """Reasons why a verdict is "not comparable" or "exploratory"."""
 
-from pathlib import Path
-
 from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.evidence import Evidence
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import RATES, ChosenRate, read_mark
+from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.unequal import undeclared
 from diffllm.config.plugins import several_versions
 
@@ -12,9 +11,10 @@ from diffllm.config.plugins import several_versions
 def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]) -> list[str]:
     problems = [f"learning rate of {c.arm}: {c.problem}" for c in choices if c.problem]
     runs = [run for arm in arms for run in arm.runs]
-    for run in runs:
-        if run.strayed:
-            problems.append(f"{run.name} is not the run of the study: {run.strayed}")
+    if strayed := [run for run in runs if run.strayed]:
+        more = f"; so do {len(strayed) - 1} more runs" if len(strayed) > 1 else ""
+        first = strayed[0]
+        problems.append(f"{first.name} is not the run of the study: {first.strayed}{more}")
     notes = {str(note) for run in runs if (note := run.facts.get("corpus_note"))}
     problems += [f"corpus: {note}" for note in sorted(notes)]
     for name, versions in several_versions([run.plugin_code for run in runs]).items():
@@ -25,12 +25,13 @@ def not_comparable(study: Study, arms: list[StudyArm], choices: list[ChosenRate]
 
 
 def exploratory(
-    study: Study, arms: list[StudyArm], choices: list[ChosenRate], out: Path
+    study: Study, arms: list[StudyArm], choices: list[ChosenRate], evidence: Evidence
 ) -> list[str]:
-    marks: list[str | None] = [run.mark for arm in arms for run in arm.runs]
+    marks = [run.mark for arm in arms for run in arm.runs]
     if choices:
-        marks += map(read_mark, filter(Path.is_dir, (out / RATES).glob("*")))
-    edited = [mark for mark in marks if (mark or "").partition("/")[0] != study.hash]
+        marks += evidence.rate_marks.values()
+    known = (evidence.hash_of(study), study.hash)  # the latter in runs of older versions
+    edited = [mark for mark in marks if mark.partition("/")[0] not in known]
     problems = []
     if edited:
         began = f"began under another version of {study.path.name}, or outside of a study"

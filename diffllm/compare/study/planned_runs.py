@@ -3,13 +3,14 @@
 import math
 import shlex
 import statistics
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from diffllm.compare.report.runs import find_runs
 from diffllm.compare.study.design import check_design
@@ -25,8 +26,8 @@ from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
 from diffllm.config.matching import totals
 from diffllm.config.origin import compose_with_origin
-from diffllm.config.saved import changes_to, load_run_config, plugin_changes
-from diffllm.config.schema import what_differs
+from diffllm.config.saved import changes_to, flatten, load_run_config, plugin_changes
+from diffllm.config.schema import FREE, what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
 from diffllm.data.progress import track
@@ -70,15 +71,36 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 
 def config_of_planned(planned: Planned) -> TrainConfig:
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
-    words = [*(word for word in planned.words if word not in own), "run.report=false"]
+    words = (*(word for word in planned.words if word not in own), "run.report=false")
     try:
-        config = config_of_arm(tuple(words), planned.lr is not None)
-        config.seed = planned.seed
-        if planned.lr is not None:
-            config.optim.lr = planned.lr
-        return solved(config, words)
+        if not seed_is_alone(words, planned.lr is not None):
+            return solved_config(words, planned.lr, planned.seed)
+        cfg = solved_config(words, planned.lr, 0)
+        follows = config_of_arm(words, planned.lr is not None)
+        init_seed = cfg.model.init_seed
+        if OmegaConf.is_interpolation(follows.model, "init_seed"):
+            init_seed = planned.seed
+        return replace(cfg, seed=planned.seed, model=replace(cfg.model, init_seed=init_seed))
     except ConfigError as error:
         raise ConfigError(f"arm {planned.arm}: {error}") from error
+
+
+@lru_cache(4096)
+def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainConfig:
+    """Return a config that nobody may change; cached, because solving a width takes long."""
+    config = config_of_arm(words, lr is not None)
+    config.seed = seed
+    if lr is not None:
+        config.optim.lr = lr
+    return solved(config, [*words])
+
+
+@cache
+def seed_is_alone(words: tuple[str, ...], sets_lr: bool) -> bool:
+    """Return whether the seed sets nothing but itself and the seed of the initial values."""
+    plain = OmegaConf.to_container(config_of_arm(words, sets_lr), resolve=False, enum_to_str=True)
+    values = flatten(plain).items()  # type: ignore[arg-type]
+    return not any("seed" in str(v) and "${" in str(v) for k, v in values if k != "model.init_seed")
 
 
 @cache
@@ -94,10 +116,11 @@ def read_mark(path: Path) -> str | None:
     return load_run_config(path).run.study or ""
 
 
-def start_words(study: Study, planned: Planned, out: Path) -> list[str]:
+def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
+    """Return the overrides of a run; a new run is marked with `digest`, the study's hash."""
     path = out / planned.name
     if (mark := read_mark(path)) is None:
-        mark = f"{study.hash}/{planned.stage}/{planned.arm}"
+        mark = f"{digest}/{planned.stage}/{planned.arm}"
     return [*planned.words, "run.report=false", f"run.dir={path}", f"run.study={mark}"]
 
 
@@ -113,9 +136,9 @@ def ended_loss(path: Path) -> float | None:
     return math.inf if loss is None else loss
 
 
-def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig) -> str:
+def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> str:
     """How a run that began with a config differs from the study's; empty if it does not."""
-    changes = {key: v for key, v in changes_to(begun, cfg).items() if key != "run.study"}
+    changes = {key: v for key, v in changes_to(begun, cfg, free).items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
     return "it was changed on its way" if (path / "changes.jsonl").exists() else ""
@@ -133,11 +156,21 @@ class ChosenRate:
     """Why `lr` cannot be trusted."""
 
 
+def rate_losses(out: Path) -> dict[str, float]:
+    """Return the losses of the ended runs that choose learning rates, by name."""
+    paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
+    losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
+    return {name: loss for name, loss in losses.items() if loss is not None}
+
+
 def choose_all(study: Study, out: Path) -> list[ChosenRate]:
-    return [choose(study, arm, out) for arm in study.arms] if study.lr else []
+    if study.lr is None:
+        return []
+    ended = rate_losses(out)
+    return [choose_from(study, arm, ended) for arm in study.arms]
 
 
-def choose(study: Study, arm: str, out: Path) -> ChosenRate:
+def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
     """Choose an arm's learning rate from the ended runs; extend the grid where its end is best."""
     rates = study.lr
     assert rates
@@ -147,7 +180,7 @@ def choose(study: Study, arm: str, out: Path) -> ChosenRate:
         wanted: list[Planned] = []
         for lr in grid:
             runs = [rate_run(study, arm, seed, lr) for seed in rates.seeds]
-            ended = [ended_loss(out / run.name) for run in runs]
+            ended = [losses_by_name.get(run.name) for run in runs]
             known = [loss for loss in ended if loss is not None]
             wanted += [run for run, loss in zip(runs, ended, strict=True) if loss is None]
             losses[lr] = sum(known) / len(known) if len(known) == len(runs) else None
@@ -225,11 +258,14 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
 
 def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list[dict[str, Any]]:
+    from diffllm.compare.study.study_hash import planned_digests, study_hash
+
     out, jobs = directory.path, []
     runs = next_runs(study, out)
+    digest = study_hash(study, planned_digests(study)) if runs else ""
     with track("checking runs", len(runs)) as advance:
         for number, planned in enumerate(runs, start=1):
-            words = start_words(study, planned, out)
+            words = start_words(planned, out, digest)
             directory.record["runs"][planned.name] = words
             path, steps = str(out / planned.name), config_of_planned(planned).steps
             arguments = [*added, *words]
@@ -273,7 +309,8 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
         said = f"{study.path}: the verdict would be not comparable: {'; '.join(problems)}"
         if not begun:
             raise ConfigError(said)
-        to_stderr(f"warning: {said}")
+        if next_runs(study, out):
+            to_stderr(f"warning: {said}")
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
             raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")

@@ -46,15 +46,16 @@ HASHES = ("corpus", "tokenizer", "heldout_texts")
 UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
-def settings_of(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the settings of a config among the conditions, by dotted key, and its tokens."""
+def settings_of(cfg: TrainConfig) -> dict[str, str]:
+    """Return the settings of a config among the conditions as text, by dotted key, and its
+    tokens."""
     keys = [key for condition in CONDITIONS.values() for key in condition.keys]
-    found = {
-        key: value
-        for key, value in flatten(yaml_dict(cfg)).items()
+    values = {**flatten(yaml_dict(cfg)), "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len}
+    return {
+        key: value_words(key, value)
+        for key, value in values.items()
         if within(key, keys) and not within(key, UNREAD)
     }
-    return {**found, "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len}
 
 
 def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) -> list[str]:
@@ -101,5 +102,5 @@ def value_words(key: str, value: Any) -> str:
     if value is None and key in RECORDED:
         return "unknown"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return compact(value) if key in ("parameters", "flops_per_token") else f"{value:,}"
+        return compact(value) if key in ("parameters", "flops_per_token") else f"{value:,.15g}"
     return value[:HASH] if key in HASHES and isinstance(value, str) else shown_value(value)

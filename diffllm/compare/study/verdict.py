@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.report.runs import load_run
-from diffllm.compare.study.arms import StudyArm, read_run, value_of
+from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.budgets import EqualGaps, equal_gaps
 from diffllm.compare.study.comparability import exploratory, not_comparable
 from diffllm.compare.study.decision import apply_rules, tested_numbers
+from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import Study
-from diffllm.compare.study.planned_runs import ChosenRate, choose_all, deciding_runs, is_ended
+from diffllm.compare.study.planned_runs import ChosenRate
 from diffllm.compare.study.rule_tests import Tested
 from diffllm.core.errors import ConfigError
-from diffllm.data.progress import track
 from diffllm.metrics.records import finite
 
 NOT_COMPARABLE, EXPLORATORY = "not comparable", "exploratory"
@@ -32,17 +31,10 @@ class Verdict:
     arms: list[StudyArm]
     choices: list[ChosenRate]
     equal: list[EqualGaps]
+    evidence: Evidence
 
     def numbers(self) -> dict[str, Any]:
         facts = [run.facts for arm in self.arms for run in arm.runs]
-        facts = [
-            {
-                **each,
-                "python": (each.get("environment") or {}).get("python"),
-                "code": (each.get("diffllm") or {}).get("hash"),
-            }
-            for each in facts
-        ]
         return {
             "verdict": self.verdict,
             "would_be": self.would_be,
@@ -50,6 +42,7 @@ class Verdict:
             **{key: getattr(self.study, key) for key in ("claim", "source", "metric", "scale")},
             "study": str(self.study.path),
             "hash": self.study.hash,
+            "study_hash": self.evidence.hash_of(self.study),
             "unequal": self.study.unequal,
             "rules": [tested_numbers(each) for each in self.tested],
             "equal": [each.numbers() for each in self.equal],
@@ -70,32 +63,26 @@ class Verdict:
 
 def judge(study: Study, out: Path) -> Verdict:
     """Judge a study by its ended runs; raises ConfigError without any."""
-    choices = choose_all(study, out)
-    rates = {choice.arm: choice.lr for choice in choices}
-    arms = [StudyArm(name, rates.get(name)) for name in study.arms]
-    with track("reading runs", len(arms) * len(study.seeds)) as advance:
-        for arm in arms:
-            for seed in study.seeds:
-                wanted = deciding_runs(study, arm.name, seed, arm.lr)
-                ended = [run for run in wanted if is_ended(out / run.name)]
-                runs = [read_run(load_run(out / run.name), study, run) for run in ended]
-                arm.missing += [run.name for run in wanted if run not in ended]
-                arm.runs += runs
-                if len(runs) == len(wanted):
-                    arm.values[seed] = value_of(runs, study)
-                advance(1)
-    if not any(arm.runs for arm in arms):
+    evidence = read_evidence(study, out)
+    if not evidence.runs:
         start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
         raise ConfigError(f"{out} has no run of {study.path} that has ended; start with {start}")
+    return judge_evidence(study, evidence)
+
+
+def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
+    """Judge a study by one or more ended runs."""
+    choices = evidence.choices(study)
+    arms = evidence.arms(study, choices)
     by_name = {arm.name: arm for arm in arms}
     tested = apply_rules(study, by_name)
     verdict, reasons = tested[0].verdict, [tested[0].reason]
     if problems := not_comparable(study, arms, choices):
         verdict, reasons = NOT_COMPARABLE, problems
     would_be = verdict
-    if problems := exploratory(study, arms, choices, out):
+    if problems := exploratory(study, arms, choices, evidence):
         verdict, reasons = EXPLORATORY, [*problems, *reasons]
     if study.lr_sweep or study.metric.startswith(("heldout_", "eval/loss")):
         reasons += sorted({run.thin for arm in arms for run in arm.runs if run.thin})[:1]
     equal = equal_gaps(study, by_name)
-    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal)
+    return Verdict(study, verdict, would_be, reasons, tested, arms, choices, equal, evidence)

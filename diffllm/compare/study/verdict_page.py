@@ -23,6 +23,7 @@ from diffllm.compare.report.rows import Row
 from diffllm.compare.study.budgets import equal_gaps_table, interpolation_words
 from diffllm.compare.study.decision import SHOWN, exact_name
 from diffllm.compare.study.file import Study
+from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.rule_tests import Tested
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.verdict import EXPLORATORY, NOT_COMPARABLE, Verdict
@@ -46,7 +47,11 @@ COMPARED = {
 
 
 def write_verdict(found: Verdict, out: Path) -> list[Path]:
-    texts = {"verdict.html": verdict_html(found), "verdict.md": printable(markdown(found), KEPT)}
+    texts = {
+        "verdict.html": verdict_html(found),
+        "verdict.md": printable(markdown(found), KEPT),
+        "values.json": values_text(found.study, found.evidence),
+    }
     for name, text in texts.items():
         replace_file(out / name, text.encode())
     return [out / name for name in texts]

@@ -13,7 +13,13 @@ from diffllm.compare.study import planned_runs
 from diffllm.compare.study.arms import StudyArm, lr_sensitivity
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.planned_runs import check_study_runs, choose, costs, next_runs, run_study
+from diffllm.compare.study.planned_runs import (
+    check_study_runs,
+    choose_all,
+    costs,
+    next_runs,
+    run_study,
+)
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import (
     markdown,
@@ -271,17 +277,21 @@ def test_the_learning_rate_is_chosen_by_seeds_that_do_not_decide(tmp_path):
     assert all("steps=10" not in run.words for run in deciding)
 
 
+def chosen(study, arm, out):
+    return next(choice for choice in choose_all(study, out) if choice.arm == arm)
+
+
 def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
-    assert [run.lr for run in choose(study, "v2", out).wanted] == [0.0005]
+    assert [run.lr for run in chosen(study, "v2", out).wanted] == [0.0005]
     write_rates(study, out, "v2", {0.0005: 4.85})
-    assert choose(study, "v2", out).lr == 0.001
+    assert chosen(study, "v2", out).lr == 0.001
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
-    found = choose(study, "half", out)
+    found = chosen(study, "half", out)
     assert (found.lr, found.problem) == (0.008, "the best is the largest of the grid")
     write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
-    assert choose(study, "standard", out).problem == "every learning rate diverged"
+    assert chosen(study, "standard", out).problem == "every learning rate diverged"
 
 
 def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, capsys, monkeypatch):

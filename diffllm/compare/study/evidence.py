@@ -1,0 +1,83 @@
+"""What a verdict is made from: the ended runs of a study, read from their directories."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffllm.compare.report.runs import load_run
+from diffllm.compare.study.arms import StudyArm, StudyRun, read_run, value_of
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import (
+    RATES,
+    ChosenRate,
+    Planned,
+    choose_from,
+    deciding_runs,
+    is_ended,
+    rate_losses,
+    read_mark,
+)
+from diffllm.compare.study.study_hash import planned_digests, study_hash
+from diffllm.data.progress import track
+
+
+@dataclass(frozen=True)
+class Evidence:
+    runs: dict[str, StudyRun]
+    """Ended deciding runs by name."""
+    rates: dict[str, float]
+    """Losses of the ended runs that choose learning rates, by name; infinite if diverged."""
+    rate_marks: dict[str, str]
+    """run.study of the begun runs that choose learning rates, by name."""
+    digests: dict[str, str]
+    """Digests of the configs of all deciding runs, by name, in order: the saved ones of ended
+    runs, and the planned ones of the others."""
+
+    def hash_of(self, study: Study) -> str:
+        return study_hash(study, self.digests)
+
+    def choices(self, study: Study) -> list[ChosenRate]:
+        return [choose_from(study, arm, self.rates) for arm in study.arms] if study.lr else []
+
+    def arms(self, study: Study, choices: list[ChosenRate]) -> list[StudyArm]:
+        rates = {choice.arm: choice.lr for choice in choices}
+        arms = [StudyArm(name, rates.get(name)) for name in study.arms]
+        for arm in arms:
+            for seed in study.seeds:
+                names = [run.name for run in deciding_runs(study, arm.name, seed, arm.lr)]
+                runs = [self.runs[name] for name in names if name in self.runs]
+                arm.missing += [name for name in names if name not in self.runs]
+                arm.runs += runs
+                if len(runs) == len(names):
+                    arm.values[seed] = value_of(runs, study)
+        return arms
+
+
+def planned_by_name(study: Study) -> dict[str, Planned]:
+    """Return all deciding runs, in order; those of a chosen learning rate are without it."""
+    return {
+        run.name: run
+        for arm in study.arms
+        for seed in study.seeds
+        for run in deciding_runs(study, arm, seed, None)
+    }
+
+
+def read_evidence(study: Study, out: Path) -> Evidence:
+    """Read the runs of a study; raises CheckpointError, and ConfigError for a missing metric."""
+    rates = rate_losses(out) if study.lr else {}
+    places = sorted(filter(Path.is_dir, (out / RATES).glob("*"))) if study.lr else []
+    marks = {f"{RATES}/{path.name}": read_mark(path) for path in places}
+    chosen = {arm: choose_from(study, arm, rates).lr if study.lr else None for arm in study.arms}
+    runs = {}
+    with track("reading runs", len(study.arms) * len(study.seeds)) as advance:
+        for arm, lr in chosen.items():
+            for seed in study.seeds:
+                for planned in deciding_runs(study, arm, seed, lr):
+                    if is_ended(out / planned.name):
+                        run = load_run(out / planned.name)
+                        runs[planned.name] = read_run(run, study, planned)
+                advance(1)
+    digests = planned_digests(study) if runs else {}
+    digests |= {name: run.digest for name, run in runs.items()}
+    begun = {name: mark for name, mark in marks.items() if mark is not None}
+    return Evidence(runs, rates, begun, digests)

@@ -1,0 +1,312 @@
+"""The file values.json: all numbers of a study's runs that its verdict rests on.
+
+`read_values` gives the same verdict as the run directories. benchmarks/results/recompute.py reads
+the file too. docs/studies.md has the format.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from diffllm.compare.report.runs import Series
+from diffllm.compare.study.arms import NUMBERS, StudyRun
+from diffllm.compare.study.evidence import Evidence, planned_by_name
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.study_hash import study_hash
+from diffllm.compare.study.trend_data import PositionLosses
+from diffllm.core.files import read_json, readable
+from diffllm.core.typed import made
+from diffllm.evaluation.heldout import DocumentLosses
+from diffllm.metrics.records import LARGEST
+
+FORMAT = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of run.json; null if unknown."""
+
+    parameters: float | None = None
+    flops_per_token: float | None = None
+    heldout_tokens: float | None = None
+    ranks: float | None = None
+    corpus: str | None = None
+    corpus_note: str | None = None
+    tokenizer: str | None = None
+    compute_dtype: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    device: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The held-out documents, in lists of one length."""
+
+    tokens: list[int]
+    bytes: list[int]
+    texts: list[int]
+    """The first 8 bytes of the SHA-256 of each text."""
+    sources: list[int]
+
+
+@dataclass(frozen=True)
+class RunValues:
+    name: str
+    arm: str
+    seed: int
+    lr: float
+    loss: float | None
+    value: float | None
+    planned_tokens: int
+    vocab_size: int
+    variant: str
+    mark: str
+    facts: int
+    """Place in the list of facts."""
+    settings: int
+    tokens: list[int]
+    """Of the curve."""
+    values: list[float | None]
+    texts: int | None = None
+    nats: list[float | None] | None = None
+    """Losses of the documents."""
+    reached: dict[str, list[float]] = field(default_factory=dict)
+    """By level of a log-rank rule: the first tokens at it, or those of censoring, and 1 or 0."""
+    plugin_code: dict[str, str] = field(default_factory=dict)
+    strayed: str = ""
+    thin: str = ""
+    chance: float | None = None
+    positions: list[float] | None = None
+    """First positions of octaves, for trends over positions."""
+    position_losses: list[float | None] = field(default_factory=list)
+    position_settings: str = ""
+
+
+@dataclass(frozen=True)
+class RateValues:
+    """A run that chose a learning rate."""
+
+    name: str
+    loss: float | None
+    """null if it diverged."""
+
+
+@dataclass(frozen=True)
+class Values:
+    format: int
+    study: str
+    sha256: str
+    """Of the study file."""
+    study_hash: str
+    metric: str
+    facts: list[Facts]
+    settings: list[dict[str, str]]
+    texts: list[Texts]
+    runs: list[RunValues]
+    rates: list[RateValues]
+    marks: dict[str, str]
+    """run.study of the runs that chose learning rates, by name."""
+    digests: dict[str, str]
+    """SHA-256 of the settings of all deciding runs, by name, in order."""
+
+
+def values_text(study: Study, evidence: Evidence) -> str:
+    """Return the content of values.json, with one line per run."""
+    facts: list[Facts] = []
+    settings: list[dict[str, str]] = []
+    texts: list[Texts] = []
+    planned = planned_by_name(study)
+    levels = [rule.reaches for rule in study.rules if rule.reaches is not None]
+    runs = []
+    for name, run in evidence.runs.items():
+        documents = None
+        if run.documents is not None:
+            columns = (
+                getattr(run.documents, key) for key in ("tokens", "bytes", "texts", "sources")
+            )
+            documents = Texts(*(column.tolist() for column in columns))
+        runs.append(
+            RunValues(
+                name=name,
+                arm=planned[name].arm,
+                seed=run.seed,
+                lr=run.lr,
+                loss=run.loss,
+                value=run.value,
+                planned_tokens=run.planned_tokens,
+                vocab_size=run.vocab_size,
+                variant=run.variant,
+                mark=run.mark,
+                facts=place_of(Facts(**run.facts), facts),
+                settings=place_of(run.settings, settings),
+                tokens=run.curve.tokens.tolist(),
+                values=plain(run.curve.values),
+                texts=None if documents is None else place_of(documents, texts),
+                nats=None if run.documents is None else plain(run.documents.nats),
+                reached={f"{level:g}": [*map(float, run.reached(level))] for level in levels},
+                plugin_code=run.plugin_code,
+                strayed=run.strayed,
+                thin=run.thin,
+                chance=run.chance,
+                positions=run.positions and run.positions.positions.tolist(),
+                position_losses=plain(run.positions.losses) if run.positions else [],
+                position_settings=run.positions.asked if run.positions else "",
+            )
+        )
+    rates = [
+        RateValues(name, loss if math.isfinite(loss) else None)
+        for name, loss in evidence.rates.items()
+    ]
+    found = Values(
+        FORMAT, study.path.name, study.hash, evidence.hash_of(study), study.metric, facts, settings,
+        texts, runs, rates, evidence.rate_marks, evidence.digests,
+    )  # fmt: skip
+    return as_lines(asdict(found))
+
+
+def place_of(value: T, known: list[T]) -> int:
+    """Return the place of a value in a list, to which it is added if it is new."""
+    if value not in known:
+        known.append(value)
+    return known.index(value)
+
+
+def plain(values: np.ndarray) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def as_lines(content: dict[str, Any]) -> str:
+    """Return compact JSON with one line per key, and per item of a list."""
+
+    def compact(value: Any) -> str:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+    def lines(value: Any) -> str:
+        if not isinstance(value, list) or not value:
+            return compact(value)
+        return "[\n" + ",\n".join(map(compact, value)) + "\n]"
+
+    return "{\n" + ",\n".join(f'"{key}":{lines(v)}' for key, v in content.items()) + "\n}\n"
+
+
+def read_values(study: Study, file: Path) -> Evidence:
+    """Read values.json as the evidence of a study; raises CheckpointError for other content."""
+    with readable(file):
+        content = read_json(file)
+        try:
+            if content.get("format") != FORMAT:
+                raise ValueError(f"format={content.get('format')!r:.20} must be {FORMAT}")
+            found = made(Values, content, strict=True)
+            check_values(study, found)
+            return evidence_of(found)
+        except ValueError as error:
+            raise ValueError(f"has no values of a study: {error}") from None
+
+
+def check_values(study: Study, found: Values) -> None:
+    """Raise ValueError for values that do not fit together or are not of the study."""
+    if found.metric != study.metric:
+        raise ValueError(f"metric={found.metric} is not the study's {study.metric}")
+    if found.study_hash != study_hash(replace(study, hash=found.sha256), found.digests):
+        raise ValueError("study_hash does not follow from sha256 and digests")
+    for i, facts in enumerate(found.facts):
+        for name in ("parameters", "flops_per_token"):
+            check_number(f"facts[{i}].{name}", getattr(facts, name), above=0)
+    for i, texts in enumerate(found.texts):
+        columns = [getattr(texts, each.name) for each in fields(texts)]
+        if len({*map(len, columns)}) != 1 or not texts.tokens:
+            raise ValueError(f"texts[{i}] has columns of unequal or no length")
+        if min(texts.tokens) < 1 or min(texts.bytes) < 0:
+            raise ValueError(f"texts[{i}] has documents without tokens")
+    planned, digests = planned_by_name(study), found.digests
+    names = [run.name for run in found.runs]
+    if len({*names}) < len(names):
+        raise ValueError("runs has a name twice")
+    for rate in found.rates:
+        check_number(f"{rate.name}.loss", rate.loss)
+    for run in found.runs:
+        own = planned.get(run.name)
+        if own is None or (own.arm, own.seed) != (run.arm, run.seed) or run.name not in digests:
+            raise ValueError(f"the study has no run {run.name} of arm {run.arm}, seed {run.seed}")
+        check_run(study, found, run)
+
+
+def check_run(study: Study, found: Values, run: RunValues) -> None:
+    for key, place in (("facts", run.facts), ("settings", run.settings), ("texts", run.texts)):
+        if place is not None and not 0 <= place < len(getattr(found, key)):
+            raise ValueError(f"{run.name}.{key}={place} is no place in {key}")
+    check_number(f"{run.name}.lr", run.lr, above=0)
+    check_number(f"{run.name}.vocab_size", run.vocab_size, above=0)
+    numbers = [run.loss, run.value, run.chance, *run.values, *run.tokens, run.planned_tokens]
+    for number in [*numbers, *(run.nats or [])]:
+        check_number(run.name, number)
+    if min([run.planned_tokens, *run.tokens]) < 0 or len(run.tokens) != len(run.values):
+        raise ValueError(f"{run.name}: tokens and values are no curve")
+    if not run.tokens and any(rule.needs_curve for rule in study.rules):
+        raise ValueError(f"{run.name} has no curve")
+    places = run.positions or []
+    if len(places) != len(run.position_losses) or min(places, default=1) <= 0:
+        raise ValueError(f"{run.name}: positions and position_losses do not fit")
+    for number in [*places, *run.position_losses]:
+        check_number(f"{run.name}.positions", number)
+    expected = None if run.texts is None else len(found.texts[run.texts].tokens)
+    if expected != (None if run.nats is None else len(run.nats)):
+        raise ValueError(f"{run.name}: nats and texts are of unequal length")
+
+
+def check_number(where: str, value: float | None, above: float = -math.inf) -> None:
+    if value is not None and not (abs(value) <= LARGEST and value > above):
+        raise ValueError(f"{where}={value} is out of range")
+
+
+def evidence_of(found: Values) -> Evidence:
+    runs = {run.name: run_of(found, run) for run in found.runs}
+    rates = {rate.name: math.inf if rate.loss is None else rate.loss for rate in found.rates}
+    return Evidence(runs, rates, found.marks, found.digests)
+
+
+def run_of(found: Values, run: RunValues) -> StudyRun:
+    documents = None
+    if run.nats is not None and run.texts is not None:
+        nats = np.array(run.nats, np.float64)
+        columns = asdict(found.texts[run.texts])
+        texts = {name: np.array(column, np.int64) for name, column in columns.items()}
+        documents = DocumentLosses(nats=nats, **texts)
+    positions = None
+    if run.positions is not None:
+        places, losses = (np.array(x, np.float64) for x in (run.positions, run.position_losses))
+        positions = PositionLosses(places, losses, run.position_settings)
+    facts = asdict(found.facts[run.facts])
+    whole = {
+        name: int(value)
+        for name in NUMBERS
+        if (value := facts[name]) is not None and float(value).is_integer()
+    }
+    return StudyRun(
+        name=run.name,
+        seed=run.seed,
+        lr=run.lr,
+        loss=run.loss,
+        value=run.value,
+        planned_tokens=run.planned_tokens,
+        vocab_size=run.vocab_size,
+        curve=Series(np.array(run.tokens, np.int64), np.array(run.values, np.float64)),
+        documents=documents,
+        facts={**facts, **whole},
+        settings=found.settings[run.settings],
+        variant=run.variant,
+        plugin_code=run.plugin_code,
+        mark=run.mark,
+        strayed=run.strayed,
+        positions=positions,
+        chance=run.chance,
+        digest=found.digests[run.name],
+        thin=run.thin,
+    )

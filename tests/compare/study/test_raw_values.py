@@ -1,0 +1,150 @@
+"""The committed values of a study: their size, the same verdict from them, and damaged ones."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from runs.written import study_file, write_ended
+
+from diffllm.cli import main
+from diffllm.compare.study.planned_runs import next_runs
+from diffllm.compare.study.raw_values import read_values
+from diffllm.compare.study.verdict import judge, judge_evidence
+from diffllm.compare.study.verdict_page import markdown, verdict_html, write_verdict
+from diffllm.core.errors import CheckpointError
+from diffllm.evaluation.heldout import DocumentLosses
+
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+ARMS = {
+    "arms": "{half: [attention=standard_half_context], v2: [attention=diff_v2]}",
+    "baseline": "half",
+}
+SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
+
+
+def measured(study, out, documents=30, evaluations=20, left=0):
+    """Write ended runs with curves of the loss and of a task, and with losses of documents."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(50, 900, documents)
+    texts = rng.integers(-(2**62), 2**62, documents)
+    while len(runs := next_runs(study, out)) > left:
+        for run in runs[: len(runs) - left * (runs[0].stage == "deciding")]:
+            best = 0.1 * abs(math.log2((run.lr or 0.002) / 0.002))
+            loss = {"half": 4.4, "v2": 4.3}[run.arm] + best + 0.01 * rng.random()
+            own = {"corpus": "a1" * 32, "environment": {"python": "3.12.1"}}
+            diverges = (run.arm, run.seed, run.lr) in (("v2", 2, None), ("v2", 1, 0.004))
+            path = write_ended(study, run, out, math.nan if diverges else loss, **own)
+            lines = [
+                {"step": step, "tokens": 256 * step, "eval/loss": loss + 1 / step,
+                 "tasks/mqar": rng.random()}
+                for step in range(1, evaluations + 1)
+            ]  # fmt: skip
+            (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+            nats = tokens * (loss + rng.normal(0, 0.1, documents))
+            DocumentLosses(nats, tokens, 4 * tokens, texts, 0 * tokens).save(path, 20)
+
+
+RATES = "[0.001, 0.002, 0.004]"
+KINDS = {
+    "loss": {},
+    "log": {"scale": "log", "also": f"[{LOWER.replace('}', ', at: flops}')}]", "test": "welch"},
+    "log_rank": {"metric": "tasks/mqar", "rule": SOONER},
+    "rates": {"lr": f"{{grid: {RATES}, seeds: [100, 101], steps: 10, extend: 1}}"},
+    "sweep": {"lr_sweep": RATES, "metric": "lr_sensitivity"},
+}
+
+
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_verdict_from_values_equals_the_verdict_from_runs(tmp_path, capsys, kind, left):
+    keys = {"rule": LOWER, **ARMS, **KINDS[kind]}
+    study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
+    measured(study, out, left=left)
+    found = judge(study, out)
+    assert (found.verdict == "exploratory") == bool(left)
+    write_verdict(found, out)
+    again = judge_evidence(study, read_values(study, out / "values.json"))
+    assert markdown(again) == markdown(found)
+    assert verdict_html(again) == verdict_html(found)
+    assert main(["study", "verdict", str(study.path), f"values={out / 'values.json'}"]) == 0
+    assert markdown(found) in capsys.readouterr().out
+
+
+def test_values_of_an_edited_study_are_exploratory(tmp_path):
+    study, out = study_file(tmp_path / "study.yaml", LOWER, **ARMS), tmp_path / "out"
+    measured(study, out)
+    write_verdict(judge(study, out), out)
+    edited = study_file(tmp_path / "study.yaml", LOWER.replace("0.0", "0.1"), **ARMS)
+    found = judge_evidence(edited, read_values(edited, out / "values.json"))
+    assert found.verdict == "exploratory"
+    assert found.reasons[0].startswith("6 of 6 runs began under another version of study.yaml")
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    """A study of 40 runs, and its values.json."""
+    root = tmp_path_factory.mktemp("forty")
+    study = study_file(root / "study.yaml", LOWER, **ARMS, seeds=str([*range(20)]))
+    measured(study, root / "out", documents=60)
+    write_verdict(judge(study, root / "out"), root / "out")
+    return study, root / "out" / "values.json"
+
+
+def test_forty_runs_take_less_than_300_kb(forty):
+    study, file = forty
+    assert len(read_values(study, file).runs) == 40
+    assert file.stat().st_size < 300_000
+    assert file.read_text().count("a1" * 32) == 2, "common facts of an arm are stored once"
+
+
+def change(*keys, value):
+    """Return an edit of one value; keys is its place."""
+
+    def edit(content):
+        inner = content
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (change("format", value=2), "format=2 must be 1"),
+        (change("metric", value="tasks/mqar"), "metric=tasks/mqar is not the study's heldout_loss"),
+        (change("more", value=1), "unknown key more"),
+        (change("study_hash", value="0"), "study_hash does not follow from sha256 and digests"),
+        (change("runs", 0, "arm", value="v2"), "the study has no run half-seed0 of arm v2, seed 0"),
+        (change("runs", 1, "name", value="half-seed0"), "runs has a name twice"),
+        (change("runs", 0, "loss", value="low"), "runs[0].loss='low' must be a number"),
+        (change("runs", 0, "loss", value=1e200), "half-seed0=1e+200 is out of range"),
+        (change("runs", 0, "facts", value=5), "half-seed0.facts=5 is no place in facts"),
+        (change("runs", 0, "nats", value=[1.0]), "half-seed0: nats and texts are of unequal"),
+        (change("runs", 0, "values", value=[]), "half-seed0: tokens and values are no curve"),
+        (change("facts", 0, "parameters", value=0), "facts[0].parameters=0.0 is out of range"),
+        (change("texts", 0, "tokens", 0, value=0), "texts[0] has documents without tokens"),
+    ],
+)
+def test_damaged_or_foreign_values_are_one_error(forty, tmp_path, capsys, edit, said):
+    study, file = forty
+    content = json.loads(file.read_text())
+    edit(content)
+    (tmp_path / "values.json").write_text(json.dumps(content))
+    words = ["study", "verdict", str(study.path), f"values={tmp_path / 'values.json'}"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/values.json has no values of a study: " in error
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00", None])
+def test_file_that_is_no_json_of_values_is_refused(forty, tmp_path, text):
+    file = tmp_path / "values.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(CheckpointError, match="values"):
+        read_values(forty[0], file)

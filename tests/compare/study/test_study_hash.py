@@ -1,0 +1,92 @@
+"""The hash of a study: in the runs of this version and of older ones, and what it guards."""
+
+import json
+
+import pytest
+from runs.written import study_file, write_arms
+
+from diffllm.compare.study.verdict import judge
+from diffllm.config.saved import load_run_config
+from diffllm.core.errors import ConfigError
+
+LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
+LOSSES = {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]}
+ARMS = {
+    "arms": "{half: [attention=standard_half_context], v2: [attention=diff_v2]}",
+    "baseline": "half",
+}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A study whose runs have ended, and their directory."""
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
+    write_arms(study, tmp_path / "out", LOSSES)
+    return study, tmp_path / "out"
+
+
+def edit(out, old, new, names="*"):
+    for file in out.glob(f"{names}/config.yaml"):
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+
+def test_hash_of_all_configs_is_in_every_run_and_in_the_verdict(written):
+    study, out = written
+    numbers = judge(study, out).numbers()
+    marks = {load_run_config(path).run.study for path in out.iterdir()}
+    assert {mark.partition("/")[0] for mark in marks} == {numbers["study_hash"]}
+    assert numbers["study_hash"] != numbers["hash"] == study.hash
+
+
+def test_runs_of_older_versions_hold_the_hash_of_the_file(written):
+    study, out = written
+    edit(out, judge(study, out).numbers()["study_hash"], study.hash)
+    found = judge(study, out)
+    assert found.verdict == "shown", found.reasons
+
+
+def test_setting_of_this_version_at_its_default_does_not_change_the_hash(written):
+    study, out = written
+    before = judge(study, out).numbers()["study_hash"]
+    edit(out, "  clip_norm: 1.0\n", "")  # as if an older version without the key had written it
+    found = judge(study, out)
+    assert found.verdict == "shown", found.reasons
+    assert found.numbers()["study_hash"] == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("sequences: 64", "sequences: 8", "eval.sequences is 8, not 64"),
+        ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
+    ],
+)
+def test_first_run_with_another_config_is_named(written, old, new, said):
+    study, out = written
+    edit(out, old, new, "v2-seed[12]")
+    found = judge(study, out)
+    assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
+    reason = f"v2-seed1 is not the run of the study: {said}; so do 1 more runs"
+    assert reason in found.reasons
+
+
+@pytest.mark.parametrize(
+    ("metric", "file"),
+    [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
+)
+def test_missing_value_names_arm_seed_and_file(tmp_path, metric, file):
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, metric=metric)
+    out = tmp_path / "out"
+    write_arms(study, out, LOSSES)
+    for path in out.iterdir():
+        if path.name != "v2-seed1":
+            number = json.dumps({"step": 30, "tokens": 7680, "tasks/mqar": 0.5})
+            with open(path / "metrics.jsonl", "a") as lines:
+                lines.write(f"{number}\n")
+            summary = json.loads((path / "summary.json").read_text())
+            (path / "summary.json").write_text(json.dumps({**summary, metric: 1.0}))
+    with pytest.raises(ConfigError) as caught:
+        judge(study, out)
+    assert str(caught.value) == f"arm v2, seed 1: {out}/v2-seed1/{file} has no {metric}"
