@@ -83,7 +83,7 @@ class EvalConfig:
     suites_limit: int = bounded(64, least=1)
     """Most examples of a task at a time, of all its levels together, always the same ones."""
     levels: dict[str, Any] = field(default_factory=dict)
-    """Difficulty of tasks in eval.suites, as {mqar: {pairs: 16}}. Tasks that it does not name have
+    """Difficulty of tasks in eval.suites, as {mqar: {filler: 64}}. Tasks that it does not name have
     all levels that fit seq_len."""
 
 
@@ -165,7 +165,9 @@ class TrainConfig:
             )
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have."""
+        """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have, or for data
+        settings of older versions."""
+        self.data.check_current()
         self.micro_batches(world_size)
         _, shard, expert = self.parallel.sizes(world_size)
         if expert > 1:

@@ -182,6 +182,9 @@ class DataConfig(TextConfig):
         elif self.curriculum:
             raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
 
+    def check_current(self) -> None:
+        """Raise ConfigError for settings that only configs of older versions may contain."""
+
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))
         for name, source in self.sources.items():

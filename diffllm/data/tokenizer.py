@@ -70,6 +70,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text], threads=1)[0]
 
+    def count(self, text: str) -> int:
+        """Return the number of tokens of a text."""
+        return len(self.encode(text))
+
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Encode texts to ids without EOS, long texts in parts."""
         cut = [self._parts(text) for text in texts]

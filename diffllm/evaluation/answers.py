@@ -42,7 +42,7 @@ LOGITS = 1024
 CACHE = 2**18
 """Positions of caches that are copied for a context's continuations at a time."""
 A_LEVEL = 50
-"""Examples of a level, where no limit says less."""
+"""Examples of a level, unless the task or a limit says otherwise."""
 SCORES = 2
 """Part of the key of results: increase it when scores change."""
 
@@ -234,7 +234,7 @@ class Answers(Evaluation):
         """Return the settings that decide the examples: by default all levels that fit `seq_len`
         tokens. Raises DoesNotFit for a wanted level that does not fit, or if no level fits."""
         levels = list(asked.levels.get(self.name, ()))
-        count, length = counter(tokenizer), seq_len - 1  # the end of a document comes first
+        count, length = tokenizer.count, seq_len - 1  # the end of a document comes first
         if levels:
             self.task.check(levels, length, count)
         else:
@@ -261,21 +261,26 @@ class Answers(Evaluation):
                 continue
             right = share(own, "correct")
             facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
+            independent = len(own)
+            if cluster := self.task.cluster:
+                # The mean answer of a cluster varies at most as much as a single answer.
+                independent = len({line[cluster] for line in own})
             found.append(
                 NamedScore(
                     ", ".join(f"{key} {value}" for key, value in level.items()),
                     right,
-                    wilson(right, len(own)),
+                    wilson(right, independent),
                     len(own),
                     chance(own),
-                    {"level": level, "generated": share(own, "generated"), **facts},
+                    {
+                        "level": level,
+                        "generated": share(own, "generated"),
+                        "independent": independent,
+                        **facts,
+                    },
                 )
             )
         return found
-
-
-def counter(tokenizer: Tokenizer) -> Callable[[str], int]:
-    return lambda text: len(tokenizer.encode(text))
 
 
 Questions = list[tuple[int, Example, Question]]
@@ -288,7 +293,7 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
     Raises ConfigError if none is left, or if the tokenizer cannot spell the candidates of a level's
     first example.
     """
-    count, seed = counter(tokenizer), settings["seed"]
+    count, seed = tokenizer.count, settings["seed"]
     kept = []
     for i, level in enumerate(settings["levels"]):
         first = next(iter(task.examples(level, 1, seed, count)), None)

@@ -167,6 +167,7 @@ def is_score(score: Any) -> bool:
     dicts = all(isinstance(each, dict) for each in [score.get("level", {}), *groups])
     if not dicts or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         return False
-    numbers = [score.get(key) for key in ("value", "chance", "generated", "examples")]
+    keys = ("value", "chance", "generated", "examples", "independent")
+    numbers = [score.get(key) for key in keys]
     numbers += [*chain(*pairs), *(value for group in groups for value in group.values())]
     return all(x is None or (type(x) in (int, float) and abs(x) < LARGEST) for x in numbers)

@@ -42,15 +42,15 @@ EVALUATIONS: dict[str, Evaluation] = {
     each.name: each for each in (Position(), Outliers(), Quantise())
 }
 """Evaluations by name, next to the generated tasks, which are evaluations too."""
-NEEDLES = [{"needles": n, "asked": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
+NEEDLES = [{"needles": n, "queries": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
     "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
     "attention_mass": {f"{PREFIX}{name}": () for name in ("needle", "mqar")},
     "checkpoint": dict.fromkeys(EVALUATIONS, ()),
-    "needle_4k": {"needle": [{"length": 4000, **needles} for needles in NEEDLES]},
+    "needle_4k": {"needle": [{"length": 4096, **needles} for needles in NEEDLES]},
     "needle_64k": {
         "needle": [
-            {"length": 1000 * length, "needles": 8, "asked": 1} for length in (8, 16, 32, 48, 64)
+            {"length": 1024 * length, "needles": 8, "queries": 1} for length in (8, 16, 32, 48, 64)
         ]
     },
 }

@@ -11,11 +11,14 @@ from diffllm import load_config
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import ConfigError
 from diffllm.data.preparation.prepare import prepare
+from diffllm.data.streams import TokenStream
+from diffllm.data.tasks.generators import FILLER, KEYS, VALUES
 from diffllm.data.tasks.task import TASKS
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.synthetic import words_of
+from diffllm.data.tokenizer import Tokenizer
 
-WORDS = ["model=tiny", "model.vocab_size=420", "seq_len=32", "data=synthetic", "data.examples=300"]
+WORDS = ["model=tiny", "model.vocab_size=512", "seq_len=32", "data=synthetic", "data.examples=300"]
 
 
 def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
@@ -35,61 +38,75 @@ def test_documents_are_examples_with_their_answers(tmp_path: Path, task: str) ->
     whole = texts(tmp_path, f"data.task={task}", "data.answers_only=false")
     assert len(found) == 300
     assert ["".join(document) for document in found] == [text for (text,) in whole]
-    asked = {e.prompt for e in TASKS[task].examples(TASKS[task].levels(256)[0], 300, 0, len)}
+    asked = {e.prompt for e in TASKS[task].examples(TASKS[task].levels(256)[0], 300, 0, words_of)}
     assert not asked & {document[0] for document in found}
 
 
-def test_a_document_of_pairs_asks_for_all_values_and_keys_are_given(tmp_path: Path) -> None:
-    for document in texts(tmp_path, "data.level={pairs: 6}"):
-        *told, _ = document[0].split(",")
-        value_of = dict(pair.split() for pair in told)
-        keys = [given.split(", ")[-1] for given in document[::2]]
-        assert sorted(keys) == sorted(value_of)
-        assert [value.strip() for value in document[1::2]] == [value_of[key] for key in keys]
+def test_document_of_pairs_asks_for_at_most_half_of_the_values(tmp_path: Path) -> None:
+    sizes = set()
+    for document in texts(tmp_path, "data.level={filler: 5}"):
+        *words, first = document[0].split()
+        pairs = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
+        keys = [first, *(given.strip() for given in document[2::2])]
+        assert len(keys) == len({*keys}) == min(4, len(pairs) // 2)
+        assert [value.strip() for value in document[1::2]] == [pairs[key] for key in keys]
+        sizes.add(len(pairs))
+    assert sizes == {2, 4, 8, 16}
 
 
-def test_a_document_with_needles_asks_for_all_of_them(tmp_path: Path) -> None:
+def test_document_with_needles_predicts_the_number_of_each_query(tmp_path: Path) -> None:
     for document in texts(tmp_path, "data.task=needle"):
         told = dict(re.findall(r"magic number of (\w+) is (\d+)\.", document[0]))
         asked = [re.findall(r"magic number of (\w+) is$", given)[0] for given in document[::2]]
-        assert sorted(asked) == sorted(told)
+        assert len(told) == 6
+        assert len(asked) == len({*asked}) == 2
         assert [number.strip() for number in document[1::2]] == [told[city] for city in asked]
 
 
-@pytest.mark.parametrize("asked", [1, 6])
-def test_a_document_with_needles_is_as_long_as_its_level_says(tmp_path: Path, asked: int) -> None:
-    level = f"data.level={{length: 300, needles: 6, asked: {asked}}}"
-    sizes = [words_of("".join(document)) for document in texts(tmp_path, "data.task=needle", level)]
-    assert min(sizes) > 250
-    assert max(sizes) <= 300
+def prepared(tmp_path: Path, *words: str) -> tuple[Tokenizer, TokenStream]:
+    words = (f"data.cache_dir={tmp_path}", "data.examples=1500", "data.vocab_size=512", *words)
+    data = prepare(load_config([*WORDS, *words]).data)
+    return data.tokenizer(), data.split("train")
 
 
-def test_only_values_are_to_be_predicted(tmp_path: Path) -> None:
-    words = [*WORDS, f"data.cache_dir={tmp_path}", "data.level={pairs: 6}", "data.examples=3000"]
-    data = prepare(load_config(words).data)
-    tokenizer, stream = data.tokenizer(), data.split("train")
-    predicted = stream.loss_mask(0, 3000)
-    ids = np.asarray(stream.tokens(0, 3000))
-    documents = np.split(np.arange(3000), np.flatnonzero(ids == tokenizer.eos_id) + 1)[:-1]
-    assert len(documents) > 10
-    for places in documents:
-        text = tokenizer.decode(ids[places[:-1]].tolist())
-        told, values = text.rstrip().split(",")[:6], text.rstrip().split(",")[6:12]
-        shown = tokenizer.decode(ids[places[predicted[places]]].tolist())
-        assert len(set(told) & set(values)) == 6
-        assert shown.split() == [pair.split()[1] for pair in values]
+def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
+    """Places of the tokens of each document, the last one its EOS."""
+    ids = np.asarray(stream.tokens(0, len(stream)))
+    return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
+
+
+def test_values_of_one_token_alone_are_to_be_predicted(tmp_path: Path) -> None:
+    tokenizer, stream = prepared(tmp_path, "data.level={filler: 8}")
+    predicted = stream.loss_mask(0, len(stream))
+    ids = np.asarray(stream.tokens(0, len(stream)))
+    found = documents_of(stream, tokenizer.eos_id)
+    assert len(found) > 1000
+    for places in found:
+        words = [tokenizer.decode([token]).strip() for token in ids[places[:-1]].tolist()]
+        shown = [word for word, own in zip(words, predicted[places], strict=False) if own]
+        asked = words[-2 * len(shown) :]
+        assert {*words} <= {*KEYS, *VALUES, *FILLER}
+        assert shown == asked[1::2]
+        pairs = dict(zip(words[: -len(asked) - 8 : 2], words[1 : -len(asked) - 8 : 2], strict=True))
+        assert shown == [pairs[key] for key in asked[::2]]
+
+
+def test_length_of_needles_is_in_tokens_of_the_trained_tokenizer(tmp_path: Path) -> None:
+    tokenizer, stream = prepared(tmp_path, "data.task=needle")
+    sizes = [len(places) for places in documents_of(stream, tokenizer.eos_id)]
+    assert min(sizes) > 480
+    assert max(sizes) <= 512
 
 
 def test_parts_and_settings_decide_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllm.data.text.synthetic.A_PART", 100)
-    level = "data.level={pairs: 8}"
+    level = "data.level={filler: 9}"
     first = texts(tmp_path, level)
     assert len(set(first)) == 300
     assert texts(tmp_path, level) == first
     assert texts(tmp_path, level, "data.task_seed=1") != first
-    assert all(len(document) == 16 and document[0].count(",") == 8 for document in first)
     identities = {
         open_corpus(
             load_config([*WORDS, f"data.cache_dir={tmp_path}", *words]).data, tmp_path
@@ -103,15 +120,9 @@ def test_parts_and_settings_decide_the_documents(
     ("word", "said"),
     [
         ("data.task=mqr", "data.task=mqr is not one of icl, mqar, needle"),
-        ("data.level={pair: 4}", "data.level: pair=4 must be one of pairs, words"),
-        ("data.level={pairs: x}", "pairs=x must be one of pairs, words with a whole number"),
-        ("data.level={pairs: 1048577}", "pairs=1048577 must be one of pairs"),
-        ("data.level={pairs: 9000}", "data.level={'pairs': 9000}: mqar has no examples"),
-        ("data.level={pairs: 4, words: 7}", "no examples: 8 different words are wanted of 7"),
-        (
-            "data.level={pairs: 4, words: 8101}",
-            "8 different words are wanted of 8,101",
-        ),
+        ("data.level={fill: 4}", "data.level: fill=4 must be one of filler"),
+        ("data.level={filler: x}", "filler=x must be one of filler with a whole number"),
+        ("data.level={filler: 1048577}", "filler=1048577 must be one of filler"),
         ("data.examples=0", "data.examples"),
     ],
 )
@@ -120,11 +131,38 @@ def test_impossible_task_or_level_is_refused(tmp_path: Path, word: str, said: st
         texts(tmp_path, word)
 
 
-def test_removed_task_cannot_be_prepared_but_its_config_is_read(tmp_path: Path) -> None:
-    words = [*WORDS, f"data.cache_dir={tmp_path}", "data.task=phonebook", "data.level={entries: 6}"]
-    cfg = load_config(words)
-    said = "data.task=phonebook was removed; use needle, mqar, icl or a task of your own"
+def test_level_without_room_for_hay_is_refused(tmp_path: Path) -> None:
+    said = (
+        r"data.level=.*: needle has no examples: \d+ sentences of hay fit; at least 20 are needed"
+    )
+    with pytest.raises(ConfigError, match=said):
+        texts(tmp_path, "data.task=needle", "data.level={length: 150}")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "data.task=phonebook data.level={entries: 6}",
+            "data.task=phonebook was removed; use needle, mqar, icl or a task of your own",
+        ),
+        (
+            "data.task=mqar data.level={pairs: 8, words: 64}",
+            "data.level: pairs=8 must be one of filler with a whole number",
+        ),
+        (
+            "data.task=needle data.level={length: 150, needles: 6, asked: 2}",
+            "data.level: asked=2 must be one of length, needles, queries with a whole number",
+        ),
+    ],
+)
+def test_earlier_task_cannot_be_run_but_its_config_is_read(
+    tmp_path: Path, word: str, said: str
+) -> None:
+    cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])
     with pytest.raises(ConfigError, match=said):
         prepare(cfg.data)
+    with pytest.raises(ConfigError, match=said):
+        cfg.check_world(1)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
     assert load_run_config(tmp_path).data == cfg.data

@@ -7,12 +7,12 @@ import pytest
 from runs.command import tool, train
 
 RUN = [
-    "data=synthetic", "data.task=mqar", "data.level={pairs: 4}", "data.examples=2000",
+    "data=synthetic", "data.task=mqar", "data.level={filler: 4}", "data.examples=2000",
     "data.num_workers=0", "model=tiny", "seq_len=96", "global_batch_size=4", "log_interval=2",
     "eval.interval=2", "eval.sequences=4", "checkpoint.interval=2", "wandb.mode=disabled",
     "run.report=false",
 ]  # fmt: skip
-ASKED = ["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 4}}", "eval.suites_interval=3"]
+ASKED = ["eval.suites=[mqar]", "eval.levels={mqar: {filler: 4}}", "eval.suites_interval=3"]
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,14 @@ def test_shares_stand_in_the_metrics_and_are_those_of_the_checkpoint(place, envi
     lines = read(place / "run")
     found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
     assert list(found) == [3, 4]
-    words = ["tasks=[mqar]", "level={pairs: 4}", "limit=64", "--json"]
+    words = ["tasks=[mqar]", "level={filler: 4}", "limit=64", "--json"]
     evaluated = tool(["evaluate", f"run={place}/run", *words], place, environment)
     (score,) = json.loads(evaluated.out)["mqar"]["scores"]
     assert found[4] == score["value"]
     assert lines[4]["tasks_generated/mqar"] == score["generated"]
     assert lines[4]["tasks_chance/mqar"] == score["chance"]
     assert f" mqar {found[4]:.2f} (chance {score['chance']:.2f})" in result.out
-    words = ["tasks=[mqar]", "level={pairs: 4}", "limit=4", "every=true", "--json"]
+    words = ["tasks=[mqar]", "level={filler: 4}", "limit=4", "every=true", "--json"]
     result = tool(["evaluate", f"run={place}/run", *words], place, environment)
     assert list(json.loads(result.out)) == [
         f"{place}/run/checkpoints/step-{step:08d}" for step in (2, 4)
@@ -56,8 +56,8 @@ def read(run: Path) -> dict[int, dict[str, float]]:
             "or a .jsonl or .ndjson file; did you mean claims?",
         ),
         (["eval.suites=[induction]"], "eval.suites: induction was removed; use needle"),
-        (["eval.suites=[mqar]", "eval.levels={mqar: {pairs: 90}}"], "the task mqar at"),
-        (["eval.levels={mqar: {pairs: 4}}"], "eval.levels: mqar is not in eval.suites"),
+        (["eval.suites=[mqar]", "eval.levels={mqar: {filler: 90}}"], "the task mqar at"),
+        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar is not in eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
     ],
 )

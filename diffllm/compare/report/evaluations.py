@@ -131,9 +131,13 @@ def by_name(result: Line) -> Lines:
         for key in ("value", "chance"):
             known = [x for score in scores if (x := finite(score.get(key))) is not None]
             means[key] = sum(known) / len(known) if len(known) == len(scores) else None
-        means["examples"] = sum(finite(score.get("examples")) or 0 for score in scores)
+        means["examples"] = sum(independent_examples(score) for score in scores)
         scores = [means, *scores]
     return {score["of"]: score for score in scores}
+
+
+def independent_examples(score: Line) -> float:
+    return finite(score.get("independent", score.get("examples"))) or 0
 
 
 def scores_by_fact(scores: Lines) -> Lines:
@@ -191,7 +195,7 @@ def score_lines(
             theirs = {} if base is None else values[base]
             gap = found.estimate if (found := paired(own, theirs)) else None
             cell = ScoreCell(estimate(list(own.values())), gap) if own else None
-            counts = [finite(s[of].get("examples")) or 0 for s in scores.values() if of in s]
+            counts = [independent_examples(s[of]) for s in scores.values() if of in s]
             examples = min(counts, default=0)
             limits = limits_of(unit, every[0])
             cell = limited(cell, limits) if cell else None

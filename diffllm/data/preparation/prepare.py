@@ -124,6 +124,8 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
     if cfg.tokenizer is None:
         sample = training_sample(corpus, cfg.tokenizer_sample_bytes)
         build_tokenizer(cfg, sample, tokenizer_path, [corpus])
+    if corpus.parts_for:
+        corpus = replace(corpus, list_parts=partial(corpus.parts_for, tokenizer_path))
     fraction = cfg.heldout_fraction
     TokensJob(pieces or corpus, tokenizer_path, fraction, directory, bool(pieces)).build(how)
     return TokenData(directory)

@@ -1,22 +1,41 @@
-"""The built-in tasks: many-shot classification, associative recall, needles. Words are two
-syllables without meaning, as "bako": equally long, and unknown to tokenizers."""
+"""The built-in tasks: associative recall, needles, many-shot classification.
+
+Words without meaning are two syllables, as "bako": equally long, and unknown to tokenizers.
+"""
 
 import random
 from collections.abc import Iterator
-from itertools import chain
+from functools import lru_cache
+from typing import NamedTuple
 
 from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_candidates, task
 
+PAIRS = (2, 4, 8, 16)
+QUERIES = 4
+KEYS = (
+    "apple", "bear", "boat", "book", "bread", "cat", "chair", "cow", "cup", "desk", "dog", "door",
+    "duck", "egg", "fish", "fox", "goat", "hat", "horse", "house", "lamp", "leaf", "lion", "map",
+    "moon", "mouse", "owl", "pig", "rose", "ship", "star", "tree",
+)  # fmt: skip
+VALUES = (
+    "blue", "red", "green", "black", "white", "gold", "pink", "gray", "warm", "cold", "hot", "dry",
+    "wet", "big", "small", "tall", "short", "long", "wide", "thin", "fast", "slow", "loud", "quiet",
+    "soft", "hard", "old", "rich", "poor", "dark", "sweet", "deep",
+)  # fmt: skip
+FILLER = (
+    "walk", "run", "jump", "sing", "read", "write", "play", "sleep", "eat", "drink", "cook", "wash",
+    "open", "close", "push", "pull", "turn", "move", "stop", "start", "wait", "look", "see", "hear",
+    "talk", "call", "ask", "tell", "give", "take", "make", "find",
+)  # fmt: skip
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
-ORDERS, LABELS = 4, (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
-QUERIES = 4
+LEAST_LENGTH, LENGTHS = 512, 5
 NEEDLES, ASKED, DEPTHS = 6, 2, 5
+SAMPLES_PER_DEPTH = 50
+LEAST_HAY = 20
 DIGITS = 4
-SHARES = (0.96, 0.72, 0.5, 0.36, 0.25)
-"""Context lengths over the model's."""
-ROOM = 24
-"""Unused tokens of a context."""
+ROOM = 8
+"""Unused tokens of a context, for tokenizers that merge or split where texts are joined."""
 SUBJECTS = (
     "The old man", "A small bird", "The tall tree", "My sister", "The green boat", "A quiet dog",
     "The long road", "Our teacher", "The cold rain", "A bright star",
@@ -29,45 +48,251 @@ OBJECTS = (
     "the river", "the market", "an open door", "the hill", "the stone wall", "a garden", "the sea",
     "the last house", "the field", "a window",
 )  # fmt: skip
+RULES, ORDERS = 50, 4
+LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 
 
-def words(rng: random.Random, count: int, level: Level) -> list[str]:
-    """Draw different words, of which the level may limit the number; raises ValueError."""
-    every = len(SYLLABLES) ** 2
-    known = int(level.get("words", every))
-    if not count <= known <= every:
-        raise ValueError(f"{count:,} different words are wanted of {known:,} (at most {every:,})")
-    places = (divmod(number, len(SYLLABLES)) for number in rng.sample(range(known), count))
-    return [SYLLABLES[first] + SYLLABLES[second] for first, second in places]
+@lru_cache(maxsize=4)
+def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
+    """Return keys, values and filler: the words of one token each, or all words of a kind if
+    fewer than the most pairs are."""
+
+    def is_token(word: str) -> bool:
+        return count(f" {word} {word}") - count(f" {word}") == 1
+
+    kinds = []
+    for every in (KEYS, VALUES, FILLER):
+        single = tuple(filter(is_token, every))
+        kinds.append(single if len(single) >= PAIRS[-1] else every)
+    return tuple(kinds)
+
+
+class Recall(NamedTuple):
+    """Pairs with filler after them, and the places of the pairs that are asked."""
+
+    context: str
+    keys: list[str]
+    values: list[str]
+    asked: list[int]
+
+
+@task("mqar", filler=(0, 16, 64, 256, 1024, 4096, 16384))
+class Mqar(Task):
+    """Multi-query associative recall (Arora et al., arXiv 2312.04927): 2 to 16 pairs of a key and a
+    value, filler, then some keys again. Only the last query is scored; earlier queries come with
+    their answers.
+
+    Keys, values and filler are different words, of one token each if the tokenizer has enough such
+    words. At most half of the keys are asked again, so that the rest does not follow by
+    elimination.
+    """
+
+    by = ("pairs",)
+
+    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        for i in range(number):
+            rng = self.generator(level, seed, i)
+            yield self.asked(self.told(rng, PAIRS[-1 - i % len(PAIRS)], level, count), rng)
+
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        return self.asked(self.told(rng, rng.choice(PAIRS), level, count), rng)
+
+    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
+        """Make pairs and all of their queries; values are predicted."""
+        told = self.told(rng, rng.choice(PAIRS), level, count)
+        pieces = [told.context]
+        for i in told.asked:
+            pieces[-1] += f" {told.keys[i]}"
+            pieces += [f" {told.values[i]}", ""]
+        return tuple(pieces[:-1])
+
+    def told(self, rng: random.Random, pairs: int, level: Level, count: Count) -> Recall:
+        known_keys, known_values, known_filler = vocabulary(count)
+        keys, values = rng.sample(known_keys, pairs), rng.sample(known_values, pairs)
+        words = [word for pair in zip(keys, values, strict=True) for word in pair]
+        words += rng.choices(known_filler, k=int(level["filler"]))
+        asked = rng.sample(range(pairs), min(QUERIES, pairs // 2))
+        return Recall("".join(f" {word}" for word in words), keys, values, asked)
+
+    def asked(self, told: Recall, rng: random.Random) -> Example:
+        """Ask for the last of the queries. Values told again are no candidates: they would be
+        answers by frequency."""
+        context, keys, values, (*before, last) = told
+        others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
+        candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
+        answered = "".join(f" {keys[i]} {values[i]}" for i in before)
+        pair = f"{keys[last]} {values[last]}"
+        start = context.index(f" {pair}") + 1
+        facts = {"pairs": len(keys), "place": last / (len(keys) - 1)}
+        evidence = (start, start + len(pair))
+        return Example(f"{context}{answered} {keys[last]}", candidates, answer, facts, evidence)
+
+
+class Haystack(NamedTuple):
+    text: str
+    needles: dict[str, str]
+    """Numbers by city."""
+    asked: list[str]
+    """Cities; the last one is scored."""
+
+
+@task("needle", length=(), needles=(), queries=())
+class Needle(Task):
+    """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
+
+    Sentences with the magic numbers of N cities (`needles`) lie in unrelated text, each at one of
+    five depths; R of them (`queries`) are asked for, and the last one is scored. The candidates are
+    the numbers of all needles that have not been repeated. All needles have drawn depths, so that
+    no place in the text is likelier than another. `length` is the number of tokens of a context and
+    its answer.
+    """
+
+    by = ("depth",)
+
+    def number(self, level: Level) -> int:
+        return DEPTHS * SAMPLES_PER_DEPTH
+
+    def levels(self, length: int) -> list[Level]:
+        lengths = [LEAST_LENGTH]
+        while 2 * lengths[-1] <= length + 1:
+            lengths.append(2 * lengths[-1])
+        return [{"length": n, "needles": NEEDLES, "queries": ASKED} for n in lengths[-LENGTHS:]]
+
+    def longest(self, level: Level, count: Count) -> int:
+        next(self.examples(level, 1, 0, count))  # raises for an impossible level
+        return int(level["length"]) - 1  # the end of a document comes first
+
+    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        for i in range(number):
+            rng = self.generator(level, seed, i)
+            yield self.asked(self.hidden(rng, i % DEPTHS, level, count), i % DEPTHS, rng)
+
+    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
+        depth = rng.randrange(DEPTHS)
+        return self.asked(self.hidden(rng, depth, level, count), depth, rng)
+
+    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
+        """Make a text and all of its queries; numbers are predicted."""
+        text, needles, asked = self.hidden(rng, rng.randrange(DEPTHS), level, count)
+        pieces = [text]
+        for city in asked:
+            pieces[-1] += f" {question(city)}"
+            pieces += [f" {needles[city]}", "."]
+        return tuple(pieces[:-1])
+
+    def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
+        """Hide needles, that of the last query at `depth`; raises ValueError for too little hay."""
+        number, queries = int(level["needles"]), int(level["queries"])
+        if not 1 <= queries <= number:
+            raise ValueError(f"{queries:,} queries are wanted of {number:,} needles")
+        drawn = rng.sample(range(len(SYLLABLES) ** 2), number)
+        places = [divmod(place, len(SYLLABLES)) for place in drawn]
+        cities = [f"{SYLLABLES[a]}{SYLLABLES[b]}".capitalize() for a, b in places]
+        numbers = rng.sample(range(10**DIGITS), number)
+        needles = {c: f"{n:0{DIGITS}d}" for c, n in zip(cities, numbers, strict=True)}
+        asked = rng.sample(cities, queries)
+        depth_of = {city: rng.randrange(DEPTHS) for city in cities} | {asked[-1]: depth}
+        told = [sentence(city, needles[city]) for city in (*cities, *asked)]
+        left = int(level["length"]) - 1 - ROOM - count(" ".join(told))
+        hay: list[str] = []
+        while True:
+            straw = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
+            left -= count(f" {straw}")
+            if left < 0:
+                break
+            hay.append(straw)
+        straws = len(hay)
+        if straws < LEAST_HAY:
+            raise ValueError(f"{straws} sentences of hay fit; at least {LEAST_HAY} are needed")
+        # The deepest first, so that earlier places stay the same; those of a depth as drawn.
+        for city in sorted(cities, key=lambda city: -depth_of[city]):
+            hay.insert(round(depth_of[city] / (DEPTHS - 1) * straws), sentence(city, needles[city]))
+        return Haystack(" ".join(hay), needles, asked)
+
+    def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
+        """Ask for the last of the queries. Answered numbers are no candidates: their repetition
+        would make them likely."""
+        text, needles, (*before, last) = hidden
+        others = [f" {number}" for city, number in needles.items() if city not in hidden.asked]
+        candidates, answer = shuffled_candidates(rng, f" {needles[last]}", others)
+        answered = [sentence(city, needles[city]) for city in before]
+        prompt = " ".join([text, *answered, question(last)])
+        told = sentence(last, needles[last])
+        start = text.index(told)
+        evidence = (start, start + len(told))
+        return Example(prompt, candidates, answer, {"depth": depth / (DEPTHS - 1)}, evidence)
+
+
+def sentence(city: str, number: str) -> str:
+    return f"{question(city)} {number}."
+
+
+def question(city: str) -> str:
+    return f"The magic number of {city} is"
+
+
+class Shots(NamedTuple):
+    """Labelled words under a rule, and a word that is asked for."""
+
+    shown: list[tuple[str, int]]
+    query: str
+    right: int
 
 
 @task("icl", shots=(4, 8, 16, 32, 64, 128))
 class Icl(Task):
     """Many-shot classification in context.
 
-    The first consonant of a word determines its label, by a rule drawn per example. Each run of
-    ORDERS * len(LABELS) examples has the same shots and query, in several orders and with several
-    label names.
+    The first consonant of a word determines its label, by a rule drawn per text. Each of RULES
+    texts is asked ORDERS times, each time in another order and with other label names; these
+    examples are not independent of one another.
     """
 
     by = ("order", "labels")
+    cluster = "rule"
+
+    def number(self, level: Level) -> int:
+        return RULES * ORDERS
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
+        """Make examples of RULES texts, then the same in another order, and so on."""
         for i in range(number):
-            rule, way = divmod(i, ORDERS * len(LABELS))
+            block, place = divmod(i, RULES * ORDERS)
+            order, rule = divmod(place, RULES)
+            rule += RULES * block
             rng = random.Random(f"{self.name}/{level['shots']}/{seed}/{rule}")
-            yield self.asked(rng, int(level["shots"]), rule, *divmod(way, len(LABELS)))
+            shots = self.drawn(rng, int(level["shots"]), rule % 2)
+            names = (rule // 2 + order) % len(LABELS)
+            random.Random(f"{level['shots']}/{seed}/{rule}/{order}").shuffle(shots.shown)
+            facts = {"rule": rule, "order": order, "labels": "/".join(LABELS[names])}
+            yield self.asked(shots, LABELS[names], facts)
 
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        return self.asked(rng, int(level["shots"]), rng.randrange(2), rng.randrange(ORDERS), 0)
+        shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
+        rng.shuffle(shots.shown)
+        return self.asked(shots, rng.choice(LABELS), {})
 
-    def asked(self, rng: random.Random, shots: int, rule: int, order: int, names: int) -> Example:
+    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
+        """Make shots and a query; labels that follow from the shots before them are predicted."""
+        shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
+        rng.shuffle(shots.shown)
+        names = rng.choice(LABELS)
+        pieces, seen = [""], set()
+        for word, label in (*shots.shown, (shots.query, shots.right)):
+            pieces[-1] += f" {word} ->"
+            if word[0] in seen:
+                pieces += [f" {names[label]}", ""]
+            else:
+                pieces[-1] += f" {names[label]}"
+            seen.add(word[0])
+        return tuple(pieces[:-1])
+
+    def drawn(self, rng: random.Random, shots: int, right: int) -> Shots:
         consonants = rng.sample(CONSONANTS, 2 * (len(CONSONANTS) // 2))
         half = len(consonants) // 2
         of_label = (consonants[:half], consonants[half:])
         labels = [0, 1] * (shots // 2)
         shown = [(self.word(rng, of_label[label]), label) for label in labels]
-        right = rule % 2
         first = rng.choice(of_label[right])
         query = self.word(rng, [first])
         seen = {each for each, _ in shown if each.startswith(first)}
@@ -77,136 +302,17 @@ class Icl(Task):
             query = self.word(rng, [first])
         # A shot of the query's own consonant tells the rule; one is always among them.
         place = rng.choice([i for i, (_, label) in enumerate(shown) if label == right])
-        shown[place] = (self.word(rng, [first]), right)
-        random.Random(f"{order}").shuffle(shown)
-        named = LABELS[names]
-        lines = [f"{each} -> {named[label]}" for each, label in shown]
-        prompt = "\n".join([*lines, f"{query} ->"])
-        candidates = (f" {named[0]}", f" {named[1]}")
-        facts = {"rule": rule, "order": order, "labels": "/".join(named)}
-        return Example(prompt, candidates, right, facts)
+        shown[place] = (self.word(rng, [first], query), right)
+        return Shots(shown, query, right)
 
-    def word(self, rng: random.Random, consonants: list[str]) -> str:
-        first = rng.choice(consonants) + rng.choice(VOWELS)
-        return first + rng.choice(CONSONANTS) + rng.choice(VOWELS)
+    def asked(self, shots: Shots, names: tuple[str, str], facts: dict[str, object]) -> Example:
+        told = "".join(f" {word} -> {names[label]}" for word, label in shots.shown)
+        candidates = (f" {names[0]}", f" {names[1]}")
+        return Example(f"{told} {shots.query} ->", candidates, shots.right, facts)
 
-
-@task("mqar", pairs=(4, 8, 16, 32, 64, 128, 256))
-class Mqar(Task):
-    """Multi-query associative recall (Arora et al., arXiv 2312.04927): key-value pairs, then keys
-    again. Only the last query is scored; earlier queries come with their answers.
-
-    Every word follows a space, so that it has the same tokens as key and value. The setting `words`
-    limits the vocabulary (default all 8,100): each of few words can be one token.
-    """
-
-    optional = ("words",)
-
-    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        pairs = int(level["pairs"])
-        drawn = words(rng, 2 * pairs, level)
-        keys, values = drawn[:pairs], drawn[pairs:]
-        asked = rng.sample(range(pairs), rng.randint(1, min(QUERIES, pairs // 2)))
-        told = [f" {keys[i]} {values[i]}" for i in range(pairs)]
-        *before, last = asked
-        answered = [told[i] for i in before]
-        # Values told again would be answers by frequency.
-        others = [f" {values[i]}" for i in range(pairs) if i not in asked]
-        candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
-        prompt = ",".join([*told, *answered, f" {keys[last]}"])
-        return Example(prompt, candidates, answer, {"place": last / max(1, pairs - 1)})
-
-    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make pairs, and repeat all in another order; values are predicted."""
-        pairs = int(level["pairs"])
-        drawn = words(rng, 2 * pairs, level)
-        told = list(zip(drawn[:pairs], drawn[pairs:], strict=True))
-        asked = [(f", {key}", f" {value}") for key, value in rng.sample(told, pairs)]
-        first, *others = chain.from_iterable(asked)
-        return (",".join(f" {key} {value}" for key, value in told) + first, *others)
-
-
-@task("needle", length=(), needles=(), asked=())
-class Needle(Task):
-    """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
-
-    Sentences with the magic numbers of N cities lie in unrelated text, at evenly spaced depths; R
-    of them are asked for, and the last one is scored. The candidates are the numbers of all needles
-    that have not been repeated. The setting `words` limits the city names.
-    """
-
-    by = ("depth",)
-    optional = ("words",)
-
-    def levels(self, length: int) -> list[Level]:
-        found = []
-        for tokens in sorted({max(100, round(share * length)) for share in SHARES}):
-            needles, asked = (NEEDLES, ASKED) if tokens >= 400 else (3 if tokens >= 150 else 2, 1)
-            found.append({"length": tokens, "needles": needles, "asked": asked})
-        return [level for level in found if level["length"] <= length]
-
-    def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        needles = int(level["needles"])
-        for text in range(-(-number // needles)):
-            rng = self.generator(level, seed, text)
-            told = self.told(rng, level, count)
-            for last in range(min(needles, number - text * needles)):
-                yield self.asked(rng, level, *told, last)
-
-    def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        told = self.told(rng, level, count)
-        return self.asked(rng, level, *told, rng.randrange(int(level["needles"])))
-
-    def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make a text, and ask for all its needles; numbers are predicted."""
-        text, needle_of = self.told(rng, {**level, "asked": level["needles"]}, count)
-        pieces = [text]
-        for city in rng.sample(sorted(needle_of), len(needle_of)):
-            pieces[-1] += f" {question(city)}"
-            pieces += [f" {needle_of[city]}", "."]
-        return tuple(pieces[:-1])
-
-    def told(self, rng: random.Random, level: Level, count: Count) -> tuple[str, dict[str, str]]:
-        needles, asked = int(level["needles"]), int(level["asked"])
-        cities = [name.capitalize() for name in words(rng, needles, level)]
-        drawn = rng.sample(range(10**DIGITS), needles)
-        needle_of = {
-            city: f"{number:0{DIGITS}d}" for city, number in zip(cities, drawn, strict=True)
-        }
-        said = [sentence(*pair) for pair in needle_of.items()]
-        tail = " ".join(said[:asked])  # any of them; all are about as long
-        left = int(level["length"]) - ROOM - count(" ".join([*said, tail]))
-        hay: list[str] = []
+    def word(self, rng: random.Random, consonants: list[str], other: str = "") -> str:
+        """Draw a word that begins with one of the consonants and differs from `other`."""
         while True:
-            straw = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
-            left -= count(f" {straw}")
-            if left < 0:
-                break
-            hay.append(straw)
-        straws = len(hay)
-        for n in reversed(range(needles)):  # the last first, so that earlier places stay the same
-            hay.insert(round((n + 0.5) * straws / needles), said[n])
-        return " ".join(hay), needle_of
-
-    def asked(
-        self, rng: random.Random, level: Level, text: str, needle_of: dict[str, str], last: int
-    ) -> Example:
-        """Make the example whose last question is that city. Answered numbers are no candidates:
-        their repetition would make them likely."""
-        cities = list(needle_of)
-        city = cities.pop(last)
-        before = rng.sample(cities, int(level["asked"]) - 1)
-        answered = [sentence(other, needle_of[other]) for other in before]
-        others = [f" {needle_of[other]}" for other in cities if other not in before]
-        candidates, answer = shuffled_candidates(rng, f" {needle_of[city]}", others)
-        prompt = " ".join([text, *answered, question(city)])
-        bucket = min(DEPTHS - 1, int(DEPTHS * (last + 0.5) / len(needle_of)))
-        return Example(prompt, candidates, answer, {"depth": bucket / (DEPTHS - 1)})
-
-
-def sentence(city: str, number: str) -> str:
-    return f"{question(city)} {number}."
-
-
-def question(city: str) -> str:
-    return f"The magic number of {city} is"
+            first = rng.choice(consonants) + rng.choice(VOWELS)
+            if (word := first + rng.choice(CONSONANTS) + rng.choice(VOWELS)) != other:
+                return word

@@ -73,8 +73,6 @@ class Task(ABC):
     sizes: ClassVar[Mapping[str, Sequence[int]]] = {}
     """Settings that count parts of an example, of about one or more tokens each, and their values
     in `levels`, ascending."""
-    optional: ClassVar[tuple[str, ...]] = ()
-    """Settings that `levels` does not list."""
     cluster: ClassVar[str] = ""
     """Fact whose values group dependent examples; empty for independent examples."""
 
@@ -93,11 +91,11 @@ class Task(ABC):
 
     def settings(self, length: int) -> tuple[str, ...]:
         """Return the setting names of a level for a context length."""
-        levels = self.levels(length) or self.levels(4096)
-        return (*levels[0], *self.optional)
+        return tuple((self.levels(length) or self.levels(4096))[0])
 
     def number(self, level: Level) -> int | None:
-        """Return the number of examples of a level; None if unlimited."""
+        """Return how many examples of a level are evaluated by default; None for the usual
+        number."""
         return None
 
     def levels(self, length: int) -> list[Level]:
@@ -118,13 +116,16 @@ class Task(ABC):
         """List the levels that fit into `length` tokens; raises DoesNotFit for none."""
         found, sizes = [], []
         for level in self.levels(length):
-            sizes.append(self.longest(level, count))
+            try:
+                sizes.append(self.longest(level, count))
+            except ValueError:  # its parts have too many tokens with this tokenizer
+                continue
             if sizes[-1] <= length:
                 found.append(level)
             elif sizes[-1] > 4 * length:
                 break  # those behind it are longer still
         if not found:
-            needs = f"{min(sizes)} tokens" if sizes else "more"
+            needs = f"{min(sizes)} tokens" if sizes else "more tokens"
             raise DoesNotFit(f"the task {self.name} needs {needs}, and the model reads {length}")
         return found
 
@@ -132,7 +133,7 @@ class Task(ABC):
         """Raise ConfigError for an invalid level, DoesNotFit for one of over `length` tokens."""
         known = self.settings(length)
         for level in levels:
-            if not {*known} - {*self.optional} <= level.keys() <= {*known}:
+            if level.keys() != {*known}:
                 raise ConfigError(f"level: {self.name} has {', '.join(known)}, not {dict(level)}")
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
@@ -171,6 +172,8 @@ class Task(ABC):
 TASKS: dict[str, Task] = {}
 REMOVED = ("induction", "noisy_kv", "phonebook")
 REPLACED = "was removed; use needle, mqar, icl or a task of your own (docs/evaluation.md)"
+FORMER = {"mqar": ("pairs", "words"), "needle": ("asked", "words")}
+"""Settings of earlier forms of tasks; configs of old runs contain them."""
 T = TypeVar("T", bound=type[Task])
 
 

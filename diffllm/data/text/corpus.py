@@ -61,6 +61,8 @@ class Corpus:
     skipped_undecodable: int = 0
     """Skipped files: only whitespace; hidden or not UTF-8."""
     has_prompts: bool = False
+    parts_for: Callable[[Path], Sequence[Part]] | None = None
+    """Lists the parts for a tokenizer, by its path, if their texts depend on its tokens."""
 
     @cached_property
     def parts(self) -> Sequence[Part]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from diffllm.core.bounds import bounded
@@ -12,9 +13,10 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.tasks import VERSION
-from diffllm.data.tasks.task import REMOVED, REPLACED, TASKS, Level
+from diffllm.data.tasks.task import FORMER, REMOVED, REPLACED, TASKS, Level
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
+from diffllm.data.tokenizer import Tokenizer
 
 A_PART = 10_000
 LARGEST = 2**20
@@ -31,7 +33,7 @@ class SyntheticConfig(DataConfig):
     task: str = "mqar"
     """Task whose examples the documents are: needle, mqar, icl."""
     level: dict[str, Any] = field(default_factory=dict)
-    """Settings of difficulty, as {pairs: 16}; those left out are the easiest."""
+    """Settings of difficulty, as {filler: 64}; those left out are the easiest."""
     examples: int = bounded(100_000, least=1, most=10**9)
     """Documents."""
     answers_only: bool = True
@@ -41,10 +43,15 @@ class SyntheticConfig(DataConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.task in REMOVED:
-            return  # runs of older versions can be read; `synthetic` raises
-        if self.task not in TASKS:
+        if self.task not in {*TASKS, *REMOVED}:
             raise ConfigError(f"data.task={self.task} is not one of {', '.join(sorted(TASKS))}")
+        # Runs of older versions can be read, though not continued.
+        if self.task in TASKS and not {*self.level} & {*FORMER.get(self.task, ())}:
+            self.check_current()
+
+    def check_current(self) -> None:
+        if self.task in REMOVED:
+            raise ConfigError(f"data.task={self.task} {REPLACED}")
         known = TASKS[self.task].settings(USUAL)
         for key, value in self.level.items():
             if key not in known or type(value) is not int or not 0 <= value <= LARGEST:
@@ -54,14 +61,17 @@ class SyntheticConfig(DataConfig):
                 )
 
 
-def read_examples(cfg: SyntheticConfig, level: Level, number: int) -> Iterator[TextBatch]:
-    count = min(A_PART, cfg.examples - number * A_PART)
+def read_examples(
+    cfg: SyntheticConfig, level: Level, number: int, tokenizer: Path | None
+) -> Iterator[TextBatch]:
+    examples = min(A_PART, cfg.examples - number * A_PART)
     seed = f"training/{cfg.task_seed}/{number}"
-    for *before, answer in TASKS[cfg.task].documents(level, count, seed, words_of):
+    count = Tokenizer.from_file(tokenizer).count if tokenizer else words_of
+    for *before, answer in TASKS[cfg.task].documents(level, examples, seed, count):
         if cfg.answers_only:
-            yield TextBatch([f"{answer}\n"], [before])
+            yield TextBatch([answer], [before])
         else:
-            yield TextBatch([f"{''.join(before)}{answer}\n"])
+            yield TextBatch([f"{''.join(before)}{answer}"])
 
 
 def words_of(text: str) -> int:
@@ -71,8 +81,7 @@ def words_of(text: str) -> int:
 @source("synthetic")
 def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     """Open the examples; raises ConfigError for a removed task or an impossible level."""
-    if cfg.task not in TASKS:
-        raise ConfigError(f"data.task={cfg.task} {REPLACED}")
+    cfg.check_current()
     task = TASKS[cfg.task]
     level = {**task.levels(USUAL)[0], **cfg.level}
     try:
@@ -83,12 +92,17 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
         ) from error
     settings = [f"{key}={value}" for key, value in sorted(level.items())]
     what = ["synthetic", str(VERSION), cfg.task, *settings, str(cfg.examples), str(cfg.task_seed)]
+
+    def parts(tokenizer: Path | None = None) -> list[Part]:
+        return [
+            Part(f"{cfg.task}, part {i + 1}", 0, partial(read_examples, cfg, level, i, tokenizer))
+            for i in range(-(-cfg.examples // A_PART))
+        ]
+
     return Corpus(
         description=f"{cfg.examples:,} examples of {cfg.task}, {', '.join(settings)}",
         identity=combined_hash([*what, str(cfg.answers_only)]),
-        list_parts=lambda: [
-            Part(f"{cfg.task}, part {i + 1}", 0, partial(read_examples, cfg, level, i))
-            for i in range(-(-cfg.examples // A_PART))
-        ],
+        list_parts=parts,
+        parts_for=parts,
         has_prompts=cfg.answers_only,
     )
