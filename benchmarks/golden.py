@@ -36,7 +36,7 @@ MIXTURE = (
     "data.sources={a: {source: files, paths: [a.jsonl]}, b: {source: files, paths: [b.jsonl]}}",
     "data.curriculum=[{at: 0.1, weights: {a: 3, b: 1}}, {at: 0.9, weights: {b: 1}}]",
 )  # fmt: skip
-SUITES = ("eval.suites=[mqar]", "eval.levels={mqar: {pairs: 2}}", "eval.suites_interval=3")
+SUITES = ("eval.suites=[icl]", "eval.levels={icl: {shots: 2}}", "eval.suites_interval=3")
 FAULTY = ("attention=faulty", "precision=fp32")
 NAN = (*FAULTY, "model.attention.nan_at=9")
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "two_ranks": (2, ("attention=diff_v2", "precision=bf16")),
     "replicas": (2, ("attention=gated", "precision=fp32", "parallel.replicate=2")),
     "experts": (2, ("model=moe_tiny", "parallel.expert=2", "precision=fp32")),
-    "ignored": (2, ("data=synthetic", "data.task=mqar", "data.level={pairs: 4}", "precision=fp32",
+    "ignored": (2, ("data=synthetic", "data.task=mqar", "precision=fp32",
                     "data.examples=400", "data.vocab_size=400")),
     "packed": (1, ("data.packing=best_fit", "data.mask_documents=true", "precision=fp32")),
     "compiled": (1, ("compile=true", "activation_checkpointing=true", *SUITES)),

@@ -10,8 +10,8 @@ seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
 diffllm evaluate run=outputs/mine suite=checkpoint every=true
-diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 500, needles: 6, asked: 2}'
-diffllm evaluate run=outputs/mine tasks=[mqar] level='{pairs: [4, 8, 16]}'
+diffllm evaluate run=outputs/mine tasks=[needle] level='{length: 512, needles: 6, queries: 2}'
+diffllm evaluate run=outputs/mine tasks=[mqar] level='{filler: [0, 64, 256]}'
 """
 
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.synthetic import words_of
 from diffllm.data.tokenizer import Tokenizer
 
-WORDS = ["model=tiny", "model.vocab_size=512", "seq_len=32", "data=synthetic", "data.examples=300"]
+WORDS = ["model=tiny", "model.vocab_size=640", "seq_len=32", "data=synthetic", "data.examples=300"]
 
 
 def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
@@ -64,7 +64,7 @@ def test_document_with_needles_predicts_the_number_of_each_query(tmp_path: Path)
 
 
 def prepared(tmp_path: Path, *words: str) -> tuple[Tokenizer, TokenStream]:
-    words = (f"data.cache_dir={tmp_path}", "data.examples=1500", "data.vocab_size=512", *words)
+    words = (f"data.cache_dir={tmp_path}", "data.examples=1500", "data.vocab_size=640", *words)
     data = prepare(load_config([*WORDS, *words]).data)
     return data.tokenizer(), data.split("train")
 

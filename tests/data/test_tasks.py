@@ -161,12 +161,12 @@ def test_mqar_mixes_pair_counts_and_keeps_keys_values_and_filler_apart() -> None
 
 def test_mqar_chooses_words_of_one_token_or_all_if_too_few_are() -> None:
     def pieces(text: str) -> int:
-        return len(re.findall(r" \w{1,4}|\w{1,4}", text))
+        return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
     keys, values, _ = generators.vocabulary(pieces)
-    assert keys == tuple(word for word in generators.KEYS if len(word) <= 4)
+    assert keys == tuple(word for word in generators.KEYS if len(word) <= 5)
     assert 16 <= len(keys) < len(generators.KEYS)
-    assert all(len(word) <= 4 for word in values)
+    assert all(len(word) <= 5 for word in values)
     every = (generators.KEYS, generators.VALUES, generators.FILLER)
     assert generators.vocabulary(lambda text: len(text)) == every
 

@@ -12,6 +12,7 @@ import torch
 from runs.written import small_tokenizer, write_weights
 
 from diffllm.cli import main
+from diffllm.data.tasks import VERSION
 from diffllm.data.tasks.task import TASKS
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation import suite
@@ -85,6 +86,9 @@ def test_results_are_kept_by_checkpoint_and_settings(
     assert asked == ["icl"]
     assert main([*words, "seed=1"]) == 0
     assert asked == ["icl", "mqar", "icl"]
+    monkeypatch.setattr("diffllm.evaluation.answers.VERSION", VERSION + 1)
+    assert main(words) == 0
+    assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
 def test_sweep_ends_with_one_table_of_means_and_gaps(

@@ -96,7 +96,7 @@ def test_imported_model_keeps_its_name_and_has_an_unknown_corpus(tmp_path, token
         assert load_run_config(path).run.choices["model"] == "my-llama"
         assert main(["count", f"resume=weights:{path}"]) == 0
         assert "my-llama, seq_len" in capsys.readouterr().out
-    assert main(["evaluate", f"run={run}", "tasks=[mqar]", "limit=2"]) == 0
+    assert main(["evaluate", f"run={run}", "tasks=[icl]", "limit=2"]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{run}, step-00000000, trained on an unknown corpus\n")
     assert main(["report", str(run)]) == 0

@@ -13,20 +13,23 @@ from diffllm.data.tasks.task import Count, Example, Level, Seed, Task, shuffled_
 PAIRS = (2, 4, 8, 16)
 QUERIES = 4
 KEYS = (
-    "apple", "bear", "boat", "book", "bread", "cat", "chair", "cow", "cup", "desk", "dog", "door",
-    "duck", "egg", "fish", "fox", "goat", "hat", "horse", "house", "lamp", "leaf", "lion", "map",
-    "moon", "mouse", "owl", "pig", "rose", "ship", "star", "tree",
+    "arg", "base", "block", "byte", "case", "child", "class", "code", "command", "data", "dir",
+    "element", "error", "event", "file", "format", "frame", "handler", "header", "line", "list",
+    "loop", "message", "method", "mode", "module", "name", "node", "number", "object", "path",
+    "print",
 )  # fmt: skip
 VALUES = (
-    "blue", "red", "green", "black", "white", "gold", "pink", "gray", "warm", "cold", "hot", "dry",
-    "wet", "big", "small", "tall", "short", "long", "wide", "thin", "fast", "slow", "loud", "quiet",
-    "soft", "hard", "old", "rich", "poor", "dark", "sweet", "deep",
+    "count", "current", "default", "dict", "first", "float", "given", "int", "lambda", "last",
+    "local", "max", "memory", "mock", "next", "offset", "option", "output", "range", "result",
+    "server", "set", "sign", "size", "socket", "source", "state", "string", "text", "thread",
+    "time", "tuple",
 )  # fmt: skip
 FILLER = (
-    "walk", "run", "jump", "sing", "read", "write", "play", "sleep", "eat", "drink", "cook", "wash",
-    "open", "close", "push", "pull", "turn", "move", "stop", "start", "wait", "look", "see", "hear",
-    "talk", "call", "ask", "tell", "give", "take", "make", "find",
+    "add", "after", "all", "and", "any", "are", "but", "can", "does", "for", "from", "get", "have",
+    "into", "more", "must", "not", "one", "only", "other", "over", "same", "should", "some", "than",
+    "that", "the", "then", "this", "was", "when", "with",
 )  # fmt: skip
+"""Words that are one token each for most tokenizers of English text or source code."""
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
 LEAST_LENGTH, LENGTHS = 512, 5
@@ -98,8 +101,10 @@ class Mqar(Task):
         return self.asked(self.told(rng, rng.choice(PAIRS), level, count), rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make pairs and all of their queries; values are predicted."""
-        told = self.told(rng, rng.choice(PAIRS), level, count)
+        """Make pairs and all of their queries; values are predicted. All numbers of pairs get as
+        many queries."""
+        (pairs,) = rng.choices(PAIRS, [1 / queries_of(pairs) for pairs in PAIRS])
+        told = self.told(rng, pairs, level, count)
         pieces = [told.context]
         for i in told.asked:
             pieces[-1] += f" {told.keys[i]}"
@@ -111,7 +116,7 @@ class Mqar(Task):
         keys, values = rng.sample(known_keys, pairs), rng.sample(known_values, pairs)
         words = [word for pair in zip(keys, values, strict=True) for word in pair]
         words += rng.choices(known_filler, k=int(level["filler"]))
-        asked = rng.sample(range(pairs), min(QUERIES, pairs // 2))
+        asked = rng.sample(range(pairs), queries_of(pairs))
         return Recall("".join(f" {word}" for word in words), keys, values, asked)
 
     def asked(self, told: Recall, rng: random.Random) -> Example:
@@ -126,6 +131,10 @@ class Mqar(Task):
         facts = {"pairs": len(keys), "place": last / (len(keys) - 1)}
         evidence = (start, start + len(pair))
         return Example(f"{context}{answered} {keys[last]}", candidates, answer, facts, evidence)
+
+
+def queries_of(pairs: int) -> int:
+    return min(QUERIES, pairs // 2)
 
 
 class Haystack(NamedTuple):

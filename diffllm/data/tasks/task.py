@@ -58,7 +58,7 @@ def levels_of(settings: Any, key: str) -> list[Level]:
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]
     if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
-        raise ConfigError(f"{key} must be settings like {{pairs: 16}}, or {{pairs: [4, 8, 16]}}")
+        raise ConfigError(f"{key} must be settings like {{filler: 64}}, or {{filler: [0, 64]}}")
     at_most(f"combinations of {key}", prod(map(len, values)), MOST_LEVELS)
     return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
