@@ -4,12 +4,14 @@
     python benchmarks/study_results.py conf/study/damping_short.yaml outputs/damping_short
 
 The script writes verdict.md, verdict.json, values.json and, if rules have gaps, gaps.svg into
-benchmarks/results/<name of the study>/. Without the second argument it draws gaps.svg again from
-the committed verdict.json.
+benchmarks/results/<name of the study>/. Without the second argument it judges the committed values
+of the seeds by the current rules, and writes the result into a note of verdict.md.
 """
 
 import json
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,19 @@ import matplotlib
 
 from diffllm.compare.report.figures import RC, row_styles, to_svg
 from diffllm.compare.report.rows import Row
-from diffllm.compare.study.file import load_study
+from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.decision import apply_rules
+from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.raw_values import values_text
+from diffllm.compare.study.unequal import undeclared
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import draw_rules, markdown
+from diffllm.compare.study.verdict_page import BOUNDS, draw_rules, markdown, rule_line
 from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 620
+RULES_OF = "2026-11-26"
+"""Day since which the rules of verdicts are as they are."""
 
 
 def picture(numbers: dict[str, Any]) -> str:
@@ -46,8 +53,47 @@ def picture(numbers: dict[str, Any]) -> str:
         return ""
     quantity = f"{'log ' * (numbers['scale'] == 'log')}{numbers['metric']}"
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        figure = draw_rules(gaps, styles, quantity, WIDTH)
-        return to_svg(figure, f"{quantity}: gaps with one-sided bounds").decode()
+        ends = BOUNDS if "confidence" in numbers["rules"][0] else "95% interval"
+        figure = draw_rules(gaps, styles, quantity, WIDTH, ends)
+        return to_svg(figure, f"{quantity}: gaps, {ends}").decode()
+
+
+def judged_again(study: Study, numbers: dict[str, Any]) -> str:
+    """Return the verdict of today's rules on a committed verdict.json, as a note in Markdown.
+
+    The file has the values of the seeds and the sizes of the arms. It has no times of log-rank
+    rules and no losses of documents.
+    """
+    arms = {
+        name: StudyArm(name, arm["lr"], values={int(s): v for s, v in arm["values"].items()})
+        for name, arm in numbers["arms"].items()
+    }
+    sizes = {
+        name: [{key: arm[key] for key in ("parameters", "flops_per_token", "tokens")}]
+        for name, arm in numbers["arms"].items()
+    }
+    problems = undeclared(sizes, study.unequal)
+    lines = [f"**Judged again by the rules of {RULES_OF}.**"]
+    if problems:
+        said = "; ".join(problem.partition(" (if the study")[0] for problem in problems)
+        lines.append(f"The verdict is **not comparable**: {said}.")
+        lines.append("The key `unequal` is newer than this study. The values alone give:")
+    if study.rule.kind == "log_rank":
+        lines.append("no test, because the tokens at which each run reached the level are lost.")
+        return quoted(" ".join(lines))
+    items = [f"- {rule_line(each, study)}." for each in apply_rules(study, arms)]
+    return "\n".join([quoted(" ".join(lines)), ">", *map(quoted, items)])
+
+
+def quoted(text: str) -> str:
+    return textwrap.fill(text, 118, initial_indent="> ", subsequent_indent="> ")
+
+
+def with_note(page: str, note: str) -> str:
+    """Return a page with the note before the claim, in place of an earlier one."""
+    head, claim, rest = page.partition("**Claim**")
+    head = re.sub(r"> \*\*Judged again.*?\n\n", "", head, flags=re.S)
+    return f"{head}{note}\n\n{claim}{rest}"
 
 
 def main() -> None:
@@ -60,9 +106,12 @@ def main() -> None:
         (place / "verdict.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
         (place / "verdict.md").write_text(markdown(found))
         (place / "values.json").write_text(values_text(study, found.evidence))
+        if drawn := picture(numbers):
+            (place / "gaps.svg").write_text(drawn)
         print(markdown(found))
-    if drawn := picture(json.loads((place / "verdict.json").read_text())):
-        (place / "gaps.svg").write_text(drawn)
+    else:
+        numbers, page = json.loads((place / "verdict.json").read_text()), place / "verdict.md"
+        page.write_text(with_note(page.read_text(), judged_again(study, numbers)))
 
 
 if __name__ == "__main__":

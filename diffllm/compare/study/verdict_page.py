@@ -126,8 +126,11 @@ def arms_table(found: Verdict) -> Table:
 
 
 def power_words(study: Study) -> str:
+    """Say how probable it is that the study finds the stated gap, for rules with a t test of it."""
     if study.power is None:
         return "The study file states no power."
+    if study.rule.kind in ("equivalence", "log_rank"):
+        return f"The stated power does not concern a rule of kind {study.rule.kind}."
     gap, sd, seeds = study.power.gap, study.power.sd, len(study.seeds)
     alpha = study.rule.alpha / len(study.rules)
     paired = study.test == "paired"
@@ -166,12 +169,16 @@ def gaps_image(found: Verdict) -> Markup:
 
 
 def draw_rules(
-    gaps: dict[tuple[str, str], Estimate], styles: list[RowStyle], across: str, width: float = WIDTH
+    gaps: dict[tuple[str, str], Estimate],
+    styles: list[RowStyle],
+    across: str,
+    width: float = WIDTH,
+    ends: str = BOUNDS,
 ) -> "Figure":
     """Draw the gaps of rules by arm and reference arm, with their bounds."""
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
-    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"), ends=BOUNDS)
+    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"), ends=ends)
 
 
 def verdict_html(found: Verdict) -> str:
