@@ -65,7 +65,8 @@ def holm_sentence(rows: list[Row]) -> str:
     kept = [(row.label, row.gap.mean) for row in tested if row.gap and survives(row)]
     better, worse = ([name for name, x in kept if side * x > 0] for side in (-1, 1))
     count = f"{len(kept)} of {plural(len(tested), 'gap')}"
-    said = [f"{count} survive Holm's correction at {ALPHA:g}"]
+    verb = "survives" if len(tested) == 1 else "survive"
+    said = [f"{count} {verb} Holm's correction at {ALPHA:g}"]
     said += [f"better: {shortlist(better, NAMED)}"] * bool(better)
     said += [f"worse: {shortlist(worse, NAMED)}"] * bool(worse)
     return f"{'; '.join(said)}."

@@ -154,7 +154,10 @@ def equal_gap(study: Study, own: StudyArm, base: StudyArm) -> EqualGaps:
 def gap_of(study: Study, own: StudyArm, base: StudyArm) -> Estimate | str:
     outcome = compare_arms(own.values, base.values)
     gap = outcome.paired if study.test == "paired" else outcome.welch
-    return f"{NOT_MEASURED}: no seed ended finite in both arms" if gap is None else gap.estimate
+    if gap is None:
+        return f"{NOT_MEASURED}: no seed ended finite in both arms"
+    low, high = gap.interval(1 - 2 * study.rule.alpha) or (None, None)
+    return Estimate(gap.mean, low, high, gap.seeds)
 
 
 def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
@@ -170,11 +173,12 @@ def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
     return Table.of(heads, rows, left=range(len(heads)))
 
 
-def interpolation_words(gaps: list[EqualGaps]) -> str:
+def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
     """Say what the losses at equal FLOPs are, and how far interpolation may change a gap."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
     return (
-        "Gaps in held-out loss, nats per token, with 95% intervals. At equal FLOPs they are of the "
+        f"Gaps in held-out loss, nats per token, with one-sided {100 * (1 - alpha):g}% bounds by the t test. "
+        "At equal FLOPs they are of the "
         f"held-out sample (eval/loss), read between evaluations over the logarithm of FLOPs{off}."
     )

@@ -194,7 +194,7 @@ def verdict_html(found: Verdict) -> str:
         gaps=gaps_image(found),
         arms=arms_table(found),
         equal=equal_gaps_table(found.equal) if found.equal else None,
-        equal_words=interpolation_words(found.equal),
+        equal_words=interpolation_words(found.equal, found.study.rule.alpha),
         rules=[rule_line(each, found.study) for each in found.tested],
         power=power_words(found.study),
         conditions=conditions(numbers),
@@ -254,7 +254,12 @@ def equal_lines(found: Verdict) -> list[str]:
     """Return the table of gaps at equal cost, in Markdown; empty unless the metric is a loss."""
     if not found.equal:
         return []
-    return [equal_gaps_table(found.equal).markdown(), "", interpolation_words(found.equal), ""]
+    return [
+        equal_gaps_table(found.equal).markdown(),
+        "",
+        interpolation_words(found.equal, found.study.rule.alpha),
+        "",
+    ]
 
 
 def markdown(found: Verdict) -> str:

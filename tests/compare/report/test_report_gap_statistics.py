@@ -125,7 +125,7 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
     notes = [line["p, Holm"].tag for line in gap_cells(found)]
     assert notes == ["seeds do not vary: p counts as 1", "no interval from one seed"]
-    assert holm_sentence(found.rows) == "0 of 1 gap survive Holm's correction at 0.05."
+    assert holm_sentence(found.rows) == "0 of 1 gap survives Holm's correction at 0.05."
     page(found)
 
 
