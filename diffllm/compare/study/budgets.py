@@ -177,8 +177,8 @@ def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
     """Say what the losses at equal FLOPs are, and how far interpolation may change a gap."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
+    bounds = f"one-sided {100 * (1 - alpha):g}% bounds by the t test"
     return (
-        f"Gaps in held-out loss, nats per token, with one-sided {100 * (1 - alpha):g}% bounds by the t test. "
-        "At equal FLOPs they are of the "
+        f"Gaps in held-out loss, nats per token, with {bounds}. At equal FLOPs they are of the "
         f"held-out sample (eval/loss), read between evaluations over the logarithm of FLOPs{off}."
     )
