@@ -4,7 +4,7 @@ import glob
 import math
 import os
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -168,9 +168,9 @@ class Run:
         return sorted(int(name.removeprefix(prefix)) for name in names)
 
 
-def load_run(path: Path) -> Run:
-    """Read a run directory, finished or not; raises CheckpointError."""
-    cfg = load_run_config(path)
+def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
+    """Read a run directory, finished or not, with a reader of configs; raises CheckpointError."""
+    cfg = load(path)
     facts, summary = read_record(path / "run.json") or {}, read_summary(path)
     changes = [
         f"{key} {before} to {now} after step {line['step']}"

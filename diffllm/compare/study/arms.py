@@ -14,7 +14,7 @@ from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
-from diffllm.compare.study.planned_runs import Planned, config_of_planned, strayed
+from diffllm.compare.study.planned_runs import Planned, config_of_planned, on_its_way, strayed
 from diffllm.compare.study.study_hash import UNHASHED, config_digest
 from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
 from diffllm.compare.study.unequal import RECORDED, settings_of
@@ -145,8 +145,12 @@ class StudyArm:
         }
 
 
-def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
-    """Keep what a verdict needs of an ended run; raises ConfigError if its metric is missing."""
+def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
+    """Keep what a verdict needs of an ended run; raises ConfigError if its metric is missing.
+
+    Args:
+        digest: that of the planned config.
+    """
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
     is_loss = sweep or study.metric == "heldout_loss"
@@ -167,6 +171,9 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
     positions = None
     if value is not None and needs_positions(study, planned.arm):
         positions = position_losses(run)
+    own, problem = config_digest(run.cfg, study), on_its_way(run.path)
+    if own != digest or planned.lr not in (None, run.cfg.optim.lr):
+        problem = strayed(run.path, run.cfg, config_of_planned(planned), UNHASHED)
     return StudyRun(
         name=planned.name,
         seed=planned.seed,
@@ -178,14 +185,14 @@ def read_run(run: Run, study: Study, planned: Planned) -> StudyRun:
         curve=curve,
         documents=documents,
         facts=facts_of(run.facts),
-        settings=settings_of(run.cfg),
+        settings=settings_of(run.config),
         variant=run.variant,
         plugin_code=run.plugin_code,
         mark=run.cfg.run.study or "",
-        strayed=strayed(run.path, run.cfg, config_of_planned(planned), UNHASHED),
+        strayed=problem,
         positions=positions,
         chance=chance_of(run, study.metric),
-        digest=config_digest(run.cfg, study),
+        digest=own,
         thin=thin_note([run]),
     )
 

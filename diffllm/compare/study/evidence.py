@@ -14,9 +14,9 @@ from diffllm.compare.study.planned_runs import (
     deciding_runs,
     is_ended,
     rate_losses,
-    read_mark,
 )
 from diffllm.compare.study.study_hash import planned_digests, study_hash
+from diffllm.config.similar import SimilarConfigs
 from diffllm.data.progress import track
 
 
@@ -66,18 +66,24 @@ def read_evidence(study: Study, out: Path) -> Evidence:
     """Read the runs of a study; raises CheckpointError, and ConfigError for a missing metric."""
     rates = rate_losses(out) if study.lr else {}
     places = sorted(filter(Path.is_dir, (out / RATES).glob("*"))) if study.lr else []
-    marks = {f"{RATES}/{path.name}": read_mark(path) for path in places}
+    configs = SimilarConfigs()
+    marks = {
+        f"{RATES}/{path.name}": configs.load(path).run.study or ""
+        for path in places
+        if (path / "config.yaml").is_file()
+    }
     chosen = {arm: choose_from(study, arm, rates).lr if study.lr else None for arm in study.arms}
-    runs = {}
+    runs: dict[str, StudyRun] = {}
+    digests: dict[str, str] = {}
     with track("reading runs", len(study.arms) * len(study.seeds)) as advance:
         for arm, lr in chosen.items():
             for seed in study.seeds:
                 for planned in deciding_runs(study, arm, seed, lr):
                     if is_ended(out / planned.name):
-                        run = load_run(out / planned.name)
-                        runs[planned.name] = read_run(run, study, planned)
+                        run = load_run(out / planned.name, configs.load)
+                        digests = digests or planned_digests(study)
+                        digest = digests[planned.name]
+                        runs[planned.name] = read_run(run, study, planned, digest)
                 advance(1)
-    digests = planned_digests(study) if runs else {}
     digests |= {name: run.digest for name, run in runs.items()}
-    begun = {name: mark for name, mark in marks.items() if mark is not None}
-    return Evidence(runs, rates, begun, digests)
+    return Evidence(runs, rates, marks, digests)

@@ -26,7 +26,7 @@ from diffllm.config.compose import LENGTHS
 from diffllm.config.loading import solved
 from diffllm.config.matching import totals
 from diffllm.config.origin import compose_with_origin
-from diffllm.config.saved import changes_to, flatten, load_run_config, plugin_changes
+from diffllm.config.saved import changes_to, flatten, load_run_config, plugin_changes, yaml_dict
 from diffllm.config.schema import FREE, what_differs
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
@@ -141,6 +141,10 @@ def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig, free: tuple[str, .
     changes = {key: v for key, v in changes_to(begun, cfg, free).items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
+    return on_its_way(path)
+
+
+def on_its_way(path: Path) -> str:
     return "it was changed on its way" if (path / "changes.jsonl").exists() else ""
 
 
@@ -324,7 +328,7 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
 def planned_conditions(cfg: TrainConfig) -> dict[str, Any]:
     sizes = totals(cfg.model)
     own = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
-    return {**settings_of(cfg), **own}
+    return {**settings_of(flatten(yaml_dict(cfg))), **own}
 
 
 def first_runs(study: Study) -> list[Planned]:

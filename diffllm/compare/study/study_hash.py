@@ -27,11 +27,16 @@ def config_digest(cfg: TrainConfig, study: Study) -> str:
     found = {
         key: value
         for key, value in flatten(yaml_dict(cfg)).items()
-        if not (key in usual and usual[key] == value) and not is_allowed(key, [*UNHASHED])
+        if not (key in usual and usual[key] == value) and is_hashed(key)
     }
     if study.lr:
         found.pop("optim.lr", None)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def is_hashed(key: str) -> bool:
+    return not is_allowed(key, [*UNHASHED])
 
 
 @cache

@@ -5,9 +5,7 @@ from typing import Any, NamedTuple
 
 from diffllm.compare.report.keys import FACTS, HASH, shown_value, within
 from diffllm.compare.report.numbers import compact, percent
-from diffllm.config import TrainConfig
 from diffllm.config.matching import TOLERANCE
-from diffllm.config.saved import flatten, yaml_dict
 from diffllm.config.schema import OF_NO_EFFECT
 from diffllm.core.errors import listed
 
@@ -46,11 +44,12 @@ HASHES = ("corpus", "tokenizer", "heldout_texts")
 UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
-def settings_of(cfg: TrainConfig) -> dict[str, str]:
-    """Return the settings of a config among the conditions as text, by dotted key, and its
-    tokens."""
+def settings_of(config: Values) -> dict[str, str]:
+    """Return the settings of a flattened config among the conditions as text, by dotted key, and
+    its tokens."""
     keys = [key for condition in CONDITIONS.values() for key in condition.keys]
-    values = {**flatten(yaml_dict(cfg)), "tokens": cfg.steps * cfg.global_batch_size * cfg.seq_len}
+    tokens = config["steps"] * config["global_batch_size"] * config["seq_len"]
+    values = {**config, "tokens": tokens}
     return {
         key: value_words(key, value)
         for key, value in values.items()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from diffllm.compare.study.verdict_page import (
     verdict_html,
     verdict_sentence,
 )
-from diffllm.config import load_config
+from diffllm.config import load_config, saved
 from diffllm.config.matching import totals
 from diffllm.config.plugins import config_directory
 from diffllm.config.saved import load_run_config
@@ -560,3 +561,37 @@ def test_log_rank_rule_without_a_run_of_one_arm_is_underpowered(tmp_path):
     found = judge(study, out)
     assert (found.verdict, found.would_be) == ("exploratory", "underpowered")
     assert "0 of 0 runs of half reach it" in found.reasons[-1]
+
+
+def test_effort_of_a_verdict_does_not_grow_with_seeds_beyond_reading_their_files(
+    tmp_path, monkeypatch
+):
+    counts = []
+    for seeds in (4, 40):
+        place = tmp_path / str(seeds)
+        place.mkdir()
+        study = study_file(place / "study.yaml", LOWER, **TWO, seeds=str([*range(seeds)]))
+        write_arms(
+            study,
+            place / "out",
+            {arm: [4.4 + i / 1e3 for i in range(seeds)] for arm in ("half", "v2")},
+        )
+        planned_runs.solved_config.cache_clear()
+        calls = {"solved": 0, "parsed": 0, "opened": 0}
+
+        def counted(name, function, calls=calls):
+            def call(*args, **kwargs):
+                calls[name] += 1
+                return function(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(planned_runs, "solved", counted("solved", planned_runs.solved))
+            patch.setattr(saved, "parse_yaml", counted("parsed", saved.parse_yaml))
+            patch.setattr(os, "open", counted("opened", os.open))
+            judge(study, place / "out")
+        counts.append(calls)
+    assert counts[1]["solved"] == counts[0]["solved"] == 2, "one per arm"
+    assert counts[1]["parsed"] == counts[0]["parsed"] == 2, "one per arm"
+    assert counts[1]["opened"] <= 7 * 80 + 10, "config, facts, metrics, changes, summary thrice"

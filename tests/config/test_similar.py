@@ -1,0 +1,69 @@
+"""Configs of many runs, read as one by one."""
+
+from pathlib import Path
+
+import pytest
+from runs.written import config_yaml
+
+from diffllm.config import similar
+from diffllm.config.saved import load_run_config
+from diffllm.config.similar import SimilarConfigs
+from diffllm.core.errors import CheckpointError
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Directories of runs that differ in seed, learning rate and directory."""
+    text = config_yaml(("attention=diff_v2", "run.dir=outputs/x", "run.study=ab/deciding/v2"))
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        own = text.replace("outputs/x", f"outputs/{name}").replace(
+            "lr: 0.002", f"lr: {len(name)}.5"
+        )
+        own = own.replace("seed: 0", f"seed: {ord(name)}")
+        (tmp_path / name / "config.yaml").write_text(own)
+    return tmp_path
+
+
+def edit(run: Path, old: str, new: str):
+    text = (run / "config.yaml").read_text()
+    assert text.count(old)
+    (run / "config.yaml").write_text(text.replace(old, new))
+
+
+def test_runs_that_differ_in_seed_and_directory_are_read_once(runs, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        similar, "load_run_config", lambda run: read.append(run) or load_run_config(run)
+    )
+    configs = SimilarConfigs()
+    found = [configs.load(runs / name) for name in ("a", "b", "c")]
+    assert len(read) == 1
+    assert found == [load_run_config(runs / name) for name in ("a", "b", "c")]
+    assert [cfg.seed for cfg in found] == [97, 98, 99]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("seed: 98", "seed: 0x10"),
+        ("run:\n", "run:\n  dir: other/x\n"),
+        ("dir: outputs/b", "dir: null"),
+        ("dir: outputs/b", "dir: outputs/b\n    and more"),
+        ("study: ab/deciding/v2", "study: '1'"),
+        ("clip_norm: 1.0", "clip_norm: 2.0"),
+        ("init_seed: 98", "init_seed: -1"),
+        ("init_seed: 98", "init_seed: seed"),
+    ],
+)
+def test_unusual_config_is_read_or_refused_as_alone(runs, old, new):
+    edit(runs / "b", old, new)
+    configs = SimilarConfigs()
+    configs.load(runs / "a")
+    outcomes = []
+    for load in (configs.load, load_run_config):
+        try:
+            outcomes.append(load(runs / "b"))
+        except CheckpointError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
