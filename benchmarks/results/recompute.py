@@ -5,7 +5,9 @@
 The script uses numpy and scipy, and nothing of diffllm. It compares each number of every verdict.md
 and each number of the claims in README.md with its own result, to the printed digits. It prints one
 line per page and exits with status 1 if a number differs. Numbers whose values per seed are lost
-are compared with the JSON or CSV file that holds them, and counted as copied.
+are compared with the JSON or CSV file that holds them, and counted as copied. Of a study with a
+values.json, the tables, the gaps of the rules and the counts of log-rank rules are recomputed from
+that file; bounds and p of its rules are not.
 """
 
 import csv
@@ -24,7 +26,7 @@ import numpy as np
 from scipy import stats
 
 STUDIES = Path(__file__).resolve().parents[2] / "conf" / "study"
-NUMBER = r"(?<![\w.+\-−])[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?[kM%]?(?!\.?\w)"
+NUMBER = r"(?<![\w.+\-−])[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?[kMBTPE%]?(?!\.?\w)"
 ROWS = (
     ("damping_short", 0), ("context_rms_start", 0), ("context_rms_start", 2),
     ("context_rms_end", 0), ("context_rms_end", 1), ("context_rms_end", 2), ("head_norm", 0),
@@ -40,8 +42,17 @@ class Copied(float):
 
 def parsed(text: str) -> tuple[float, float]:
     """Return a printed number and half a unit of its last digit."""
-    sign, digits, exponent, unit = re.fullmatch(r"([+\-−]?)([\d.]+)(e.*?)?([kM%]?)", text).groups()  # type: ignore[union-attr]
-    scale = float(f"1{exponent or ''}") * {"k": 1e3, "M": 1e6}.get(unit, 1)
+    sign, digits, exponent, unit = re.fullmatch(
+        r"([+\-−]?)([\d.]+)(e.*?)?([kMBTPE%]?)", text
+    ).groups()  # type: ignore[union-attr]
+    scale = float(f"1{exponent or ''}") * {
+        "k": 1e3,
+        "M": 1e6,
+        "B": 1e9,
+        "T": 1e12,
+        "P": 1e15,
+        "E": 1e18,
+    }.get(unit, 1)
     half = 0.5 * 10 ** -len(digits.partition(".")[2])
     return (-1 if sign in ("-", "−") else 1) * float(digits) * scale, half * scale
 
@@ -64,6 +75,80 @@ def ends(values: list[float], digits: int = 4) -> list[float]:
     """Return the extremes, or one number if both print the same digits."""
     both = [min(values), max(values)]
     return both[: len({f"{value:.{digits}g}" for value in both})]
+
+
+class Raw:
+    """The runs of a study, from its values.json."""
+
+    def __init__(self, path: Path, scale: str, paired: bool) -> None:
+        self.json = json.loads(path.read_text())
+        self.log, self.paired = scale == "log", paired
+        self.runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
+        for run in self.json["runs"]:
+            self.runs.setdefault(run["arm"], {}).setdefault(run["seed"], []).append(run)
+
+    def value(self, runs: list[dict[str, Any]]) -> float | None:
+        """Return the number of a seed; None if it diverged."""
+        value = runs[0]["value"]
+        if self.json["metric"] == "lr_sensitivity":
+            start = math.log(runs[0]["vocab_size"])
+            losses = [start if run["loss"] is None else min(run["loss"], start) for run in runs]
+            ended = any(run["loss"] is not None for run in runs)
+            value = sum(losses) / len(losses) - min(losses) if ended else None
+        return math.log(value) if self.log and value is not None else value
+
+    def values(self, arm: str) -> dict[int, float]:
+        """Return the number of each seed that did not diverge."""
+        found = {seed: self.value(runs) for seed, runs in self.runs.get(arm, {}).items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def fact(self, arm: str, name: str) -> float:
+        """Return a fact of the first run of an arm."""
+        first = next(iter(self.runs[arm].values()))[0]
+        return self.json["facts"][first["facts"]][name]
+
+    def losses(self, arm: str) -> dict[int, float]:
+        """Return the final held-out loss of each seed that did not diverge."""
+        found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
+        return {seed: loss for seed, loss in found.items() if loss is not None}
+
+    def at_flops(self, arm: str, other: str) -> tuple[dict[int, float], dict[int, float], float]:
+        """Return the losses of two arms at the most FLOPs that all compared runs reached."""
+        curves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}]
+        for side, name in enumerate((arm, other)):
+            for seed in self.losses(name):
+                run = self.runs[name][seed][0]
+                each = self.json["facts"][run["facts"]]["flops_per_token"]
+                values = np.array(run["values"], float)
+                kept = np.isfinite(values)
+                curves[side][seed] = np.array(run["tokens"])[kept] * each, values[kept]
+        common = curves[0].keys() & curves[1].keys()
+        compared = [
+            c for side in curves for seed, c in side.items() if seed in common or not self.paired
+        ]
+        flops = min(x[-1] for x, _ in compared)
+        own, base = (
+            {seed: float(np.interp(np.log(flops), np.log(x), y)) for seed, (x, y) in side.items()}
+            for side in curves
+        )
+        return own, base, flops
+
+    def gap(self, own: dict[int, float], base: dict[int, float]) -> list[float]:
+        """Return a mean difference and its 95% interval."""
+        if self.paired:
+            seeds = sorted(own.keys() & base.keys())
+            return interval(np.array([own[seed] - base[seed] for seed in seeds]))
+        first, second = np.array([*own.values()]), np.array([*base.values()])
+        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+        return [first.mean() - second.mean(), found.low, found.high]
+
+    def equal_row(self, arm: str, other: str) -> list[float]:
+        """Return the numbers of a row of the table of gaps at equal cost."""
+        gap = self.gap(self.losses(arm), self.losses(other))
+        share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
+        *sides, flops = self.at_flops(arm, other)
+        at_parameters = gap if abs(share) <= 0.005 else [100 * abs(share)]
+        return [*gap, *at_parameters, *self.gap(*sides), flops]
 
 
 class Rule:
@@ -132,10 +217,57 @@ class Page:
         self.json = json.loads(path.read_text())
         self.arms = self.json["arms"]
         self.values = {name: np.array([*arm["values"].values()]) for name, arm in self.arms.items()}
-        log = self.json["scale"] == "log"
-        self.rules = [Rule(rule, self.values, log) for rule in self.json["rules"]]
-        self.adjusted = holm([rule.p for rule in self.rules])
         self.study = (STUDIES / self.json["study"]).read_text()
+        self.raw = None
+        if (raw := path.with_name("values.json")).exists():
+            paired = not re.search(r"^test: welch", self.study, re.M)
+            self.raw = Raw(raw, self.json["scale"], paired)
+
+    @cached_property
+    def rules(self) -> list[Rule]:
+        """Rules whose numbers can be recomputed."""
+        known = [rule for rule in self.json["rules"] if rule["kind"] in ("difference", "log_rank")]
+        return [Rule(rule, self.values, self.json["scale"] == "log") for rule in known]
+
+    @cached_property
+    def adjusted(self) -> list[float]:
+        """One-sided p after Holm's correction."""
+        return holm([rule.p for rule in self.rules])
+
+    def from_raw(self, raw: Raw) -> "Expected":
+        """Return what the tables and gaps of a page must say by values.json."""
+        found = Expected(words=[f"`{raw.json['sha256']}`", f"`{self.json['hash']}`"])
+        for name, arm in self.arms.items():
+            values = np.array([*raw.values(name).values()])
+            runs = [run for of_seed in raw.runs.get(name, {}).values() for run in of_seed]
+            diverged = sum(run["loss"] is None for run in runs)
+            rates = ends([run["lr"] for run in runs])
+            if len(values) > 1:
+                row = [*interval(values), len(values), diverged, len(runs), *rates]
+                found.tables.append((name, row))
+            stored = {
+                int(seed): value for seed, value in arm["values"].items() if value is not None
+            }
+            if stored != raw.values(name):
+                found.words.append(f"values of {name} in verdict.json as in values.json")
+        for rule in self.json["rules"]:
+            own, base = (raw.values(rule[side]) for side in ("arm", "against"))
+            if rule["kind"] == "log_rank":
+                for side in (rule["arm"], rule["against"]):
+                    reached = [
+                        run[0]["reached"][f"{rule['reaches']:g}"] for run in raw.runs[side].values()
+                    ]
+                    count = int(sum(hit for _, hit in reached))
+                    sentence = f"{{}} of {{}} runs of {side} reach it"
+                    found.sentences.append((sentence, [count, len(reached)]))
+            elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
+                sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
+                found.sentences.append((sentence, [raw.gap(own, base)[0]]))
+        for each in self.json["equal"]:
+            if not isinstance(each["at_flops"], str) and not isinstance(each["at_tokens"], str):
+                pair = each["arm"], each["against"]
+                found.tables.append((" − ".join(pair), raw.equal_row(*pair)))
+        return found
 
     def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
         """Tokens, parameters, tokens per parameter, percent by which the largest is above the
@@ -172,6 +304,8 @@ class Page:
 
     def expected(self) -> "Expected":
         """Return all numbers of the generated part of the page, in order, and its verdicts."""
+        if self.raw:
+            return self.from_raw(self.raw)
         runs, seeds = sum(map(len, self.values.values())), self.rules[0].size
         tokens, sizes, ratios, apart = self.facts([*self.arms])
         found = [*self.rules[0].reason(self.adjusted[0]), runs, seeds, tokens, *sizes, *ratios]
@@ -199,6 +333,8 @@ class Expected:
     """Verdict and numbers of each row of the table of claims."""
     sentences: list[tuple[str, list[float]]] = field(default_factory=list)
     """Sentences with {} for each number, and their numbers."""
+    tables: list[tuple[str, list[float]]] = field(default_factory=list)
+    """First cells of rows of the tables, and the other numbers of these rows."""
 
 
 def head_norm(path: Path) -> tuple[str, list[float]]:
@@ -293,6 +429,9 @@ def differences(text: str, expected: Expected) -> Iterator[str]:
     if expected.numbers:
         generated = re.sub(r"^>.*$", "", plain, flags=re.M)
         pairs.append(("generated part", re.findall(NUMBER, generated), expected.numbers))
+    for name, numbers in expected.tables:
+        row = re.search(rf"^\| {re.escape(name)} \|(.*)$", plain, re.M)
+        pairs.append((name, re.findall(NUMBER, row[1]) if row else [], numbers))
     said = re.sub(r"\s+", " ", re.sub(r"^> ?", "", plain, flags=re.M))
     for sentence, numbers in expected.sentences:
         found = re.search(f"({NUMBER})".join(map(re.escape, sentence.split("{}"))), said)
@@ -310,7 +449,8 @@ def main(root: Path) -> int:
     """Check all pages; return the exit status."""
     status = 0
     for page, expected in expectations(root).items():
-        numbers = [x for _, found in expected.rows + expected.sentences for x in found]
+        named = expected.rows + expected.sentences + expected.tables
+        numbers = [x for _, found in named for x in found]
         copied = sum(isinstance(number, Copied) for number in [*numbers, *expected.numbers])
         own = len(numbers) + len(expected.numbers) - copied
         problems = [*differences((root / page).read_text(), expected)]

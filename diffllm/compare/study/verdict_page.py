@@ -199,6 +199,7 @@ def verdict_html(found: Verdict) -> str:
         power=power_words(found.study),
         conditions=conditions(numbers),
         origin=origin(numbers).replace("`", ""),
+        study_hash=numbers["study_hash"],
     )
 
 
@@ -282,7 +283,7 @@ def markdown(found: Verdict) -> str:
             "",
             *equal_lines(found),
             f"Metric: {study.quantity}, {study.test} over seeds. Study {study.path.name}, SHA-256 "
-            f"`{study.hash}`. {origin(numbers)}",
+            f"`{study.hash}`, with resolved configs `{numbers['study_hash']}`. {origin(numbers)}",
             "",
         ]
     )

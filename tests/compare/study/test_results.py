@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from runs.written import study_file, write_arms
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -101,3 +102,35 @@ def test_figures_are_static_svg_with_colours_and_a_background():
     labels = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"v2 − half", "v2 − standard", "half − standard"} <= labels
     assert picture(json.loads((RESULTS / "retrieval_mqar_short/verdict.json").read_text())) == ""
+
+
+def test_page_of_a_study_with_values_is_recomputed_from_them(tmp_path, monkeypatch):
+    rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
+    study = study_file(tmp_path / "own.yaml", rule)
+    losses = {"standard": [4.5, 4.52, 4.51], "half": [4.4, 4.41, 4.39], "v2": [4.3, 4.312, 4.289]}
+    write_arms(study, tmp_path / "out", losses)
+    script = load(ROOT / "benchmarks" / "study_results.py")
+    monkeypatch.setattr(script, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["study_results.py", str(study.path), str(tmp_path / "out")])
+    script.main()
+    monkeypatch.setattr(recompute, "STUDIES", tmp_path)
+    place = tmp_path / "results" / "own"
+    text = (place / "verdict.md").read_text()
+    own = recompute.Page(place / "verdict.json").expected()
+    assert not [*recompute.differences(text, own)]
+    rows = r"^\| (?:standard|half|v2|v2 − half) (\|.*)$"
+    spans = [
+        (line.start(1) + found.start(), line.start(1) + found.end())
+        for line in re.finditer(rows, text, re.M)
+        for found in re.finditer(recompute.NUMBER, line[1])
+    ]
+    assert len(spans) == 3 * 7 + 8
+    for start, end in spans:
+        at = max(i for i in range(start, end) if text[i].isdigit())
+        changed = f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
+        assert [*recompute.differences(changed, own)], text[start - 40 : end + 20]
+    values = json.loads((place / "values.json").read_text())
+    values["runs"][0]["value"] += 0.01
+    (place / "values.json").write_text(json.dumps(values))
+    own = recompute.Page(place / "verdict.json").expected()
+    assert len([*recompute.differences(text, own)]) >= 2
