@@ -326,7 +326,7 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
 
 
 def planned_conditions(cfg: TrainConfig) -> dict[str, Any]:
-    sizes = totals(cfg.model)
+    sizes = totals(cfg.model, cfg.data.visible_keys)
     own = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
     return {**settings_of(flatten(yaml_dict(cfg))), **own}
 
