@@ -12,6 +12,7 @@ that file; bounds and p of its rules are not.
 
 import csv
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -35,6 +36,8 @@ ROWS = (
 )  # fmt: skip
 """Study and rule of each row of the README's table."""
 
+UNITS = {"heldout_loss": " nats per token", "tasks/needle": " share"}
+
 
 class Copied(float):
     """A number that cannot be recomputed because its values per seed are lost."""
@@ -57,9 +60,9 @@ def parsed(text: str) -> tuple[float, float]:
     return (-1 if sign in ("-", "−") else 1) * float(digits) * scale, half * scale
 
 
-def interval(values: np.ndarray) -> list[float]:
-    """Return a mean and its 95% interval by Student's t."""
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
+    """Return a mean and its interval by Student's t, by default of 95%."""
+    half = stats.t.isf(tail, len(values) - 1) * stats.sem(values)
     return [values.mean(), values.mean() - half, values.mean() + half]
 
 
@@ -133,22 +136,22 @@ class Raw:
         )
         return own, base, flops
 
-    def gap(self, own: dict[int, float], base: dict[int, float]) -> list[float]:
-        """Return a mean difference and its 95% interval."""
+    def gap(self, own: dict[int, float], base: dict[int, float], alpha: float) -> list[float]:
+        """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
         if self.paired:
             seeds = sorted(own.keys() & base.keys())
-            return interval(np.array([own[seed] - base[seed] for seed in seeds]))
+            return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
         first, second = np.array([*own.values()]), np.array([*base.values()])
-        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(1 - 2 * alpha)
         return [first.mean() - second.mean(), found.low, found.high]
 
-    def equal_row(self, arm: str, other: str) -> list[float]:
+    def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
         """Return the numbers of a row of the table of gaps at equal cost."""
-        gap = self.gap(self.losses(arm), self.losses(other))
+        gap = self.gap(self.losses(arm), self.losses(other), alpha)
         share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
         *sides, flops = self.at_flops(arm, other)
         at_parameters = gap if abs(share) <= 0.005 else [100 * abs(share)]
-        return [*gap, *at_parameters, *self.gap(*sides), flops]
+        return [*gap, *at_parameters, *self.gap(*sides, alpha), flops]
 
 
 class Rule:
@@ -262,11 +265,13 @@ class Page:
                     found.sentences.append((sentence, [count, len(reached)]))
             elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
                 sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
-                found.sentences.append((sentence, [raw.gap(own, base)[0]]))
+                found.sentences.append((sentence, [raw.gap(own, base, rule["alpha"])[0]]))
         for each in self.json["equal"]:
             if not isinstance(each["at_flops"], str) and not isinstance(each["at_tokens"], str):
                 pair = each["arm"], each["against"]
-                found.tables.append((" − ".join(pair), raw.equal_row(*pair)))
+                found.tables.append(
+                    (" − ".join(pair), raw.equal_row(*pair, self.json["rules"][0]["alpha"]))
+                )
         return found
 
     def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
@@ -349,6 +354,35 @@ def head_norm(path: Path) -> tuple[str, list[float]]:
     ]  # fmt: skip
 
 
+def judged_again(rule: Rule, adjusted: float, unit: str) -> tuple[str, list[float]]:
+    """Return the sentence of a note that judges a rule again, and its numbers.
+
+    They are the gap with its one-sided bounds, p, and the exact sign-flip test with the smallest p
+    that it can have.
+    """
+    gaps = rule.own - rule.base
+    half = stats.t.ppf(1 - rule.alpha, rule.size - 1) * stats.sem(gaps)
+    low, high = gaps.mean() - half, gaps.mean() + half
+    sides = {"upper": high} if high < 0 else {"lower": low} if low > 0 else {}
+    said = "".join(f"{side} bound {{}}" for side in sides) or "bounds {} and {}"
+    sentence = f"{rule.given['arm']} minus {rule.given['against']} is {{}}{unit} ({{}}% {said}, "
+    sentence += "{} paired seeds)"
+    found = [gaps.mean(), 100 * (1 - rule.alpha), *(sides.values() or (low, high)), rule.size]
+    verdict = rule.verdict(adjusted)
+    if verdict == "refuted":
+        return sentence, found
+    sentence += ", adjusted p {}" if verdict == "shown" else ": neither shown nor refuted"
+    found += [adjusted] * (verdict == "shown")
+    if rule.log:
+        sentence += ", a ratio of {} (bounds {} and {})"
+        found += [math.exp(x) for x in (gaps.mean(), low, high)]
+    flips = np.array([*itertools.product((1, -1), repeat=rule.size)]) @ gaps * rule.sign
+    sentence += ", p {}" if verdict == "shown" else ", p {}, {} after Holm"
+    sentence += ", sign-flip test p {} (smallest possible {})"
+    found += [rule.p] if verdict == "shown" else [rule.p, adjusted]
+    return sentence, [*found, float((flips >= flips[0] - 1e-9).mean()), 0.5**rule.size]
+
+
 def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
     """Yield page, sentence with {} for each number, and its numbers, of text written by hand."""
     readme, recall, own = "README.md", "retrieval_mqar_short/verdict.md", "damping_short/verdict.md"
@@ -369,6 +403,11 @@ def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, li
         yield page, "half minus V2 at equal FLOPs is {} ({} to {})", at_flops
         late = (v["half"] - v["v2"]).mean()
         yield page, "It was {} nats after 0.26M tokens and is {} after", [early[0], late]
+    for name, study in pages.items():
+        for rule, adjusted in zip(study.rules, study.adjusted, strict=True):
+            if not rule.level:
+                unit = UNITS.get(study.json["metric"], "")
+                yield f"{name}/verdict.md", *judged_again(rule, adjusted, unit)
     rerun = json.loads((root / "head_norm_gradients_rerun.json").read_text())
     logs = {name: {k: np.log(x) for k, x in of.items()} for name, of in rerun["norms"].items()}
     norm, plain, other = (logs[name] for name in ("diff_v2_head_norm", "diff_v2", "standard"))
