@@ -57,8 +57,8 @@ def expected(name: str) -> Any:
 
 
 ROUNDING = 5e-8
-"""A tenth of float32's spacing at a loss of 6 nats: the difference of two such losses, which kernels
-of another CPU round otherwise, is uncertain by about this much."""
+"""A tenth of float32's spacing at a loss of 6 nats. Kernels of another CPU round two such losses
+otherwise, so that their difference is uncertain by about this much."""
 
 
 def close(value: Any) -> Any:
