@@ -27,7 +27,7 @@ def count(text: str) -> int:
 
 def levels() -> list[tuple[str, int]]:
     """Every level that the suite has for a model of LENGTH tokens."""
-    return [(name, i) for name in NAMES for i in range(len(TASKS[name].levels(LENGTH)))]
+    return [(name, i) for name in NAMES for i in range(len(TASKS[name].fitting(LENGTH, count)))]
 
 
 def examples(name: str, level: Level, number: int) -> list[Example]:
