@@ -98,7 +98,7 @@ def test_sweep_ends_with_one_table_of_means_and_gaps(
     names = [f"{variant}-seed{seed}" for variant in ("diff_v2", "standard") for seed in (0, 1)]
     for name in names:
         variant, seed = name.split("-seed")
-        words = ["seq_len=256", f"attention={variant}", f"seed={seed}"]
+        words = ["seq_len=320", f"attention={variant}", f"seed={seed}"]
         write_weights(sweep / name, tokenizer, *words)
     words = ["evaluate", f"run={sweep}", *FAST]
     assert main([*words, "--json"]) == 0
