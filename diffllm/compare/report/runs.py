@@ -142,15 +142,6 @@ class Run:
         places, values = self.metrics.columns[name]
         return Series(self.metrics.tokens[places], values)
 
-    def reached(self, name: str, level: float) -> tuple[int, bool]:
-        """The tokens after which a metric first was at a level or above it, and whether it ever
-        was; without, those of its last value. Raises ConfigError if it was never logged."""
-        tokens, values = self.series(name)
-        if not len(tokens):
-            raise ConfigError(f"{self.path} has no {name}")
-        hit = np.flatnonzero(values >= level)
-        return (int(tokens[hit[0]]), True) if len(hit) else (int(tokens[-1]), False)
-
     def by_layer(self, quantity: str) -> Series:
         """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
         columns = [
