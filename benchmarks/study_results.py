@@ -1,7 +1,7 @@
 """Write the committed files of a study from its runs.
 
-    diffllm study run conf/study/damping_short.yaml out=outputs/damping_short
-    python benchmarks/study_results.py conf/study/damping_short.yaml outputs/damping_short
+    diffllm study run conf/study/large_lr.yaml out=outputs/large_lr
+    python benchmarks/study_results.py conf/study/large_lr.yaml outputs/large_lr
 
 The script writes verdict.md, verdict.json, values.json and, if rules have gaps, gaps.svg into
 benchmarks/results/<name of the study>/. Without the second argument it judges the committed values
