@@ -73,7 +73,7 @@ class StudyRun:
 
     @property
     def diverged(self) -> bool:
-        return self.loss is None
+        return self.value is None
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -127,7 +127,8 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
-        return Times.of(run.reached(level) for run in self.runs)
+        runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
+        return Times.of(run.reached(level) for run in runs)
 
     def numbers(self) -> dict[str, Any]:
         mean, first = self.mean, self.runs[0] if self.runs else None
@@ -245,10 +246,15 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
     value = runs[0].value
     if study.lr_sweep:
         value = lr_sensitivity([run.loss for run in runs], runs[0].vocab_size)
-    if value is None or study.scale == "linear":
+    return None if value is None else on_scale(value, runs[0].name, study)
+
+
+def on_scale(value: float, run: str, study: Study) -> float:
+    """Return a number on the study's scale; raises ConfigError without a logarithm."""
+    if study.scale == "linear":
         return value
     if value <= 0:
-        raise ConfigError(f"{runs[0].name}: {study.metric}={value:g} has no logarithm")
+        raise ConfigError(f"{run}: {study.metric}={value:g} has no logarithm")
     return math.log(value)
 
 

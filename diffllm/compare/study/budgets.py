@@ -9,7 +9,7 @@ import numpy as np
 from diffllm.compare.report.curves import increasing, last_common, read_curve
 from diffllm.compare.report.numbers import MISSING, compact, percent, with_interval
 from diffllm.compare.report.runs import Series
-from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.arms import StudyArm, StudyRun, on_scale
 from diffllm.compare.study.file import Rule, Study
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.errors import ConfigError
@@ -59,8 +59,11 @@ class EqualGaps:
 def arms_of_rule(
     study: Study, rule: Rule, own: StudyArm, base: StudyArm
 ) -> tuple[StudyArm, StudyArm]:
-    """Return the arms with the values that a rule compares; raises ConfigError without curves."""
-    if rule.at != "flops":
+    """Return the arms with the values that a rule compares; raises ConfigError without curves.
+
+    Without runs to compare, nothing is read: the shares of diverged runs may still decide.
+    """
+    if rule.at != "flops" or not seeds_compared(study, own, base):
         return own, base
     found = at_equal_flops(study, own, base)
     if isinstance(found, str):
@@ -68,24 +71,31 @@ def arms_of_rule(
     return found.own, found.base
 
 
+def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
+    """Return the seeds whose finite runs the study's test compares."""
+    if study.test == "paired":
+        return own.known.keys() & base.known.keys()
+    return own.known.keys() | base.known.keys() if own.known and base.known else set()
+
+
 def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
     """Read the curves of two arms at the most FLOPs that all of their compared runs reached.
 
     A diverged run stays one. Returns the reason if the curves cannot be read.
     """
-    common = own.known.keys() & base.known.keys()
+    seeds = seeds_compared(study, own, base)
+    if not seeds:
+        return "no pair of runs"
     finite = [run for arm in (own, base) for run in arm.runs if run.seed in arm.known]
     curves: dict[str, Series] = {}
     for run in finite:
         if (curve := flops_curve(run)) is None:
             return f"{run.name} has no curve of {study.metric} over known training FLOPs"
         curves[run.name] = curve
-    compared = [run for run in finite if run.seed in common or study.test != "paired"]
+    compared = [run for run in finite if run.seed in seeds]
     flops = last_common(curves[run.name] for run in compared)
     if flops is None:
-        return (
-            "a run ends before the first evaluation of another" if compared else "no pair of runs"
-        )
+        return "a run ends before the first evaluation of another"
     readings = {name: read_curve(curve, flops) for name, curve in curves.items()}
     values = {name: value for name, (value, _) in readings.items()}
     error = math.hypot(
@@ -110,8 +120,7 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
     found: dict[int, float | None] = {}
     for run in arm.runs:
         if run.name in values:
-            value = values[run.name]
-            found[run.seed] = math.log(value) if study.scale == "log" else value
+            found[run.seed] = on_scale(values[run.name], run.name, study)
         elif run.seed in arm.values and arm.values[run.seed] is None:
             found[run.seed] = None
     return replace(arm, runs=[replace(run, documents=None) for run in arm.runs], values=found)

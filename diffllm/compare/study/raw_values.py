@@ -227,8 +227,8 @@ def check_values(study: Study, found: Values) -> None:
             raise ValueError(f"texts[{i}] has documents without tokens")
     planned, digests = planned_by_name(study), found.digests
     names = [run.name for run in found.runs]
-    if len({*names}) < len(names):
-        raise ValueError("runs has a name twice")
+    if len({*names}) < len(names) or not names:
+        raise ValueError("runs has a name twice" if names else "runs is empty")
     for rate in found.rates:
         check_number(f"{rate.name}.loss", rate.loss)
     for run in found.runs:
@@ -247,6 +247,8 @@ def check_run(study: Study, found: Values, run: RunValues) -> None:
     numbers = [run.loss, run.value, run.chance, *run.values, *run.tokens, run.planned_tokens]
     for number in [*numbers, *(run.nats or [])]:
         check_number(run.name, number)
+    if run.loss is None and run.value is not None:
+        raise ValueError(f"{run.name}.value={run.value} of a diverged run must be null")
     if min([run.planned_tokens, *run.tokens]) < 0 or len(run.tokens) != len(run.values):
         raise ValueError(f"{run.name}: tokens and values are no curve")
     if not run.tokens and any(rule.needs_curve for rule in study.rules):

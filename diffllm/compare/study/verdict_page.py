@@ -155,12 +155,12 @@ def arm_styles(found: Verdict) -> list[RowStyle]:
 def gaps_image(found: Verdict) -> Markup:
     import matplotlib
 
-    gaps = {}
-    for each in found.tested:
+    gaps: dict[tuple[str, str], Estimate] = {}
+    for each in found.tested:  # the first rule of a pair of arms counts, as it may decide
         if each.gap and each.rule.kind != "trend":  # slopes have another unit
             low, high = each.bounds or (None, None)
             gap = Estimate(each.gap.mean, low, high, each.gap.seeds)
-            gaps[each.rule.arm, each.rule.against] = gap
+            gaps.setdefault((each.rule.arm, each.rule.against), gap)
     if not gaps:
         return Markup("")
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]

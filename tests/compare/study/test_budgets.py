@@ -3,9 +3,14 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from runs.written import study_file, write_arms
 
+from diffllm.compare.report.runs import Series
+from diffllm.compare.study import verdict_page
+from diffllm.compare.study.arms import StudyArm, StudyRun
+from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import markdown, verdict_html
 from diffllm.core.errors import ConfigError
@@ -71,11 +76,37 @@ def test_rule_at_equal_flops_decides_by_the_gap_at_equal_flops(tmp_path):
     assert found.tested[0].gap.mean == pytest.approx(-0.005 + SLOPE * math.log(1.1))
 
 
+def test_figure_has_the_gap_of_the_first_rule_of_two_arms(tmp_path, monkeypatch):
+    drawn, draw = {}, verdict_page.draw_rules
+
+    def recorded(gaps, *others):
+        drawn.update(gaps)
+        return draw(gaps, *others)
+
+    monkeypatch.setattr(verdict_page, "draw_rules", recorded)
+    found = judged(tmp_path, also=f"[{LOWER.replace('at: tokens', 'at: flops')}]")
+    verdict_html(found)
+    assert drawn["v2", "half"].mean == found.tested[0].gap.mean != found.tested[1].gap.mean
+
+
 def test_diverged_run_counts_at_equal_flops(tmp_path):
     rule = LOWER.replace("at: tokens", "at: flops").replace("below: 0.0", "below: 0.1")
     found = judged(tmp_path, rule, half=[*HALF[:2], math.nan])
     assert found.tested[0].outcome.base.diverged == 1
     assert found.tested[0].gap.seeds == 2
+
+
+def test_curve_without_a_logarithm_at_equal_flops_is_one_error(tmp_path):
+    arms = {}
+    for name, tokens, values in (("v2", [100, 200], [0.0, 0.5]), ("half", [100], [0.1])):
+        curve = Series(np.array(tokens), np.array(values))
+        facts = {"flops_per_token": 10.0}
+        run = StudyRun(name, 0, 1e-3, 4.0, 0.5, 200, 4096, curve, facts=facts)
+        arms[name] = StudyArm(name, None, [run], {0: math.log(0.5)})
+    rule = LOWER.replace("at: tokens", "at: flops")
+    more = {"metric": "tasks/mqar", "scale": "log"}
+    with pytest.raises(ConfigError, match="v2: tasks/mqar=0 has no logarithm"):
+        apply_rules(study_file(tmp_path / "study.yaml", rule, **ARMS, **more), arms)
 
 
 def test_gap_at_equal_parameters_is_not_measured_on_unequal_arms(tmp_path):

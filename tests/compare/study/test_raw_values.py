@@ -119,6 +119,8 @@ def change(*keys, value):
         (change("study_hash", value="0"), "study_hash does not follow from sha256 and digests"),
         (change("runs", 0, "arm", value="v2"), "the study has no run half-seed0 of arm v2, seed 0"),
         (change("runs", 1, "name", value="half-seed0"), "runs has a name twice"),
+        (change("runs", value=[]), "runs is empty"),
+        (change("runs", 0, "loss", value=None), "of a diverged run must be null"),
         (change("runs", 0, "loss", value="low"), "runs[0].loss='low' must be a number"),
         (change("runs", 0, "loss", value=1e200), "half-seed0=1e+200 is out of range"),
         (change("runs", 0, "facts", value=5), "half-seed0.facts=5 is no place in facts"),
