@@ -2,6 +2,7 @@
 
 Each side of the rules is one Holm family over all rules of the study, so that with no true
 difference at most alpha of studies contain a false "shown", and at most alpha a false "refuted".
+The margins of differences are a third family.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         families[f"{side}_exact"] = [each.exact for each in sides]
         families[f"{side}_documents"] = [each.documents for each in sides]
     adjusted = {name: holm_of_known(family) for name, family in families.items()}
-    rules = sum(each.showing.p is not None for each in found)
+    rules = sum(each.showing.exact is not None for each in found)
     decided = []
     for i, each in enumerate(found):
         each = replace(each, adjusted={name: p[i] for name, p in adjusted.items()})
@@ -48,7 +49,7 @@ def holm_of_known(family: Sequence[float | None]) -> list[float | None]:
 
 
 def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
-    """Return the verdict by one rule of a family of `rules`, and why."""
+    """Return the verdict by one rule, and why; `rules` of its family have an exact test."""
     rule = tested.rule
     if tested.chance:
         return NOT_DECIDABLE, tested.chance
@@ -62,7 +63,7 @@ def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
             return verdict, reason
     said = words(study, tested)
     if significant["within"]:
-        return EQUIVALENT, f"{said}, within ±{rule.margin:g}"
+        return equivalent(tested), f"{said}, within ±{rule.margin:g}"
     if (tested.times is None and tested.gap is None) or tested.showing.p is None:
         return UNDERPOWERED, said
     if tested.gap is not None and tested.gap.zero_variance:
@@ -73,19 +74,23 @@ def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
 def verdict_of(tested: Tested, side: str, within: bool) -> str:
     """Return the verdict of a significant side."""
     if tested.rule.kind == "equivalence":
-        p = tested.gap.p if tested.gap else None
-        differs = p is not None and p < tested.rule.alpha
-        return REFUTED if side == "refuting" else UNEQUAL if differs else EQUIVALENT
+        return REFUTED if side == "refuting" else equivalent(tested)
     return SHOWN if side == "showing" else WITHIN if within else REFUTED
+
+
+def equivalent(tested: Tested) -> str:
+    """Return the verdict on a gap within its margin, which may differ significantly from 0."""
+    p = tested.gap.p if tested.gap else None
+    return UNEQUAL if p is not None and p < tested.rule.alpha else EQUIVALENT
 
 
 def not_robust(study: Study, tested: Tested, side: str, rules: int) -> str:
     """Return what contradicts a significant side; empty if nothing does."""
-    alpha = tested.rule.alpha
-    if getattr(tested, side).diverged or tested.times is not None:
+    alpha, decides = tested.rule.alpha, getattr(tested, side)
+    if decides.diverged or tested.times is not None:
         return ""
     exact, documents = (tested.adjusted[f"{side}_{of}"] for of in ("exact", "documents"))
-    if exact is not None and exact >= alpha > tested.smallest * rules:
+    if exact is not None and exact >= alpha > tested.smallest * decides.tests * rules:
         return f"the {exact_name(study)} does not confirm it (adjusted p {exact:.2g})"
     if documents is not None and documents >= alpha:
         resampled = "the bootstrap over documents and seeds"

@@ -115,9 +115,9 @@ def rounded_up(number: float) -> float:
 
 def design_notes(study: Study) -> list[str]:
     """Return what the design leaves to the assumptions of t tests, one line per alpha."""
-    alphas = {rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS}
-    n, rules = len(study.seeds), len(study.rules)
-    notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted(alphas))
+    alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
+    n, rules = len(study.seeds), len(alphas)
+    notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
     return [note for note in notes if note]
 
 

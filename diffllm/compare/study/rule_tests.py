@@ -13,7 +13,7 @@ from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.budgets import arms_of_rule
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
-from diffllm.statistics.arm_comparison import ArmComparison, compare_arms, p_more
+from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_more
 from diffllm.statistics.bootstrap import LEAST_SEEDS, DrawnGaps, drawn_gaps, withheld
 from diffllm.statistics.estimates import Times, estimate
 from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
@@ -36,6 +36,8 @@ class Side:
     """Of the bootstrap over documents and seeds."""
     diverged: bool = False
     """Whether p is that of the shares of diverged runs."""
+    tests: int = 1
+    """Number of tests that each p is corrected for."""
 
 
 NEVER = Side(1.0, 1.0, 1.0)
@@ -107,7 +109,11 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
     # No arm is better for a trend, and the slopes of diverged runs are unknown.
-    return with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
+    tested = with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
+    if study.lr_sweep and rule.kind != "trend":
+        shares = [Share(arm.diverged, len(arm.runs)) for arm in (own, base)]
+        return with_diverged_rates(tested, *shares)
+    return tested
 
 
 def t_tests(
@@ -147,7 +153,10 @@ def combined(first: Side, second: Side, choose: Callable[..., float], times: int
         return None if a is None or b is None else min(1.0, times * choose(a, b))
 
     return Side(
-        of(first.p, second.p), of(first.exact, second.exact), of(first.documents, second.documents)
+        of(first.p, second.p),
+        of(first.exact, second.exact),
+        of(first.documents, second.documents),
+        tests=times,
     )
 
 
@@ -191,15 +200,17 @@ def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | N
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
-    """Return why a share of right answers cannot decide: no arm leaves chance, or both are at the
-    ceiling. Empty for other metrics, and if the runs did not log their chance."""
-    arms = [arm for arm in (own, base) if arm.finite]
-    chances = [run.chance for arm in arms for run in arm.runs if run.chance is not None]
-    if not chances or study.scale != "linear":
+    """Return why a share of right answers cannot decide, as at chance or at the ceiling.
+
+    Empty for other metrics, if the runs did not log their chance, and if an arm has no finite run.
+    """
+    chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
+    if not chances or study.scale != "linear" or not (own.finite and base.finite):
         return ""
-    means = [estimate(arm.finite) for arm in arms]
+    means = [estimate(arm.finite) for arm in (own, base)]
+    names = own.name, base.name
     said = " and ".join(
-        f"{arm.name} has {mean.mean:.3f}" for arm, mean in zip(arms, means, strict=True)
+        f"{name} has {mean.mean:.3f}" for name, mean in zip(names, means, strict=True)
     )
     if all(mean.mean >= CEILING for mean in means):
         return f"all arms are at the ceiling: {said}"
@@ -240,6 +251,23 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
         return replace(tested, showing=NEVER, refuting=refuting)
     showing = either(tested.showing, p) if decides else tested.showing
     return replace(tested, showing=showing, refuting=NEVER)
+
+
+def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
+    """Show no side of a sweep that favours the arm of which a larger share of runs diverged.
+
+    A diverged run counts as one that learned nothing, so that an arm that learns nothing at its
+    other rates either has a small sensitivity. Runs of a seed are no independent sample, so that
+    these shares have no test.
+    """
+    tested = replace(tested, outcome=replace(tested.outcome, own=own, base=base))
+    more = own.diverged * base.runs - base.diverged * own.runs
+    if not more:
+        return tested
+    tested = replace(tested, within=None)
+    if tested.rule.kind == "equivalence" or (side_of(tested.rule)[0] == BELOW) == (more > 0):
+        return replace(tested, showing=NEVER)
+    return replace(tested, refuting=NEVER)
 
 
 def either(side: Side, p: float) -> Side:

@@ -142,6 +142,12 @@ def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, 
             "0.05, not below alpha 0.05",
         ),
         (5, {}, None),
+        (
+            5,
+            {"metric": "hidden_top1",
+             "also": "[{kind: log_rank, arm: v2, against: half, reaches: 9}]"},
+            None,
+        ),
     ],
 )  # fmt: skip
 def test_dry_run_says_what_only_a_t_test_can_show(tmp_path, capsys, seeds, more, said):

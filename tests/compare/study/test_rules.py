@@ -1,6 +1,7 @@
 """Verdicts by rules, on forged numbers of arms without runs."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,6 +133,7 @@ def test_arm_that_diverges_more_often_is_never_shown_sooner(tmp_path):
         ("heldout_loss", ALIKE, True, "refuted"),
         ("tasks/mqar", HIGHER, True, "refuted"),
         ("tasks/mqar", HIGHER, False, "shown"),
+        ("heldout_loss", LOWER.replace("}", ", at: flops}"), True, "refuted"),
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
@@ -181,6 +183,7 @@ def test_refutations_are_adjusted_for_all_rules(tmp_path):
         (-0.01, LOWER.replace("}", ", margin: 0.02}"), "shown"),
         (0.0, LOWER.replace("}", ", margin: 0.02}"), "equivalent"),
         (0.05, LOWER.replace("}", ", margin: 0.02}"), "refuted"),
+        (0.01, LOWER.replace("0.0}", "0.01, margin: 0.02}"), "equivalent, not equal"),
         (0.01, ALIKE, "equivalent, not equal"),
         (0.0, ALIKE, "equivalent"),
         (0.05, ALIKE, "refuted"),
@@ -217,6 +220,30 @@ def test_exact_test_that_cannot_reach_alpha_contradicts_nothing(tmp_path):
     (found,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
     assert (found.smallest, found.showing.exact) == (1 / 16, 1 / 16)
     assert found.verdict == "shown"
+
+
+@pytest.mark.parametrize(
+    ("outlier", "seeds", "verdict"),
+    [(0.09, 5, "refuted"), (0.03, 6, "refuted"), (0.015, 6, "not robust")],
+)
+def test_refuted_equivalence_takes_twice_the_smallest_exact_p(tmp_path, outlier, seeds, verdict):
+    half, gaps = 4 + noise(seeds), 0.1 + noise(seeds, seed=1)
+    gaps[0] = outlier
+    (found,) = decided(tmp_path, ALIKE, two(half + gaps, half))
+    assert found.adjusted["refuting"] < 0.05
+    assert found.verdict == verdict, found.reason
+
+
+def test_log_rank_rule_does_not_count_in_the_family_of_exact_tests(tmp_path):
+    half = 0.5 + noise(5)
+    gaps = np.array([0.03, 0.031, 0.029, 0.03, -0.0001])
+    arms = [
+        forged("v2", half + gaps, curves=reaching([200] * 5)),
+        forged("half", half, curves=reaching([500] * 5)),
+    ]
+    found, _ = decided(tmp_path, [HIGHER, SOONER], arms, **ACCURACY)
+    assert (found.smallest, found.adjusted["showing_exact"]) == (1 / 32, 2 / 32)
+    assert found.verdict == "not robust", found.reason
 
 
 def documents(losses, texts, tokens):
@@ -284,3 +311,36 @@ def test_accuracy_at_chance_or_at_the_ceiling_decides_nothing(tmp_path, v2, half
     assert found.verdict == verdict, found.reason
     if verdict == "not decidable":
         assert ("chance (0.200)" if v2 < 0.5 else "ceiling") in found.reason
+
+
+@pytest.mark.parametrize("half", [0.2, 0.998])
+def test_accuracy_of_one_arm_without_finite_runs_is_decided_by_divergence(tmp_path, half):
+    arms = two([NAN] * 5, half + noise(5, 0.001), chance=0.2)
+    (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
+    assert found.verdict == "refuted", found.reason
+
+
+def test_run_without_a_finite_metric_counts_as_diverged_everywhere(tmp_path):
+    arms = [timed("v2", [200] * 8), timed("half", [800] * 8)]
+    arms[0].runs[0] = replace(arms[0].runs[0], value=None)
+    arms[0].values[0] = None
+    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert (found.verdict, arms[0].diverged) == ("underpowered", 1)
+    assert "7 of 8 runs of v2 reach it" in found.reason
+    assert "1 of 8 runs of v2 and 0 of 8 of half diverged" in found.reason
+
+
+@pytest.mark.parametrize("lost", ["v2", "half", None])
+@pytest.mark.parametrize(("rule", "gap"), [(LOWER, -0.3), (HIGHER, 0.3), (ALIKE, 0.0)])
+def test_sweep_never_favours_the_arm_of_which_more_runs_diverged(tmp_path, rule, gap, lost):
+    half = 0.4 + noise(5)
+    arms = two(half + gap + noise(5, 0.001, seed=1), half)
+    for arm in arms:  # one of two rates diverged: the sensitivity is finite
+        value = None if arm.name == lost else 3.0
+        arm.runs += [replace(run, value=value, loss=value) for run in arm.runs]
+    sweep = {"lr_sweep": "[0.001, 0.004]", "metric": "lr_sensitivity"}
+    (found,) = decided(tmp_path, rule, arms, **sweep)
+    worse = {LOWER: "half", HIGHER: "v2", ALIKE: None}[rule]
+    verdict = "equivalent" if rule == ALIKE else "shown"
+    assert found.verdict == (verdict if lost in (None, worse) else "underpowered"), found.reason
+    assert ("5 of 10 " in found.reason) == (lost is not None)
