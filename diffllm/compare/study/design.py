@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from diffllm.compare.study.file import MOST_SEEDS, Power, Rule, Study
+from diffllm.compare.study.file import MOST_SEEDS, Power, Rule, Study, better
 from diffllm.core.errors import ConfigError
 from diffllm.statistics.power_analysis import (
     largest_sd,
@@ -34,6 +34,11 @@ def check_design(study: Study) -> None:
         if rule.alpha > MOST_ALPHA:
             raise ConfigError(f"{where}.alpha={rule.alpha:g} must be at most {MOST_ALPHA:g}")
         if rule.kind in PERMUTATION_KINDS:
+            if better(study.metric) < 0:
+                raise ConfigError(
+                    f"{where}.reaches={rule.reaches:g}: metric={study.metric} falls as a run "
+                    f"learns, and {rule.kind} takes one that rises"
+                )
             check_smallest_p(study, where, rule)
         if study.power:
             check_covered(study, study.power, where, rule)

@@ -50,6 +50,10 @@ def with_keys(rule, **keys):
             with_keys(SOONER, alpha=1e-6), 2, TASKS,
             "the smallest p of log_rank with 2 seeds per arm is 0.17; give a larger alpha",
         ),
+        (
+            SOONER, 8, {"metric": "eval/loss"},
+            "rule.reaches=0.9: metric=eval/loss falls as a run learns, and log_rank takes one",
+        ),
         (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
         (
             LOWER, 8, {"also": f"[{with_keys(LOWER, alpha=0.1)}]", "power": POWER},

@@ -85,6 +85,18 @@ def test_log_rank_with_tied_times_shows_nothing(tmp_path):
     assert (found.verdict, found.p) == ("underpowered", 1)
 
 
+def test_drawn_labels_do_not_depend_on_the_order_of_seeds(tmp_path):
+    arms = [
+        timed("v2", [200, 300, 400, 500, 600] * 2),
+        timed("half", [300, 500, 700, 900, None] * 2),
+    ]
+    (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    for arm in arms:
+        arm.runs.sort(key=lambda run: run.seed % 3)
+    (again,) = decided(tmp_path, SOONER, arms, **ACCURACY)
+    assert again.p == found.p
+
+
 def test_diverged_run_never_reaches_a_level_that_it_had_reached(tmp_path):
     arm = timed("v2", [200, 300], diverged=[1])
     assert arm.times(0.9).reached == [True, False]
