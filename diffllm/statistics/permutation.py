@@ -87,9 +87,3 @@ def chosen(n: int, total: int) -> Array:
     found = np.zeros((len(places), total))
     np.put_along_axis(found, places, 1.0, axis=1)
     return found
-
-
-def smallest_p(n: int, m: int | None = None) -> float:
-    """Return the smallest one-sided p of n pairs, or of n and m independent values."""
-    every = 2**n if m is None else math.comb(n + m, n)
-    return 1 / every if every <= DRAWS else 1 / (1 + DRAWS)

@@ -1,33 +1,36 @@
 """The smallest p that an exact permutation test can reach with a number of seeds."""
 
-from diffllm.statistics import permutation
+import math
+
+from diffllm.statistics.permutation import DRAWS
 
 
 def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> float:
-    """Return the p of the clearest result; a two-sided p is twice the one-sided p.
+    """Return the p of the clearest possible result. A two-sided p is twice the one-sided p.
 
     Args:
         test: "paired" flips the signs of the differences of pairs, "welch" and "log_rank" permute
             the labels of both arms.
     """
     if test == "paired":
-        one_sided = permutation.smallest_p(min(own_seeds, base_seeds))
+        assignments = 2 ** min(own_seeds, base_seeds)
     elif test in ("welch", "log_rank"):
-        one_sided = permutation.smallest_p(own_seeds, base_seeds)
+        assignments = math.comb(own_seeds + base_seeds, own_seeds)
     else:
         raise ValueError(f"test={test} is not one of paired, welch, log_rank")
+    one_sided = 1 / assignments if assignments <= DRAWS else 1 / (1 + DRAWS)
     return min(1.0, sides * one_sided)
 
 
 def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int | None:
-    """Return the fewest seeds of each of two arms whose smallest p is below alpha, two or more.
+    """Return the fewest seeds per arm (at least two) whose smallest p is below alpha.
 
-    The p is adjusted by the first step of Holm's correction for a family of `tests`. None if not
-    even a test that draws assignments, instead of listing all, reaches alpha.
+    p is adjusted by the first step of Holm's correction for a family of `tests`. Return None if no
+    number of seeds is enough, because a test with many seeds draws only DRAWS assignments.
     """
     n = 2
     while (p := smallest_p(test, n, n, sides)) * tests >= alpha:
-        if p <= sides / (1 + permutation.DRAWS):
+        if p <= sides / (1 + DRAWS):
             return None
         n += 1
     return n

@@ -17,7 +17,8 @@ from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms
 from diffllm.statistics.bootstrap import LEAST_SEEDS, DrawnGaps, drawn_gaps, withheld
 from diffllm.statistics.estimates import Times, estimate
 from diffllm.statistics.gap_tests import Gap, common_seeds, equivalence, in_seed_order
-from diffllm.statistics.permutation import label, log_rank, sign_flip, smallest_p
+from diffllm.statistics.permutation import label, log_rank, sign_flip
+from diffllm.statistics.smallest_p import smallest_p
 
 CEILING = 0.99
 """Mean share of right answers from which an arm is at the ceiling."""
@@ -96,7 +97,7 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
         if min(sizes) < 2:
             showing = refuting = None
         tested = Tested(rule, outcome, times=times, showing=Side(showing), refuting=Side(refuting))
-        return with_divergence(replace(tested, smallest=smallest_p(*sizes)), ABOVE)
+        return with_divergence(replace(tested, smallest=smallest_p("log_rank", *sizes)), ABOVE)
     gap = outcome.paired if study.test == "paired" else outcome.welch
     tested = Tested(rule, outcome, gap)
     if gap is not None and gap.error is not None:
@@ -104,7 +105,7 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
         tested = replace(
             tested,
             **t_tests(study, rule, finite_samples(study, own, base), gap, drawn),
-            smallest=smallest_p(gap.seeds, None if study.test == "paired" else gap.base_seeds),
+            smallest=smallest_p(study.test, gap.seeds, gap.base_seeds),
             documents=drawn.bounds(rule.alpha) if drawn else None,
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
