@@ -172,19 +172,23 @@ def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng)
     return share
 
 
-def problems(scenario: Scenario, found: dict[str, Any], families: int) -> list[str]:
-    """Return what is beyond the limits by more than two standard errors."""
+def problems(
+    scenario: Scenario, found: dict[str, Any], families: int, errors: float = 2.0
+) -> list[str]:
+    """Return the names of the shares beyond the limits by more than that many standard errors."""
     wrong = []
-    error = 2 * math.sqrt(ALPHA * (1 - ALPHA) / families)
+    error = errors * math.sqrt(ALPHA * (1 - ALPHA) / families)
     wrong += [side for side in ("shown", "refuted") if found[side] > ALPHA + error]
     if "lower" in found:
-        error = 2 * math.sqrt(ALPHA * (1 - ALPHA) / found["judged"])
+        error = errors * math.sqrt(ALPHA * (1 - ALPHA) / found["judged"])
         most = 0.97 + error if scenario.covers else 1.0
         wrong += [end for end in ("lower", "upper") if not 0.93 - error <= found[end] <= most]
     return wrong
 
 
-def run(families: int, echo: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def run(
+    families: int, echo: Callable[[str], None] = print, errors: float = 2.0
+) -> list[dict[str, Any]]:
     """Simulate all scenarios; every scenario has a random generator of its own."""
     echo(f"{'scenario':<34}{'test':<8}seeds  shown  refuted  decided   lower   upper")
     rows = []
@@ -193,7 +197,7 @@ def run(families: int, echo: Callable[[str], None] = print) -> list[dict[str, An
             for seeds in (5, 8) if scenario.documents is None else (8,):
                 rng = np.random.default_rng((SEED, i, seeds, test == "welch"))
                 found = simulate(scenario, test, seeds, families, rng)
-                wrong = problems(scenario, found, families)
+                wrong = problems(scenario, found, families, errors)
                 ends = [f"{found[end]:8.3f}" for end in ("lower", "upper") if end in found]
                 test_name = "labels" if scenario.kind == "log_rank" else test
                 echo(

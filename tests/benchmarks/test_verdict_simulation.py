@@ -15,7 +15,8 @@ import verdict_simulation as simulation
 
 @pytest.mark.slow
 def test_no_scenario_is_beyond_its_limits_in_a_short_simulation():
-    rows = simulation.run(150, echo=lambda line: None)
+    # Of about 200 shares, some are beyond two standard errors by chance in a short simulation.
+    rows = simulation.run(150, echo=lambda line: None, errors=4)
     assert [row for row in rows if row["beyond_limits"]] == []
     by_name = {(row["scenario"], row["seeds"], row["test"]): row for row in rows}
     assert by_name["large gap", 8, "paired"]["decided"] == 1
