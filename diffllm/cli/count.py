@@ -99,11 +99,11 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Say which keys FLOPs count if documents are masked."""
+    """Return the visible keys that FLOPs are computed from, if documents are masked."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.data.visible_keys is None:
-        return ", FLOPs of whole sequences (data.visible_keys= counts masked documents)"
+        return ", FLOPs of whole sequences (set data.visible_keys= for masked documents)"
     return f", {cfg.data.visible_keys:,.10g} visible keys per query"
 
 

@@ -4,8 +4,8 @@ The suite claims has retrieval and in-context tasks for the tokenizer and length
 mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures held-out
 data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
 4 bits). The suite attention_mass measures the attention to the text that contains the answer.
-Results are kept below <run>/evaluation/ and not made again. A sweep ends with tables of means over
-seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
+Results are kept in <run>/evaluation/ and reused. For a sweep, the command also prints tables of
+means over seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
 
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json

@@ -38,8 +38,8 @@ docs/studies.md has its keys.
 
 run       makes all runs that have not ended, in DIR, and goes on where it was stopped
 verdict   shown, refuted, equivalent, underpowered, not comparable or exploratory, with numbers;
-          writes DIR/verdict.html, DIR/verdict.md and DIR/values.json; values=FILE judges again
-          from such a values.json, without the runs, and writes nothing
+          writes DIR/verdict.html, DIR/verdict.md and DIR/values.json; values=FILE reads such a
+          values.json instead of run directories, and writes nothing
 --dry-run says what the runs cost, and checks all of them; hours follow from their FLOPs and the
           speed of the study's runs that have ended, or else of those in pilot=DIR
 --json    the verdict as JSON alone"""
@@ -47,8 +47,8 @@ POWER = """\
 diffllm power pilot=DIR... gap=NATS [key=value ...]: seeds, tokens and hours for a gap
 
 A pilot is runs that were made: a sweep, a directory of runs, or a quoted glob of them, with two
-seeds or more of an arm. From how much their final held-out losses vary between seeds, with an
-upper limit of 80% confidence, follows how many seeds of each of two arms find a gap of that size.
+seeds or more of an arm. The command estimates the standard deviation of their final held-out losses
+between seeds. From its upper 80% confidence limit, it computes the seeds per arm that find the gap.
 
 diffllm power pilot=outputs/first gap=0.02
 diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
@@ -63,7 +63,7 @@ class SharedStudyArguments:
 
 @dataclass
 class VerdictArguments(SharedStudyArguments):
-    values: str = argument("values.json of a verdict, in place of out=", "", path=True)
+    values: str = argument("values.json of a verdict, instead of out=", "", path=True)
     json: bool = flag("the verdict as JSON alone")
 
 
@@ -223,15 +223,15 @@ def print_needs(found: dict[str, Any]) -> None:
         f"\na gap of {found['gap']:g} nats a token between two arms, found with power "
         f"{found['power']:g} at alpha {found['alpha']:g}, {sides}{family}\n"
         f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], rows)}\n\n"
-        f"upper: upper confidence limit of {100 * UPPER:g}% of sd; seeds, tokens, hours and power "
-        "follow from it. by sd: seeds that follow from sd\n"
+        f"upper: upper {100 * UPPER:g}% confidence limit of sd, used for seeds, tokens, hours and "
+        "power. by sd: seeds computed from sd\n"
         "hours: of the pilot's machine, one run after another\n"
     )
     print_risks(found)
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print how often a pilot of this size asks for too few seeds."""
+    """Print how often a pilot of this size recommends too few seeds."""
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]
@@ -240,6 +240,7 @@ def print_risks(found: dict[str, Any]) -> None:
     heads = ["design", "degrees of freedom", f"power below {wanted:g}", f"below {HALF:g}"]
     heads += [f"by sd: below {wanted:g}", f"below {HALF:g}"]
     echo(
-        "how often a pilot of this size asks for too few seeds, if sd is the true one\n"
+        "how often a pilot of this size recommends too few seeds, if sd is the true standard "
+        "deviation\n"
         f"{Table.of(heads, rows)}"
     )

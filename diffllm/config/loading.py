@@ -69,8 +69,10 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if the FLOPs of masked documents depend on a corpus that is not read yet;
-    variants lose different shares of their FLOPs to a mask."""
+    """Raise ConfigError if FLOPs of masked documents are matched without data.visible_keys.
+
+    The corpus is not read yet, and a mask removes a different share of the FLOPs of each variant.
+    """
     if cfg.data.mask_documents and cfg.data.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "

@@ -83,8 +83,8 @@ class EvalConfig:
     suites_limit: int = bounded(64, least=1)
     """Most examples of a task at a time, of all its levels together, always the same ones."""
     levels: dict[str, Any] = field(default_factory=dict)
-    """Difficulty of tasks in eval.suites, as {mqar: {filler: 64}}. Tasks that it does not name have
-    all levels that fit seq_len."""
+    """Difficulty of tasks in eval.suites, for example {mqar: {filler: 64}}. All other tasks use all
+    levels that fit seq_len."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ class TrainConfig:
         self.profile.validate(self.steps)
 
     def check_visible_keys(self) -> None:
-        """Raise ConfigError if queries cannot see data.visible_keys keys on average."""
+        """Raise ConfigError if data.visible_keys does not fit seq_len or mask_documents."""
         keys, whole = self.data.visible_keys, (self.seq_len + 1) / 2
         if keys is None:
             return
@@ -165,8 +165,8 @@ class TrainConfig:
             )
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError for batches or a mesh that `world_size` ranks cannot have, or for data
-        settings of older versions."""
+        """Raise ConfigError for batches or a mesh that do not fit `world_size`, or for outdated
+        data settings."""
         self.data.check_current()
         self.micro_batches(world_size)
         _, shard, expert = self.parallel.sizes(world_size)

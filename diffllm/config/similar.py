@@ -1,5 +1,7 @@
-"""Configs of many runs that differ in seed, learning rate and directory: read in a fraction of the
-time of `load_run_config`, with the same result."""
+"""Fast reader of many run configs that differ only in seed, learning rate and directory.
+
+The result equals that of `load_run_config`.
+"""
 
 import re
 from dataclasses import replace
@@ -13,20 +15,20 @@ from diffllm.core.files import read_text, readable
 WHOLE = re.compile(r"0|[1-9]\d{0,17}")
 FLOAT = re.compile(r"\d+\.\d+(e[+-]\d{2})?")
 PATH = re.compile(r"[\w.+-]*/[\w./+-]*")
-"""Text whose value in YAML is the usual one."""
+"""Patterns of plain values that YAML reads as an integer, a float or a string."""
 READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": PATH,
         "run.study": PATH}  # fmt: skip
-"""Keys of config.yaml that a run has for itself."""
+"""Keys of config.yaml that may differ between similar runs."""
 
 
 class SimilarConfigs:
-    """Reader of config.yaml files that reads the lines that equal those of another run once."""
+    """Reader of config.yaml files that parses lines shared by several runs only once."""
 
     def __init__(self) -> None:
         self.known: dict[str, TrainConfig] = {}
 
     def load(self, run: Path) -> TrainConfig:
-        """Load the config of a run directory as `load_run_config`."""
+        """Load the config of a run directory, like `load_run_config`."""
         file = run / "config.yaml"
         if not file.is_file():
             return load_run_config(run)
@@ -47,7 +49,10 @@ class SimilarConfigs:
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """Return a config.yaml without the values of READ, and these; None if one is unusual."""
+    """Split a config.yaml into the text without the values of READ and these values.
+
+    The values are None if one of them is not plain.
+    """
     section, kept, own = "", [], {}
     lines = text.splitlines()
     for line, after in zip(lines, [*lines[1:], ""], strict=True):

@@ -159,9 +159,9 @@ class DataConfig(TextConfig):
     mask_documents: bool = False
     """Keep attention inside a document, and start positions at 0 in each."""
     visible_keys: float | None = bounded(None, least=1)
-    """Mean number of keys that a query sees where documents are masked. `plan`, `count`,
-    model.match_flops_to and the costs of a study count FLOPs with it; null: of whole sequences. A
-    run counts its own, as `visible_keys` in its summary.json."""
+    """Mean number of keys that a query sees with mask_documents=true. `plan`, `count`,
+    model.match_flops_to and the costs of a study compute FLOPs with it; null: FLOPs of whole
+    sequences. A run measures its own number: `visible_keys` in summary.json."""
     sample_prompt: str | None = None
     """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 

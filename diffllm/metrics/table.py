@@ -50,7 +50,7 @@ GATE = Section(
 )
 PERFORMANCE = Section("Performance")
 DATA = Section(
-    "Data", "Data", "The sources of a mixture, and the keys that a query sees in masked documents."
+    "Data", "Data", "Sources of a mixture, and visible keys per query with masked documents."
 )
 EXPERTS = Section(
     "Experts",

@@ -1,4 +1,4 @@
-"""The keys that queries see where attention stays inside documents, which decide a run's FLOPs."""
+"""Counts of visible keys with masked documents, from which the FLOPs of a run are computed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from diffllm.core.typed import made
 
 @dataclass
 class VisibleKeys:
-    """Sums over the queries of all ranks since the run began; zeros if documents are not masked."""
+    """Sums over the queries of all ranks since step 0; zeros if documents are not masked."""
 
     keys: int = 0
     queries: int = 0
@@ -26,14 +26,14 @@ class VisibleKeys:
         self.queries += queries
 
     def log(self) -> float:
-        """Return the mean since the last call, which at least one query must follow."""
+        """Return the mean since the last call; at least one query must have been counted since."""
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries
         return keys / queries
 
     @classmethod
     def of(cls, values: Any) -> "VisibleKeys":
-        """Read a saved state; raises ValueError for one that cannot be."""
+        """Read a saved state; raises ValueError for an impossible state."""
         found = made(cls, values)
         rises = 0 <= found.logged_keys <= found.keys
         if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:

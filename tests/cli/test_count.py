@@ -165,10 +165,10 @@ def test_flops_of_whole_sequences_are_those_of_before_visible_keys(size, variant
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
-def test_the_title_names_the_keys_that_flops_count(capsys):
+def test_title_of_count_names_the_visible_keys(capsys):
     masked = ["count", "model=tiny", "data.mask_documents=true"]
     assert tools.main(masked) == 0
-    assert "FLOPs of whole sequences (data.visible_keys=" in capsys.readouterr().out
+    assert "FLOPs of whole sequences (set data.visible_keys=" in capsys.readouterr().out
     assert tools.main([*masked, "data.visible_keys=100.5"]) == 0
     assert ", 100.5 visible keys per query\n" in capsys.readouterr().out
     assert tools.main(masked[:2]) == 0

@@ -163,7 +163,7 @@ def flops_spent(run: Run, tokens: Array) -> Array | None:
 BUDGETS = {
     "tokens": Budget("tokens", "Tokens trained on", lambda run, tokens: tokens),
     "flops": Budget(
-        "FLOPs", "Training FLOPs, forward and backward, attention over the keys that queries see",
+        "FLOPs", "Training FLOPs, forward and backward; attention counts visible keys only",
         flops_spent,
     ),
     "seconds": Budget(
@@ -180,7 +180,7 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def increasing(spent: Array, values: Array) -> Series | None:
-    """Return the finite values over the amounts used; None unless the amounts increase from 0."""
+    """Return the finite values over spent amounts; None unless these are positive and increase."""
     known = np.isfinite(values)
     spent, values = spent[known], values[known]
     if not len(spent) or not np.isfinite(spent).all():
@@ -189,7 +189,7 @@ def increasing(spent: Array, values: Array) -> Series | None:
 
 
 def last_common(curves: Iterable[Series]) -> float | None:
-    """Return the largest amount that all curves reach; None if one ends before another begins."""
+    """Return the largest amount that all curves reach; None if the curves do not overlap."""
     curves = [*curves]
     at = float(min((curve.tokens[-1] for curve in curves), default=0))
     return at if curves and at >= max(curve.tokens[0] for curve in curves) else None

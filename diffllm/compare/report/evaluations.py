@@ -17,7 +17,7 @@ from diffllm.statistics.gap_tests import paired
 Seeds = tuple[int, int]
 ALL = "mean of all levels"
 NOT_NEGATIVE = ("nats a token", "magnitude")
-"""Beginnings of units whose values are 0 or larger."""
+"""Prefixes of units whose values are never negative."""
 
 
 class ScoreCell(NamedTuple):
@@ -180,10 +180,10 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
 def score_lines(
     results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
 ) -> list[ScoreLine]:
-    """Return means over seeds and paired gaps, with Student's t interval of possible values.
+    """Return means over seeds and paired gaps, with Student's t intervals.
 
-    Intervals are limited to the possible values: [0, 1] for a share of right answers, the "range"
-    of other scores that have one. Those of gaps are limited to the differences of such values.
+    Intervals are limited to the possible values: [0, 1] for a share of right answers, and "range"
+    for other scores with this key. Intervals of gaps are limited to the possible differences.
     """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
@@ -221,7 +221,7 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Give a share Wilson's interval if its seeds do not vary or there is only one."""
+    """Add Wilson's interval to a share if its seeds do not vary or it has only one seed."""
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:

@@ -69,7 +69,7 @@ class Row:
     """Runs that ended without a finite loss."""
     group: str = ""
     trend: Trend | None = None
-    """Of the gap over tokens, from evaluations during training."""
+    """Trend of the gap over tokens, from evaluations during training."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
     incomparable: list[str] = field(default_factory=list)
 

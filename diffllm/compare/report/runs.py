@@ -160,7 +160,11 @@ class Run:
 
 
 def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
-    """Read a run directory, finished or not, with a reader of configs; raises CheckpointError."""
+    """Read a finished or unfinished run directory; raises CheckpointError.
+
+    Args:
+        load: reads the config of a run directory.
+    """
     cfg = load(path)
     facts, summary = read_record(path / "run.json") or {}, read_summary(path)
     changes = [
@@ -177,7 +181,7 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Replace the FLOPs per token of whole sequences by those over the keys that queries saw."""
+    """Replace flops_per_token of whole sequences by the FLOPs over the logged visible keys."""
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
     if whole is None or each is None or not len(tokens) or not math.isfinite(keys[-1]):
@@ -187,12 +191,12 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Training FLOPs per token, and those that one more visible key costs per token."""
+    """Return training FLOPs per token, and the FLOPs per token of one more visible key."""
     return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
 
 
 def keys_seen(metrics: Metrics) -> Series:
-    """The keys that all queries so far saw, summed; empty if documents are not masked."""
+    """Return the cumulative sum of visible keys of all queries; empty without masked documents."""
     places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
     tokens = metrics.tokens[places]
     if not len(tokens) or not tokens[-1]:

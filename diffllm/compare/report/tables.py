@@ -175,7 +175,7 @@ PAGE = {
     ),
     "flops_per_token": PageColumn(
         "FLOPs", "per token",
-        "training FLOPs per token, forward and backward, attention over the keys that queries see",
+        "training FLOPs per token, forward and backward; attention counts visible keys only",
         number_cell(compact, "flops_per_token"),
     ),
     "tokens": PageColumn(
@@ -258,7 +258,7 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
 TESTS = (
     "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",
     ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "bootstrap, 95%"),
-    ("Correlation", "between seeds"), ("Trend", "a doubling of tokens, 95%"),
+    ("Correlation", "between seeds"), ("Trend", "per doubling of tokens, 95%"),
     ("Diverged", "95%, and p"),
 )  # fmt: skip
 

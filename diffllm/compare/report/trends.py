@@ -11,7 +11,10 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 
 
 def row_trend(row: Row, base: Row) -> Trend | None:
-    """Return the trend over the common seeds and evaluations of two rows; None with too few."""
+    """Return the trend over the common seeds and evaluations of two rows.
+
+    None with fewer than FEWEST_POINTS common evaluations.
+    """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
     runs = [side[seed] for side in (own, theirs) for seed in seeds]
@@ -42,7 +45,7 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
 
 
 def direction(trend: Trend) -> str:
-    """Say what the distance of a gap from 0 does; without an interval, only that it moves."""
+    """Return a verb for a gap's distance from 0; only "moves" or "stays" without an interval."""
     slope = trend.slope.estimate
     if slope.low is None or slope.all_equal:
         return "moves" if trend.start != trend.end else "stays"
@@ -60,9 +63,9 @@ def seeds_text(slope: Gap) -> str:
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per gap; of more than NAMED gaps, one about the largest trend.
+    """Return a sentence per gap; with more than NAMED gaps, only one about the largest trend.
 
-    The largest is one that survives Holm's correction over all trends, if any does.
+    If trends survive Holm's correction over all trends, return the largest of those.
     """
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:

@@ -25,51 +25,51 @@ from diffllm.metrics.table import metric_of
 from diffllm.statistics.estimates import Estimate, Times, estimate
 
 DIGITS = 7
-"""Significant digits of the losses of documents."""
+"""Significant digits of stored document losses."""
 NUMBERS = ("parameters", "flops_per_token", "heldout_tokens", "ranks")
 TEXTS = (
     "corpus", "corpus_note", "tokenizer", "compute_dtype", "torch", "python", "device", "code",
 )  # fmt: skip
-"""Facts of a run."""
+"""Facts of run.json that are text."""
 NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, eq=False)
 class StudyRun:
-    """The numbers of an ended run that a verdict can rest on."""
+    """The numbers of an ended run that a verdict can use."""
 
     name: str
-    """Its directory, relative to the study's."""
+    """Run directory, relative to the directory of the study."""
     seed: int
     lr: float
     loss: float | None
     """Final held-out loss in nats per token; None if the run diverged."""
     value: float | None
-    """Final number of the study's metric; None if the run diverged. The loss for lr_sensitivity."""
+    """Final value of the study's metric (the loss for lr_sensitivity); None if the run diverged."""
     planned_tokens: int
     vocab_size: int
     curve: Series = NONE
-    """The metric at its evaluations, (n,) each; NaN if not finite, empty if it is not logged."""
+    """Logged values of the metric, (n,) each; NaN if not finite, empty if not logged."""
     documents: DocumentLosses | None = None
-    """None unless the metric is the held-out loss, and for a run without losses of documents."""
+    """None if the metric is not the held-out loss, or if the run has no losses of documents."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Those of run.json that `facts_of` keeps."""
+    """Facts of run.json, see `facts_of`."""
     settings: dict[str, str] = field(default_factory=dict)
     """See `settings_of`."""
     variant: str = ""
     plugin_code: dict[str, str] = field(default_factory=dict)
     mark: str = ""
-    """run.study: hash, stage and arm under which the run began."""
+    """run.study: hash, stage and arm at the start of the run."""
     strayed: str = ""
-    """How the run's config differs from the study's; empty if it does not."""
+    """Differences between the run's config and the study's; empty if none."""
     positions: PositionLosses | None = None
-    """None unless a trend over positions needs them."""
+    """None unless a rule needs a trend over positions."""
     chance: float | None = None
-    """Expected share of right answers of a guess; None unless the metric is such a share."""
+    """Expected share of right answers by guessing; None for metrics other than tasks/*."""
     digest: str = ""
     """See `config_digest`."""
     thin: str = ""
-    """The warning about too little held-out text; empty if enough."""
+    """Warning about too little held-out text; empty if there is enough."""
 
     @property
     def diverged(self) -> bool:
@@ -77,7 +77,7 @@ class StudyRun:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What must be equal across arms, by name or dotted key."""
+        """Conditions that must be equal across arms, by name or dotted key."""
         found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
@@ -85,14 +85,14 @@ class StudyRun:
 
     @property
     def flops_per_token(self) -> float | None:
-        """Training FLOPs; None in runs of older versions that did not record them."""
+        """Training FLOPs per token; None in runs of older versions that did not record them."""
         return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
-        """Return the tokens after which the metric first was at a level or above it, and True.
+        """Return the tokens at which the metric first reached a level, and True.
 
-        Return the tokens of its last value and False if it never was, and the planned tokens and
-        False if the run diverged.
+        If it never reached the level, return the tokens of its last value and False. If the run
+        diverged, return the planned tokens and False.
         """
         if self.diverged:
             return self.planned_tokens, False
@@ -106,7 +106,7 @@ class StudyArm:
     lr: float | None
     runs: list[StudyRun] = field(default_factory=list)
     values: dict[int, float | None] = field(default_factory=dict)
-    """By seed, on the study's scale; None if the seed diverged."""
+    """Value by seed, on the study's scale; None if the seed diverged."""
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -147,10 +147,12 @@ class StudyArm:
 
 
 def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
-    """Keep what a verdict needs of an ended run; raises ConfigError if its metric is missing.
+    """Extract the values that a verdict needs from an ended run.
+
+    Raises ConfigError if the metric is missing.
 
     Args:
-        digest: that of the planned config.
+        digest: digest of the planned config.
     """
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
@@ -199,7 +201,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
 
 
 def facts_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a run.json that a verdict rests on or shows; None if unknown."""
+    """Return the facts of a run.json that a verdict uses or shows; a fact is None if unknown."""
     python = (found.get("environment") or {}).get("python")
     code = (found.get("diffllm") or {}).get("hash")
     return {
@@ -210,7 +212,7 @@ def facts_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(losses: DocumentLosses) -> DocumentLosses:
-    """Round the losses to `DIGITS` digits, as values.json stores them."""
+    """Round the losses to `DIGITS` significant digits, as in values.json."""
     return replace(losses, nats=np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats]))
 
 
@@ -222,13 +224,13 @@ def chance_of(run: Run, metric: str) -> float | None:
 
 
 def text_hash(documents: DocumentLosses) -> str:
-    """Return a SHA-256 of the held-out documents: equal if two runs were measured on the same."""
+    """Return a SHA-256 that is equal for runs measured on the same held-out documents."""
     content = [np.ascontiguousarray(each).tobytes() for each in (documents.texts, documents.tokens)]
     return hashlib.sha256(b"".join(content)).hexdigest()
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final number of a run, NaN if it is not finite; None if it is not logged."""
+    """Return the final value of a metric; NaN if not finite, None if not logged."""
     if run.summary and name in run.summary:
         number = finite(run.summary[name])
         return math.nan if number is None else number
@@ -242,7 +244,10 @@ def number_of(run: Run, name: str) -> float | None:
 
 
 def value_of(runs: list[StudyRun], study: Study) -> float | None:
-    """Return the number of a seed on the study's scale; None if it diverged. Raises ConfigError."""
+    """Return the value of a seed on the study's scale; None if the seed diverged.
+
+    Raises ConfigError for a value without a logarithm on a log scale.
+    """
     value = runs[0].value
     if study.lr_sweep:
         value = lr_sensitivity([run.loss for run in runs], runs[0].vocab_size)
@@ -261,8 +266,8 @@ def on_scale(value: float, run: str, study: Study) -> float:
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
     """Return the mean over learning rates of min(loss, initial loss) - best loss, nats per token.
 
-    From Wortsman et al. (arXiv:2309.14322). A diverged run counts as one that learned nothing; None
-    if all diverged. The initial loss is the logarithm of the vocabulary's size.
+    From Wortsman et al. (arXiv:2309.14322). A diverged run counts with the initial loss, which
+    is the logarithm of the vocabulary size. Return None if all runs diverged.
     """
     initial = math.log(vocab_size)
     finite = [loss for loss in losses if loss is not None]

@@ -28,17 +28,17 @@ class AtFlops:
     base: StudyArm
     flops: float
     error: float
-    """Mean possible error of a gap from interpolation; infinite if unknown."""
+    """Mean possible error of a gap due to interpolation; infinite if unknown."""
 
 
 @dataclass(frozen=True)
 class EqualGaps:
-    """The gap between two arms in held-out loss, nats per token, by what is equal."""
+    """The gap between two arms in held-out loss (nats per token) at equal cost of three kinds."""
 
     arm: str
     against: str
     tokens: Estimate | str
-    """The reason if it was not measured, as in the other two."""
+    """The gap, or the reason if it was not measured; also for the next two fields."""
     parameters: Estimate | str
     flops: Estimate | str
     at_flops: float | None = None
@@ -56,7 +56,7 @@ class EqualGaps:
         }  # fmt: skip
 
 
-def arms_of_rule(
+def arms_at_budget(
     study: Study, rule: Rule, own: StudyArm, base: StudyArm
 ) -> tuple[StudyArm, StudyArm]:
     """Return the arms with the values that a rule compares; raises ConfigError without curves.
@@ -79,9 +79,9 @@ def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
 
 
 def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
-    """Read the curves of two arms at the most FLOPs that all of their compared runs reached.
+    """Read the curves of two arms at the largest FLOPs that all compared runs reached.
 
-    A diverged run stays one. Returns the reason if the curves cannot be read.
+    Diverged runs remain diverged. Returns the reason if the curves cannot be read.
     """
     seeds = seeds_compared(study, own, base)
     if not seeds:
@@ -109,14 +109,16 @@ def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str
 
 
 def flops_curve(run: StudyRun) -> Series | None:
-    """Return a run's metric over training FLOPs; None if one of them is unknown."""
+    """Return a run's metric over training FLOPs; None if the metric or the FLOPs are unknown."""
     each = run.flops_per_token
     return None if each is None else increasing(run.curve.tokens * each, run.curve.values)
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return an arm with other values of its finite runs, on the study's scale, and without the
-    losses of documents, which belong to the ends of runs."""
+    """Return an arm with new values of its finite runs, on the study's scale.
+
+    Losses of documents are removed, because they were measured at the end of training.
+    """
     found: dict[int, float | None] = {}
     for run in arm.runs:
         if run.name in values:
@@ -127,7 +129,7 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """Return the gaps of the pairs of arms that rules compare; none unless the metric is a loss."""
+    """Return the gaps of all compared pairs of arms; empty if the metric is not heldout_loss."""
     if study.metric != "heldout_loss":
         return []
     linear = replace(study, scale="linear")
@@ -183,11 +185,12 @@ def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
 
 
 def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
-    """Say what the losses at equal FLOPs are, and how far interpolation may change a gap."""
+    """Explain the table: units, bounds, and the possible error due to interpolation."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
     bounds = f"one-sided {100 * (1 - alpha):g}% bounds by the t test"
     return (
-        f"Gaps in held-out loss, nats per token, with {bounds}. At equal FLOPs they are of the "
-        f"held-out sample (eval/loss), read between evaluations over the logarithm of FLOPs{off}."
+        f"Gaps in held-out loss, nats per token, with {bounds}. Gaps at equal FLOPs use the loss "
+        "of the held-out sample (eval/loss), interpolated over the logarithm of FLOPs"
+        f"{off}."
     )

@@ -30,7 +30,10 @@ def exploratory(
     marks = [run.mark for arm in arms for run in arm.runs]
     if choices:
         marks += evidence.rate_marks.values()
-    known = (evidence.hash_of(study), study.hash)  # the latter in runs of older versions
+    known = (
+        evidence.hash_of(study),
+        study.hash,
+    )  # older versions stored the hash of the file
     edited = [mark for mark in marks if mark.partition("/")[0] not in known]
     problems = []
     if edited:

@@ -1,8 +1,8 @@
-"""Decisions by the rules of a study, after Holm's correction of their tests.
+"""Decisions by the rules of a study, after Holm's correction.
 
-Each side of the rules is one Holm family over all rules of the study, so that with no true
-difference at most alpha of studies contain a false "shown", and at most alpha a false "refuted".
-The margins of differences are a third family.
+Each side of the rules is one Holm family over all rules of the study. Without true differences, the
+probability of a false "shown" in a study is therefore at most alpha, and so is that of a false
+"refuted". The margins of differences are a third family.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
-    """Test all rules of a study and decide each; the first decides the study."""
+    """Test and decide all rules of a study; the first rule decides the study."""
     found = [measure(study, rule, *arms_of_rule(study, rule, arms)) for rule in study.rules]
     families = {"within": [each.within for each in found]}
     for side in ("showing", "refuting"):
@@ -43,13 +43,17 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
 
 
 def holm_of_known(family: Sequence[float | None]) -> list[float | None]:
-    """Return the adjusted p of a family, whose rules without a test do not count."""
+    """Return the adjusted p of a family; rules without a test do not count."""
     adjusted = iter(holm([p for p in family if p is not None]))
     return [None if p is None else next(adjusted) for p in family]
 
 
 def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
-    """Return the verdict by one rule, and why; `rules` of its family have an exact test."""
+    """Return the verdict by one rule, and the reason.
+
+    Args:
+        rules: number of rules of the family that have an exact test.
+    """
     rule = tested.rule
     if tested.chance:
         return NOT_DECIDABLE, tested.chance
@@ -72,7 +76,7 @@ def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
 
 
 def verdict_of(tested: Tested, side: str, within: bool) -> str:
-    """Return the verdict of a significant side."""
+    """Return the verdict for a significant side."""
     if tested.rule.kind == "equivalence":
         return REFUTED if side == "refuting" else equivalent(tested)
     return SHOWN if side == "showing" else WITHIN if within else REFUTED
@@ -103,7 +107,7 @@ def exact_name(study: Study) -> str:
 
 
 def words(study: Study, tested: Tested, side: str = "") -> str:
-    """Say what was measured, with the bounds that fit a significant side of the rule."""
+    """Describe the measured values, with the bound that belongs to a significant side."""
     rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
     shares = (
         f"{own.diverged} of {own.runs} runs of {rule.arm} and {base.diverged} of {base.runs} of "

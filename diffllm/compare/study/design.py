@@ -1,4 +1,4 @@
-"""Designs that cannot decide a claim: refused before a study starts, or said by its dry run."""
+"""Designs that cannot decide a claim: refused before the start, or noted by the dry run."""
 
 import math
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
 MOST_ALPHA = 0.1
 LEAST_POWER = 0.5
-"""Least power of a test of equivalence, at a true gap of 0."""
+"""Smallest accepted power of an equivalence test at a true gap of 0."""
 PERMUTATION_KINDS = ("log_rank",)
-"""Kinds of rules whose p is that of a permutation test; the others are t tests."""
+"""Kinds of rules that a permutation test decides; t tests decide the others."""
 EXACT_TESTS = {
     "paired": "sign-flip test of {n} pairs", "welch": "permutation test of {n} against {n} seeds",
 }  # fmt: skip
-"""The exact tests next to the t tests."""
+"""Exact tests that accompany the t tests."""
 
 
 def check_design(study: Study) -> None:
-    """Raise ConfigError for a rule that no values can meet, or that the stated power excludes.
+    """Raise ConfigError for a rule that no values can meet or that contradicts the stated power.
 
-    docs/studies.md lists the reasons. A study that has begun is not checked, and none is when it is
-    judged, because older versions started such studies.
+    docs/studies.md lists the reasons. Begun studies and verdicts are not checked, because older
+    versions started such studies.
     """
     for where, rule in named_rules(study):
         if rule.alpha > MOST_ALPHA:
@@ -51,10 +51,10 @@ def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
 
 
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
-    """Raise ConfigError if even the clearest result has an adjusted p of alpha or above.
+    """Raise ConfigError if even the clearest result has an adjusted p of at least alpha.
 
-    Rules with t tests are not counted. If their p are smaller, Holm's correction multiplies the p
-    of the permutation tests by the number of permutation tests alone.
+    Rules with t tests are not counted. If their p-values are smaller, Holm's correction multiplies
+    the p of permutation tests only by the number of permutation tests.
     """
     n, rules = len(study.seeds), sum(each.kind in PERMUTATION_KINDS for each in study.rules)
     least = smallest_p(rule.kind, n, n)
@@ -77,19 +77,19 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
     """Raise ConfigError for an alpha or a margin to which the stated power does not apply."""
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
-            f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, which the "
-            "stated power is computed with"
+            f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because the "
+            "stated power holds for one alpha"
         )
     if rule.margin is None:
         return
     if rule.margin > power.gap:
         raise ConfigError(
             f"{where}.margin={rule.margin:g} must be at most power.gap={power.gap:g}: arms that "
-            "differ by the gap that the study looks for would count as equivalent"
+            "differ by power.gap would otherwise count as equivalent"
         )
     margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
     family = study.rules
-    if rule.kind != "equivalence":  # the margins of differences are a family of their own
+    if rule.kind != "equivalence":  # margins of differences form their own family
         family = [each for each in family if each.kind == rule.kind and each.margin is not None]
     alpha = rule.alpha / len(family)
 
@@ -107,19 +107,19 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
         fixes.append(f"a margin of {rounded:g} or more")
     raise ConfigError(
         f"{where}.margin={margin:g} is too small for {n} seeds per arm and power.sd={power.sd:g}: "
-        f"equal arms would be found equivalent with probability {found:.2f}, and {LEAST_POWER:g} "
-        f"is the least{'; give ' * bool(fixes)}{', or '.join(fixes)}"
+        f"equal arms would be found equivalent with probability {found:.2f}, below "
+        f"{LEAST_POWER:g}{'; give ' * bool(fixes)}{', or '.join(fixes)}"
     )
 
 
 def rounded_up(number: float) -> float:
-    """Return the number with two significant digits, not below it."""
+    """Round a number up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - 1)
     return math.ceil(number / unit) * unit
 
 
 def design_notes(study: Study) -> list[str]:
-    """Return what the design leaves to the assumptions of t tests, one line per alpha."""
+    """Return notes about t tests that no exact test can confirm, at most one per alpha."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
     notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
@@ -127,7 +127,7 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Say that the exact test cannot confirm the t test with so few seeds; "" if it can.
+    """Return a note if the exact test cannot confirm the t test with so few seeds; "" if it can.
 
     Args:
         tests: size of the family, for the first step of Holm's correction.
@@ -140,7 +140,7 @@ def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> s
     enough = seeds_for_p(test, alpha, tests, sides)
     return (
         f"the smallest {side} p of an exact {EXACT_TESTS[test].format(n=seeds)} is "
-        f"{least:.2g}{family * (tests > 1)}, not below alpha {alpha:g}: this test does not check "
-        "the t test, which assumes normal deviations between seeds"
-        f"{f'; with {enough} seeds per arm it does' if enough else ''}"
+        f"{least:.2g}{family * (tests > 1)}, not below alpha {alpha:g}: it cannot confirm the t "
+        "test, which assumes normally distributed values"
+        f"{f'; {enough} seeds per arm are enough' if enough else ''}"
     )

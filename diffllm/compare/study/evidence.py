@@ -1,4 +1,4 @@
-"""What a verdict is made from: the ended runs of a study, read from their directories."""
+"""Evidence for a verdict: the ended runs of a study, read from their directories."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,6 @@ from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import (
     RATES,
     ChosenRate,
-    Planned,
     choose_from,
     deciding_runs,
     is_ended,
@@ -25,12 +24,12 @@ class Evidence:
     runs: dict[str, StudyRun]
     """Ended deciding runs by name."""
     rates: dict[str, float]
-    """Losses of the ended runs that choose learning rates, by name; infinite if diverged."""
+    """Losses of ended runs that choose learning rates, by name; infinite if diverged."""
     rate_marks: dict[str, str]
-    """run.study of the begun runs that choose learning rates, by name."""
+    """run.study of begun runs that choose learning rates, by name."""
     digests: dict[str, str]
-    """Digests of the configs of all deciding runs, by name, in order: the saved ones of ended
-    runs, and the planned ones of the others."""
+    """Digests of the configs of all deciding runs, by name, in order: saved configs of ended runs,
+    planned configs of other runs."""
 
     def hash_of(self, study: Study) -> str:
         return study_hash(study, self.digests)
@@ -50,16 +49,6 @@ class Evidence:
                 if len(runs) == len(names):
                     arm.values[seed] = value_of(runs, study)
         return arms
-
-
-def planned_by_name(study: Study) -> dict[str, Planned]:
-    """Return all deciding runs, in order; those of a chosen learning rate are without it."""
-    return {
-        run.name: run
-        for arm in study.arms
-        for seed in study.seeds
-        for run in deciding_runs(study, arm, seed, None)
-    }
 
 
 def read_evidence(study: Study, out: Path) -> Evidence:

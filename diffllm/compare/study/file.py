@@ -34,7 +34,7 @@ OF_THE_SUMMARY = {
 LR_SENSITIVITY, TASKS = "lr_sensitivity", "tasks/"
 LOWER_IS_BETTER = ("heldout_", "train_loss", "train/loss", "eval/loss", "seconds", LR_SENSITIVITY)
 HIGHER_IS_BETTER = (TASKS, "tokens_per_s", "perf/tokens_per_s", "perf/mfu")
-"""Beginnings of metrics; other metrics have no better side."""
+"""Prefixes of metrics; for other metrics neither direction is better."""
 MOST_SEEDS, MOST_ENTRIES, MOST_RUNS = 1000, 100, 10_000
 
 
@@ -48,14 +48,14 @@ class Rule:
     above: float | None = None
     margin: float | None = bounded(None, above=0)
     reaches: float | None = None
-    """For log_rank: a level of a logged metric that rises."""
+    """For log_rank: a level of a logged, rising metric."""
     over: str | None = None
     """For trend: tokens, position or parameters."""
     smaller: dict[str, str] = field(default_factory=dict)
-    """For trend over parameters: smaller versions of `arm`, and of `against` at the same size."""
+    """For trend over parameters: smaller versions of `arm`, each with its version of `against`."""
     alpha: float = bounded(0.05, above=0, below=0.5)
     at: str = "tokens"
-    """tokens or flops: what is equal where values are compared."""
+    """tokens or flops: values are compared at equal tokens or at equal FLOPs."""
 
     @property
     def needs_curve(self) -> bool:
@@ -156,7 +156,7 @@ class Study:
 
 
 def better(metric: str) -> int:
-    """Return 1 if a larger metric is better, -1 if a smaller one is, 0 if neither."""
+    """Return 1 if larger values of a metric are better, -1 if smaller values are, else 0."""
     return metric.startswith(HIGHER_IS_BETTER) - metric.startswith(LOWER_IS_BETTER)
 
 
@@ -218,7 +218,7 @@ def check_study(study: Study) -> None:
 
 
 def check_curve(study: Study) -> None:
-    """Raise ConfigError if a rule reads a metric at equal FLOPs that has no curve."""
+    """Raise ConfigError if a rule with at=flops has a metric without a logged curve."""
     logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
         raise ConfigError(f"at=flops: metric={study.metric} is not logged over training")
@@ -242,7 +242,7 @@ def check_rule(where: str, rule: Rule) -> None:
             raise ConfigError(f"{where}: {arm} cannot be compared with itself")
     one_of(f"{where}.at", rule.at, ("tokens", "flops"))
     if rule.at == "flops" and rule.kind in ("log_rank", "trend"):
-        raise ConfigError(f"{where}: kind={rule.kind} takes no at=flops")
+        raise ConfigError(f"{where}.at=flops is not supported with kind={rule.kind}")
     names = ("below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
@@ -256,16 +256,16 @@ def check_trend(where: str, rule: Rule) -> None:
     if rule.kind == "trend":
         one_of(f"{where}.over", str(rule.over), OVER)
     elif rule.over is not None:
-        raise ConfigError(f"{where}.over={rule.over} is of kind=trend; kind is {rule.kind}")
+        raise ConfigError(f"{where}.over={rule.over} is allowed only with kind=trend")
     sizes = len(rule.smaller) + 1
     if rule.over == PARAMETERS and sizes < FEWEST_POINTS:
         example = "smaller: {v2_10m: standard_10m, v2_30m: standard_30m}"
         raise ConfigError(
-            f"{where}: over={PARAMETERS} takes {FEWEST_POINTS} or more sizes, and has {sizes}: "
+            f"{where}: over={PARAMETERS} needs at least {FEWEST_POINTS} sizes and has {sizes}: "
             f"name smaller versions of arm and against ({example})"
         )
     if rule.over != PARAMETERS and rule.smaller:
-        raise ConfigError(f"{where}.smaller is of kind=trend with over={PARAMETERS}")
+        raise ConfigError(f"{where}.smaller is allowed only with over={PARAMETERS}")
     for side in zip(*rule.pairs, strict=True):
         if len({*side}) < len(side):
             raise ConfigError(f"{where}: {', '.join(side)}: an arm is named twice")

@@ -69,6 +69,16 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
     return Planned(RATES, arm, seed, lr, f"rates/{arm}-lr{lr:g}-seed{seed}", words)
 
 
+def planned_by_name(study: Study) -> dict[str, Planned]:
+    """Return all deciding runs by name, in order, without chosen learning rates."""
+    return {
+        run.name: run
+        for arm in study.arms
+        for seed in study.seeds
+        for run in deciding_runs(study, arm, seed, None)
+    }
+
+
 def config_of_planned(planned: Planned) -> TrainConfig:
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
     words = (*(word for word in planned.words if word not in own), "run.report=false")
@@ -87,7 +97,7 @@ def config_of_planned(planned: Planned) -> TrainConfig:
 
 @lru_cache(4096)
 def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainConfig:
-    """Return a config that nobody may change; cached, because solving a width takes long."""
+    """Return a shared config, which callers must not change; cached because solving is slow."""
     config = config_of_arm(words, lr is not None)
     config.seed = seed
     if lr is not None:
@@ -97,7 +107,7 @@ def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainC
 
 @cache
 def seed_is_alone(words: tuple[str, ...], sets_lr: bool) -> bool:
-    """Return whether the seed sets nothing but itself and the seed of the initial values."""
+    """Return whether only seed and model.init_seed depend on the seed."""
     plain = OmegaConf.to_container(config_of_arm(words, sets_lr), resolve=False, enum_to_str=True)
     values = flatten(plain).items()  # type: ignore[arg-type]
     return not any("seed" in str(v) and "${" in str(v) for k, v in values if k != "model.init_seed")
@@ -117,7 +127,7 @@ def read_mark(path: Path) -> str | None:
 
 
 def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
-    """Return the overrides of a run; a new run is marked with `digest`, the study's hash."""
+    """Return the overrides of a run; new runs record `digest`, the hash of the study."""
     path = out / planned.name
     if (mark := read_mark(path)) is None:
         mark = f"{digest}/{planned.stage}/{planned.arm}"
@@ -297,7 +307,7 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError for a study that cannot run, or whose verdict could decide nothing."""
+    """Raise ConfigError for a study that cannot run or whose verdict cannot decide."""
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
@@ -359,9 +369,11 @@ class Cost:
 
 
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
-    """Return the cost of every arm and stage; time follows from FLOPs and the median speed of ended
-    runs of the study, or else of the pilot. FLOPs of masked documents are over data.visible_keys,
-    or else over the median visible keys of these runs."""
+    """Return the cost of every arm and stage.
+
+    Time is computed from FLOPs and the median speed of ended runs of the study, or else of the
+    pilot. FLOPs of masked documents use data.visible_keys, or else the median of these runs.
+    """
     stages = []
     for first in first_runs(study):
         if study.lr:
@@ -388,7 +400,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
-    """Training FLOPs per second, evaluations and saves included, and the run's visible keys."""
+    """Return training FLOPs per second, including evaluations and saves, and visible keys."""
     summary = read_summary(path) or {}
     seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
     if not seconds or not tokens:

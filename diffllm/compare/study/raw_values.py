@@ -1,7 +1,7 @@
-"""The file values.json: all numbers of a study's runs that its verdict rests on.
+"""The file values.json: all numbers of a study's runs that its verdict uses.
 
-`read_values` gives the same verdict as the run directories. benchmarks/results/recompute.py reads
-the file too. docs/studies.md has the format.
+Verdicts from `read_values` equal verdicts from run directories. benchmarks/results/recompute.py
+also reads the file. docs/studies.md describes the format.
 """
 
 import json
@@ -14,8 +14,9 @@ import numpy as np
 
 from diffllm.compare.report.runs import Series
 from diffllm.compare.study.arms import NUMBERS, StudyRun
-from diffllm.compare.study.evidence import Evidence, planned_by_name
+from diffllm.compare.study.evidence import Evidence
 from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import planned_by_name
 from diffllm.compare.study.study_hash import study_hash
 from diffllm.compare.study.trend_data import PositionLosses
 from diffllm.core.files import read_json, readable
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of run.json; null if unknown."""
+    """Facts of run.json; a field is null if unknown."""
 
     parameters: float | None = None
     flops_per_token: float | None = None
@@ -47,7 +48,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Texts:
-    """The held-out documents, in lists of one length."""
+    """The held-out documents, in lists of equal length."""
 
     tokens: list[int]
     bytes: list[int]
@@ -69,16 +70,16 @@ class RunValues:
     variant: str
     mark: str
     facts: int
-    """Place in the list of facts."""
+    """Index into the list of facts; the next field is an index into settings."""
     settings: int
     tokens: list[int]
-    """Of the curve."""
+    """Tokens of the curve."""
     values: list[float | None]
     texts: int | None = None
     nats: list[float | None] | None = None
     """Losses of the documents."""
     reached: dict[str, list[float]] = field(default_factory=dict)
-    """By level of a log-rank rule: the first tokens at it, or those of censoring, and 1 or 0."""
+    """By level of a log-rank rule: tokens until the level and 1, or until censoring and 0."""
     plugin_code: dict[str, str] = field(default_factory=dict)
     strayed: str = ""
     thin: str = ""
@@ -91,7 +92,7 @@ class RunValues:
 
 @dataclass(frozen=True)
 class RateValues:
-    """A run that chose a learning rate."""
+    """Loss of a run that chose a learning rate."""
 
     name: str
     loss: float | None
@@ -172,7 +173,7 @@ def values_text(study: Study, evidence: Evidence) -> str:
 
 
 def place_of(value: T, known: list[T]) -> int:
-    """Return the place of a value in a list, to which it is added if it is new."""
+    """Return the index of a value in a list; append the value if it is new."""
     if value not in known:
         known.append(value)
     return known.index(value)
@@ -197,7 +198,7 @@ def as_lines(content: dict[str, Any]) -> str:
 
 
 def read_values(study: Study, file: Path) -> Evidence:
-    """Read values.json as the evidence of a study; raises CheckpointError for other content."""
+    """Read values.json as evidence of a study; raises CheckpointError for invalid content."""
     with readable(file):
         content = read_json(file)
         try:
@@ -211,11 +212,11 @@ def read_values(study: Study, file: Path) -> Evidence:
 
 
 def check_values(study: Study, found: Values) -> None:
-    """Raise ValueError for values that do not fit together or are not of the study."""
+    """Raise ValueError for values that are inconsistent or belong to another study."""
     if found.metric != study.metric:
         raise ValueError(f"metric={found.metric} is not the study's {study.metric}")
     if found.study_hash != study_hash(replace(study, hash=found.sha256), found.digests):
-        raise ValueError("study_hash does not follow from sha256 and digests")
+        raise ValueError("study_hash does not match sha256 and digests")
     for i, facts in enumerate(found.facts):
         for name in ("parameters", "flops_per_token"):
             check_number(f"facts[{i}].{name}", getattr(facts, name), above=0)
@@ -241,7 +242,7 @@ def check_values(study: Study, found: Values) -> None:
 def check_run(study: Study, found: Values, run: RunValues) -> None:
     for key, place in (("facts", run.facts), ("settings", run.settings), ("texts", run.texts)):
         if place is not None and not 0 <= place < len(getattr(found, key)):
-            raise ValueError(f"{run.name}.{key}={place} is no place in {key}")
+            raise ValueError(f"{run.name}.{key}={place} is out of range of {key}")
     check_number(f"{run.name}.lr", run.lr, above=0)
     check_number(f"{run.name}.vocab_size", run.vocab_size, above=0)
     numbers = [run.loss, run.value, run.chance, *run.values, *run.tokens, run.planned_tokens]
@@ -250,7 +251,7 @@ def check_run(study: Study, found: Values, run: RunValues) -> None:
     if run.loss is None and run.value is not None:
         raise ValueError(f"{run.name}.value={run.value} of a diverged run must be null")
     if min([run.planned_tokens, *run.tokens]) < 0 or len(run.tokens) != len(run.values):
-        raise ValueError(f"{run.name}: tokens and values are no curve")
+        raise ValueError(f"{run.name}: tokens and values do not form a curve")
     if not run.tokens and any(rule.needs_curve for rule in study.rules):
         raise ValueError(f"{run.name} has no curve")
     places = run.positions or []

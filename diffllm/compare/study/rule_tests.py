@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.budgets import arms_of_rule
+from diffllm.compare.study.budgets import arms_at_budget
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.evaluation.heldout import same_documents
 from diffllm.statistics.arm_comparison import ArmComparison, Share, compare_arms, p_more
@@ -21,22 +21,22 @@ from diffllm.statistics.permutation import label, log_rank, sign_flip
 from diffllm.statistics.smallest_p import smallest_p
 
 CEILING = 0.99
-"""Mean share of right answers from which an arm is at the ceiling."""
+"""Smallest mean share of right answers at which an arm is at the ceiling."""
 BELOW, ABOVE = -1, 1
 
 
 @dataclass(frozen=True)
 class Side:
-    """The tests of one side of a rule; the p are one-sided."""
+    """One-sided p-values of one side of a rule."""
 
     p: float | None = None
-    """Of the test that decides; None without a test."""
+    """p of the deciding test; None without a test."""
     exact: float | None = None
-    """Of the exact permutation test next to a t test."""
+    """p of the exact permutation test that accompanies a t test."""
     documents: float | None = None
-    """Of the bootstrap over documents and seeds."""
+    """p of the bootstrap over documents and seeds."""
     diverged: bool = False
-    """Whether p is that of the shares of diverged runs."""
+    """Whether p tests the shares of diverged runs."""
     tests: int = 1
     """Number of tests that each p is corrected for."""
 
@@ -55,9 +55,9 @@ class Tested:
     within: float | None = None
     """p of equivalence within the margin of a difference."""
     documents: tuple[float, float] | None = None
-    """The one-sided bounds over documents and seeds."""
+    """One-sided bounds of the bootstrap over documents and seeds."""
     chance: str = ""
-    """Why the rule is not decidable; empty if it is."""
+    """The reason if the rule is not decidable; empty otherwise."""
     smallest: float = 1.0
     """Smallest one-sided p that a permutation test can have with these seeds."""
     adjusted: dict[str, float | None] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class Tested:
     def bounds(self) -> tuple[float, float] | None:
         """The lower and upper one-sided bounds at confidence 1 - alpha.
 
-        Of the two pairs of bounds, by the t test and over documents and seeds, the wider one. None
-        without a standard error.
+        The wider pair of bounds is used: by the t test, or over documents and seeds. None without
+        a standard error.
         """
         if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
             return None
@@ -87,8 +87,8 @@ class Tested:
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
-    """Make the tests of one rule."""
-    own, base = arms_of_rule(study, rule, own, base)
+    """Compute the tests of one rule."""
+    own, base = arms_at_budget(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
         times = own.times(rule.reaches or 0.0), base.times(rule.reaches or 0.0)
@@ -109,7 +109,7 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             documents=drawn.bounds(rule.alpha) if drawn else None,
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
-    # No arm is better for a trend, and the slopes of diverged runs are unknown.
+    # A trend has no better arm, and the slopes of diverged runs are unknown.
     tested = with_divergence(tested, 0 if rule.kind == "trend" else better(study.metric))
     if study.lr_sweep and rule.kind != "trend":
         shares = [Share(arm.diverged, len(arm.runs)) for arm in (own, base)]
@@ -124,9 +124,7 @@ def t_tests(
     gap: Gap,
     drawn: DrawnGaps | None,
 ) -> dict[str, Any]:
-    """Return the t tests of both sides of a rule, with the exact tests and the bootstrap next to
-    them.
-    """
+    """Return t tests, exact tests and bootstrap of both sides of a rule."""
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
@@ -137,7 +135,7 @@ def t_tests(
     close = equivalence(gap, rule.margin, rule.alpha) if rule.margin is not None else None
     within = close.p if close else None
     if close and close.inside and gap.zero_variance:
-        within = 0.0  # no t test has a p, and the gap is inside of the margin
+        within = 0.0  # without variance no t test has a p, but the gap is inside the margin
     if rule.kind == "equivalence":
         margin = rule.margin or 0.0
         inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
@@ -148,7 +146,7 @@ def t_tests(
 
 
 def combined(first: Side, second: Side, choose: Callable[..., float], times: int) -> Side:
-    """Return a side whose p are the chosen one of two, multiplied."""
+    """Combine the p-values of two sides with `choose`, multiplied by `times`."""
 
     def of(a: float | None, b: float | None) -> float | None:
         return None if a is None or b is None else min(1.0, times * choose(a, b))
@@ -162,12 +160,12 @@ def combined(first: Side, second: Side, choose: Callable[..., float], times: int
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
-    """Return the side that a rule claims, and its bound."""
+    """Return the direction that a rule claims (BELOW or ABOVE), and its bound."""
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
 def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values that a test reads: of common seeds if it is paired."""
+    """Return the values for a test: those of common seeds for a paired test."""
     first, second = own.known, base.known
     if study.test == "paired":
         return common_seeds(first, second)
@@ -175,10 +173,10 @@ def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndar
 
 
 def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
-    """Return the gaps of drawn documents and seeds.
+    """Return the bootstrap over documents and seeds.
 
-    None unless the metric is the held-out loss, and both arms have at least LEAST_SEEDS seeds that
-    were measured on the same LEAST_DOCUMENTS documents or more.
+    None unless the metric is the held-out loss and both arms have at least LEAST_SEEDS seeds,
+    measured on the same documents (at least LEAST_DOCUMENTS).
     """
     pair = study.test == "paired"
     sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
@@ -201,7 +199,7 @@ def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | N
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
-    """Return why a share of right answers cannot decide, as at chance or at the ceiling.
+    """Return why accuracy cannot decide: no arm is above chance, or both are at the ceiling.
 
     Empty for other metrics, if the runs did not log their chance, and if an arm has no finite run.
     """
@@ -224,9 +222,9 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 def with_divergence(tested: Tested, upwards: int) -> Tested:
     """Take diverged runs into account: an arm that diverged more often is never shown better.
 
-    A t test ignores diverged runs, which flatters the arm that has more of them. Which arm diverges
-    more often also counts against that arm, if Fisher's test shows it; and where one arm always
-    diverges and the other never, the shares alone can decide either side.
+    A t test ignores diverged runs, which favours the arm with more of them. A significantly larger
+    share of diverged runs (Fisher's test) counts against an arm. If one arm always diverges and the
+    other never, the shares alone can decide either side.
 
     Args:
         upwards: ABOVE if a larger metric is better, BELOW if a smaller one is, 0 if neither.
@@ -241,7 +239,7 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
     tested = replace(tested, within=None)
     if own.diverged * base.runs == base.diverged * own.runs:
         return tested
-    if not upwards:  # neither side is better, and the missing values may be the extreme ones
+    if not upwards:  # no better side, and the missing values may be extreme
         return replace(tested, showing=NEVER, refuting=NEVER)
     more, less = (own, base) if own.diverged * base.runs > base.diverged * own.runs else (base, own)
     claims_own = tested.times is not None or side_of(tested.rule)[0] == upwards
@@ -272,7 +270,7 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
 
 
 def either(side: Side, p: float) -> Side:
-    """Return the side with a second test, of diverged shares: twice the smaller p."""
+    """Add a test of diverged shares with p-value `p` to a side: twice the smaller p counts."""
     if side.p is None:
         return Side(p, p, p, diverged=True)
     if p < side.p:

@@ -1,4 +1,4 @@
-"""Trends of a study: the slopes of the runs of two arms, over tokens, positions or parameters."""
+"""Trends of a study: slopes of the runs of two arms over tokens, positions or parameters."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from diffllm.statistics.trend import (
 )
 
 Curves = dict[int, np.ndarray | None]
-"""Values of each seed at common places, (n,); None for a diverged run."""
+"""Values of each seed at the common points, (n,); None for a diverged run."""
 
 
 class Sides(NamedTuple):
@@ -35,10 +35,10 @@ class Sides(NamedTuple):
 def arms_of_rule(
     study: Study, rule: Rule, arms: Mapping[str, StudyArm]
 ) -> tuple[StudyArm, StudyArm]:
-    """Return the two arms that a rule compares; for a trend, with a slope per seed as values.
+    """Return the two arms that a rule compares; for a trend, their values are slopes by seed.
 
-    The difference of two slopes is the slope of the gap, because both arms share all places.
-    Raises ConfigError if the ended runs of both arms have too few places in common.
+    The difference of two slopes is the slope of the gap, because both arms have the same points.
+    Raises ConfigError if the ended runs have too few points in common.
     """
     own, base = arms[rule.arm], arms[rule.against]
     if rule.kind != "trend":
@@ -69,7 +69,7 @@ def sides(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 
 
 def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
-    """Final numbers of the seeds that have ended at every size, over the mean size of a pair."""
+    """Return final values of seeds that ended at every size, over the mean size of each pair."""
     named = {name: arms[name] for pair in rule.pairs for name in pair}
     parameters = {name: parameters_of(arm) for name, arm in named.items() if arm.runs}
     if len(parameters) < len(named):
@@ -95,7 +95,7 @@ def parameters_of(arm: StudyArm) -> float:
 
 
 def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
-    """Values along tokens or positions, where every finite run of both arms has one."""
+    """Return values over tokens or positions at which every finite run has a value."""
     runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
     if over == POSITION:
         x, values = at_positions([run.positions for run in runs if run.positions])
@@ -124,9 +124,9 @@ def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
 
 
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
-    """Return one sentence about the gap of the deciding rule over tokens.
+    """Return a sentence about the trend of the deciding rule's gap over tokens.
 
-    Empty unless the gap is of held-out losses and the runs have enough common evaluations.
+    Empty unless the metric is the held-out loss and the runs have enough common evaluations.
     """
     rule = study.rule
     over_tokens = rule.over in (None, TOKENS)

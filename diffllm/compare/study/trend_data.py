@@ -1,4 +1,4 @@
-"""What the rules of kind `trend` need: enough points, checked before runs start, and positions."""
+"""Rules of kind `trend`: losses by position, and checks of the points before runs start."""
 
 import json
 import shlex
@@ -19,14 +19,14 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 
 
 class PositionLosses(NamedTuple):
-    """The evaluation `position` of a run at its last step, an entry per octave of positions."""
+    """The evaluation `position` at the last step of a run, one entry per octave of positions."""
 
     positions: np.ndarray
     """(n,) first position of each octave from 1 on; position 0 has no logarithm."""
     losses: np.ndarray
     """(n,) nats per token; NaN if not finite."""
     asked: str
-    """Documents, corpus and tokenizer, which must agree."""
+    """Documents, corpus and tokenizer of the evaluation; must be equal across runs."""
 
 
 def needs_positions(study: Study, arm: str) -> bool:
@@ -34,7 +34,7 @@ def needs_positions(study: Study, arm: str) -> bool:
 
 
 def position_losses(run: Run) -> PositionLosses:
-    """Read the saved evaluation `position` of the last step; raises ConfigError without one."""
+    """Read the evaluation `position` of the last step; raises ConfigError if it is missing."""
     problems: dict[str, list[str]] = {}
     results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
     if (found := results.get(POSITION)) is None:
@@ -55,10 +55,10 @@ def position_losses(run: Run) -> PositionLosses:
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if the runs of a trend will have too few points, or sizes out of order.
+    """Raise ConfigError if a trend will have too few points or wrong sizes.
 
     Args:
-        configs: of a deciding run of each arm.
+        configs: config of a deciding run by arm.
     """
     for rule in study.rules:
         if rule.over == PARAMETERS:
@@ -80,13 +80,12 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError unless every smaller arm has fewer parameters than its largest, and all
-    sizes differ."""
+    """Raise ConfigError unless all sizes differ and `arm` and `against` are the largest."""
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]
         if len({*sizes}) < len(sizes) or max(sizes) > sizes[-1]:
             said = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in side)
             raise ConfigError(
-                f"trend over {PARAMETERS}: {said} parameters; sizes must differ, and those of "
-                f"smaller must be below that of {side[-1]}"
+                f"trend over {PARAMETERS}: {said} parameters; sizes must differ, and {side[-1]} "
+                "must be the largest"
             )

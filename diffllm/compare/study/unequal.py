@@ -34,7 +34,7 @@ CONDITIONS = {
     "precision": Condition(("compute_dtype", "precision")),
     "torch": Condition(("torch",)),
 }  # fmt: skip
-"""By the word that a study declares a difference with (`unequal`)."""
+"""By the word in `unequal` that declares a difference."""
 RECORDED = (
     "parameters", "flops_per_token", "corpus", "tokenizer", "heldout_tokens", "compute_dtype",
     "torch",
@@ -45,8 +45,7 @@ UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
 def settings_of(config: Values) -> dict[str, str]:
-    """Return the settings of a flattened config among the conditions as text, by dotted key, and
-    its tokens."""
+    """Return the tokens and those settings of a flattened config that are conditions, as text."""
     keys = [key for condition in CONDITIONS.values() for key in condition.keys]
     tokens = config["steps"] * config["global_batch_size"] * config["seq_len"]
     values = {**config, "tokens": tokens}
@@ -58,7 +57,7 @@ def settings_of(config: Values) -> dict[str, str]:
 
 
 def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) -> list[str]:
-    """Say for each undeclared condition how the runs of the arms differ in it."""
+    """Return one message per undeclared condition in which the arms differ."""
     placed = [(arm, values) for arm, runs in arms.items() for values in runs]
     settled = {
         key
@@ -79,13 +78,13 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
 
 
 def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> str:
-    """Return a condition's values and their arms; empty if the runs that know it agree."""
+    """Return the values of a condition with their arms; empty if all recorded values are equal."""
     known = [(arm, values[key]) for arm, values in placed if key in values]
     numbers = [value for _, value in known if isinstance(value, int | float)]
     apart = 0.0
     if tolerance and len(numbers) == len(known):
         apart = max(numbers) / min(numbers) - 1
-        if apart <= tolerance * (1 + 1e-9):  # for the rounding of the ratio
+        if apart <= tolerance * (1 + 1e-9):  # allow for rounding of the ratio
             return ""
     by_value: dict[str, list[str]] = {}
     for arm, value in known:

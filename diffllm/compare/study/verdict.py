@@ -1,4 +1,4 @@
-"""The verdict on a study's claim, from its runs and by its rules."""
+"""The verdict of a study: its rules applied to its ended runs."""
 
 import shlex
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def judge(study: Study, out: Path) -> Verdict:
-    """Judge a study by its ended runs; raises ConfigError without any."""
+    """Judge a study by its ended runs; raises ConfigError if no run has ended."""
     evidence = read_evidence(study, out)
     if not evidence.runs:
         start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
@@ -71,7 +71,7 @@ def judge(study: Study, out: Path) -> Verdict:
 
 
 def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
-    """Judge a study by one or more ended runs."""
+    """Judge a study from evidence with at least one ended run."""
     choices = evidence.choices(study)
     arms = evidence.arms(study, choices)
     by_name = {arm.name: arm for arm in arms}

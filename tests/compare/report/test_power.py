@@ -73,13 +73,13 @@ def test_the_seeds_of_a_gap_follow_from_the_pilot(power, tmp_path):
     assert row[1:5] == [*shown, str(unpaired["seeds"]), str(unpaired["seeds_by_sd"])]
     risks = [unpaired[f"{name}{by}"] for by in ("", "_by_sd") for name in RISKS]
     assert risks == pytest.approx([0.135, 0.044, 0.46, 0.19], abs=0.005)
-    table = text.partition("asks for too few seeds")[2].splitlines()
+    table = text.partition("recommends too few seeds")[2].splitlines()
     row = next(line for line in table if line.startswith("unpaired")).split()
     assert row[1:] == ["4", *map(percent, risks)]
     assert "note" not in text
     few = power("pilot=@pilot", "gap=0.4")[1]
     assert "exact sign-flip test of 3 pairs is 0.25, not below alpha 0.05" in few
-    assert "with 6 seeds per arm it does" in few
+    assert "6 seeds per arm are enough" in few
 
 
 def test_diverged_and_unlike_runs_are_said(power, tmp_path):

@@ -133,7 +133,7 @@ def test_run_without_known_flops_gives_no_gap_and_no_rule_at_equal_flops(tmp_pat
         (
             "{kind: log_rank, arm: v2, against: half, reaches: 0.9, at: flops}",
             "tasks/mqar",
-            "rule: kind=log_rank takes no at=flops",
+            "rule.at=flops is not supported with kind=log_rank",
         ),
     ],
 )

@@ -57,30 +57,31 @@ def with_keys(rule, **keys):
         (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
         (
             LOWER, 8, {"also": f"[{with_keys(LOWER, alpha=0.1)}]", "power": POWER},
-            "also[0].alpha=0.1 must equal rule.alpha=0.05, which the stated power is computed with",
+            "also[0].alpha=0.1 must equal rule.alpha=0.05, because the stated power holds for one "
+            "alpha",
         ),
         (
             with_keys(LOWER, margin=0.03), 8, {"power": POWER},
-            "rule.margin=0.03 must be at most power.gap=0.025: arms that differ by the gap that",
+            "rule.margin=0.03 must be at most power.gap=0.025: arms that differ by power.gap",
         ),
         (
             with_keys(LOWER, margin=1e-300), 8, {"power": POWER},
-            "and 0.5 is the least; give a margin of 0.018 or more\n",
+            "below 0.5; give a margin of 0.018 or more\n",
         ),
         (
             with_keys(LOWER, margin=0.01), 8, {"power": POWER},
             "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: equal arms "
-            "would be found equivalent with probability 0.04, and 0.5 is the least; give 23 seeds "
+            "would be found equivalent with probability 0.04, below 0.5; give 23 seeds "
             "or more, or a margin of 0.018 or more",
         ),
         (
             ALIKE, 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER},
-            "with probability 0.32, and 0.5 is the least; give 10 seeds or more, or a margin of "
+            "with probability 0.32, below 0.5; give 10 seeds or more, or a margin of "
             "0.023 or more",
         ),
         (
             ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
-            "probability 0.00, and 0.5 is the least; give 86 seeds or more\n",
+            "probability 0.00, below 0.5; give 86 seeds or more\n",
         ),
     ],
 )  # fmt: skip
@@ -138,7 +139,7 @@ def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, 
         (
             5, {"also": f"[{LOWER}, {LOWER}, {LOWER}]"},
             "note: the smallest one-sided p of an exact sign-flip test of 5 pairs is 0.031 (0.12 "
-            "after Holm's correction for 4 tests), not below alpha 0.05: this test does not check",
+            "after Holm's correction for 4 tests), not below alpha 0.05: it cannot confirm",
         ),
         (
             3, {"test": "welch"},
