@@ -31,7 +31,7 @@ from diffllm.statistics.estimates import Estimate
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 620
 RULES_OF = "2026-11-26"
-"""Day since which the rules of verdicts are as they are."""
+"""Date of the last change of the rules."""
 
 
 def picture(numbers: dict[str, Any]) -> str:
@@ -59,9 +59,9 @@ def picture(numbers: dict[str, Any]) -> str:
 
 
 def judged_again(study: Study, numbers: dict[str, Any]) -> str:
-    """Return the verdict of today's rules on a committed verdict.json, as a note in Markdown.
+    """Return a Markdown note with the verdict of the current rules on a committed verdict.json.
 
-    The file has the values of the seeds and the sizes of the arms. It has no times of log-rank
+    The file contains the values of the seeds and the sizes of the arms, but no times of log-rank
     rules and no losses of documents.
     """
     arms = {
@@ -90,7 +90,7 @@ def quoted(text: str) -> str:
 
 
 def with_note(page: str, note: str) -> str:
-    """Return a page with the note before the claim, in place of an earlier one."""
+    """Return a page with the note before the claim; an earlier note is replaced."""
     head, claim, rest = page.partition("**Claim**")
     head = re.sub(r"> \*\*Judged again.*?\n\n", "", head, flags=re.S)
     return f"{head}{note}\n\n{claim}{rest}"

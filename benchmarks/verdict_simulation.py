@@ -9,9 +9,9 @@ how the numbers of the arms are drawn. The script prints, per scenario, test and
 - refuted: share of families in which a rule is "refuted" though its opposite is false;
 - lower, upper: share of the one-sided 95% bounds of the first rule that hold the true gap.
 
-With no true difference, both "shown" and "refuted" are false. An arm that diverges more often is
-worse, whatever the losses of its other runs. Exits with status 1 if a share of false verdicts is
-above 5%, or a share of bounds outside of 93% to 97%, by more than two standard errors.
+With no true difference, both "shown" and "refuted" are false. An arm that diverges more often
+counts as worse, whatever the losses of its other runs. The exit status is 1 if a share of false
+verdicts is above 5%, or a share of bounds is outside 93% to 97%, by more than two standard errors.
 """
 
 import json
@@ -53,14 +53,14 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Scenario:
-    """How values (seeds,) of each arm are drawn around the arm's true mean."""
+    """How the values of each arm, (seeds,), are drawn around its true mean."""
 
     gaps: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """True mean of each arm, in units of SD."""
     sds: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Deviation between seeds, in units of SD."""
     correlation: float = 0.0
-    """Of arms over seeds."""
+    """Correlation between arms over seeds."""
     digits: int | None = None
     """Decimal places that values are rounded to, which makes ties."""
     diverging: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -70,7 +70,7 @@ class Scenario:
     """Deviation of gaps between documents, in units of SD; None: no losses of documents."""
     tests: tuple[str, ...] = ("paired", "welch")
     covers: bool = field(default=True)
-    """Whether the bounds are exact in theory, so that they may not cover more than 97%."""
+    """Whether bounds are exact in theory; then they must not cover more than 97% either."""
 
 
 SCENARIOS = {
@@ -108,7 +108,7 @@ def study_of(scenario: Scenario, test: str, seeds: int) -> Study:
 
 
 def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm], dict[str, float]]:
-    """Return the arms of a family, and the true mean of each over the documents that exist."""
+    """Return the arms of a family, and the true mean of each arm over all documents."""
     common = rng.normal(size=seeds)
     share = scenario.correlation
     texts = rng.normal(size=(len(NAMES), 24)) * (scenario.documents or 0.0) * SD
@@ -189,7 +189,7 @@ def problems(
 def run(
     families: int, echo: Callable[[str], None] = print, errors: float = 2.0
 ) -> list[dict[str, Any]]:
-    """Simulate all scenarios; every scenario has a random generator of its own."""
+    """Simulate all scenarios, each with its own random generator."""
     echo(f"{'scenario':<34}{'test':<8}seeds  shown  refuted  decided   lower   upper")
     rows = []
     for i, (name, scenario) in enumerate(SCENARIOS.items()):

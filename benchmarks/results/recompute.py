@@ -91,7 +91,7 @@ class Raw:
             self.runs.setdefault(run["arm"], {}).setdefault(run["seed"], []).append(run)
 
     def value(self, runs: list[dict[str, Any]]) -> float | None:
-        """Return the number of a seed; None if it diverged."""
+        """Return the value of a seed; None if the seed diverged."""
         value = runs[0]["value"]
         if self.json["metric"] == "lr_sensitivity":
             start = math.log(runs[0]["vocab_size"])
@@ -101,7 +101,7 @@ class Raw:
         return math.log(value) if self.log and value is not None else value
 
     def values(self, arm: str) -> dict[int, float]:
-        """Return the number of each seed that did not diverge."""
+        """Return the value of each seed that did not diverge."""
         found = {seed: self.value(runs) for seed, runs in self.runs.get(arm, {}).items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
@@ -116,7 +116,7 @@ class Raw:
         return {seed: loss for seed, loss in found.items() if loss is not None}
 
     def at_flops(self, arm: str, other: str) -> tuple[dict[int, float], dict[int, float], float]:
-        """Return the losses of two arms at the most FLOPs that all compared runs reached."""
+        """Return the losses of two arms at the largest FLOPs that all compared runs reached."""
         curves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}]
         for side, name in enumerate((arm, other)):
             for seed in self.losses(name):
@@ -238,7 +238,7 @@ class Page:
         return holm([rule.p for rule in self.rules])
 
     def from_raw(self, raw: Raw) -> "Expected":
-        """Return what the tables and gaps of a page must say by values.json."""
+        """Return the expected tables and gaps of a page, from values.json."""
         found = Expected(words=[f"`{raw.json['sha256']}`", f"`{self.json['hash']}`"])
         for name, arm in self.arms.items():
             values = np.array([*raw.values(name).values()])
@@ -357,8 +357,8 @@ def head_norm(path: Path) -> tuple[str, list[float]]:
 def judged_again(rule: Rule, adjusted: float, unit: str) -> tuple[str, list[float]]:
     """Return the sentence of a note that judges a rule again, and its numbers.
 
-    They are the gap with its one-sided bounds, p, and the exact sign-flip test with the smallest p
-    that it can have.
+    The numbers are the gap with its one-sided bounds, p, and the p of the exact sign-flip test with
+    the smallest possible p.
     """
     gaps = rule.own - rule.base
     half = stats.t.ppf(1 - rule.alpha, rule.size - 1) * stats.sem(gaps)

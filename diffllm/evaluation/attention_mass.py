@@ -1,5 +1,5 @@
-"""Attention mass: how the last token of a prompt divides its attention between the evidence for the
-answer, the sink and all other tokens.
+"""Attention mass: shares of the last token's attention on the evidence for the answer, the sink and
+all other tokens.
 
 Shapes: B rows, T tokens, n examples, L layers, h heads of a map.
 """
@@ -34,7 +34,7 @@ from diffllm.statistics.bootstrap import of_columns
 
 PREFIX = "attention_mass_"
 VERSION = 1
-"""Changed whenever lines or scores change, so that older results are made anew."""
+"""Changes whenever lines or scores change, so that older results are recomputed."""
 KINDS = ("target", "filler", "sink")
 TARGET, FILLER, SINK = range(3)
 NO_KEY, EFFECTIVE, SIGNED = "no key", "", "signed"
@@ -45,8 +45,8 @@ class AttentionMass(Evaluation):
     """Measures the attention of the position that predicts the answer, the last of the prompt.
 
     - The target is the tokens that overlap the example's evidence.
-    - The sink is the first token, an EOS, and the weight that goes to no key, which is 1 minus the
-      sum of a softmax with a term of its own in the denominator.
+    - The sink is the first token (an EOS) and the weight on no key: 1 minus the sum of a softmax
+      with an extra term in the denominator.
     - The filler is all other tokens.
 
     Shares are of the sum of |weight|, so they lie in [0, 1] and sum to 1 for every map, and also
@@ -126,7 +126,7 @@ class AttentionMass(Evaluation):
 
 
 def clusters_of(lines: Sequence[Line], fact: str) -> np.ndarray:
-    """Number the groups of dependent examples, which share a level and a fact: (n,)."""
+    """Return the group number of each example, (n,); a group shares a level and a fact."""
     keys = [(line["level"], line[fact] if fact else i) for i, line in enumerate(lines)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[key] for key in keys])
@@ -217,7 +217,7 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """Examples in order, some of which may depend on each other."""
+    """Examples in order; some may depend on each other."""
 
     clusters: np.ndarray
     """Number of each example's group of dependent examples, (n,)."""
@@ -233,8 +233,10 @@ class Sample:
         limits: tuple[float, float] | None = (0.0, 1.0),
         **more: Any,
     ) -> NamedScore:
-        """Score the sum of values (n, L) over the sum of totals (n, L), by default their mean, with
-        an interval over clusters; also by layer and by fact."""
+        """Return the sum of values (n, L) divided by the sum of totals (n, L), by default the mean.
+
+        The score has an interval over clusters, and also the ratios by layer and by fact.
+        """
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
         intervals = of_columns(summed(top, self.clusters), summed(bottom, self.clusters))

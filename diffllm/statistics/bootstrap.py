@@ -31,10 +31,10 @@ def withheld(seeds: int, documents: int) -> str:
 
 @dataclass(frozen=True)
 class DrawnGaps:
-    """Gaps of drawn documents and seeds.
+    """Gaps of bootstrap draws over documents and seeds.
 
-    Their percentiles are expanded by the degrees of freedom of the seeds or of the documents,
-    whichever are fewer.
+    Percentiles are expanded by the degrees of freedom of the seeds or of the documents, whichever
+    are fewer.
     """
 
     draws: np.ndarray
@@ -76,12 +76,12 @@ def drawn_gaps(
     log: bool = False,
     draws: int = DRAWS,
 ) -> DrawnGaps:
-    """Draw documents and seeds anew, and measure the gap of each draw, own minus base.
+    """Resample documents and seeds, and compute the gap of each draw, own minus base.
 
     A draw takes the same documents for both arms and all seeds. It also takes the same seeds for
-    both arms if runs of one seed are a pair. Each draw takes one less than there are, with
-    replacement: the variance of such a mean is unbiased (Rao and Wu, 1988), which matters with few
-    seeds.
+    both arms if runs of one seed are a pair. Each draw takes one document and one seed fewer
+    than exist, with replacement: the variance of such a mean is unbiased (Rao and Wu, 1988), which
+    matters with few seeds.
 
     Args:
         own, base: (seeds, documents), nats summed over the tokens of each document.
@@ -104,7 +104,7 @@ def drawn_gaps(
 
 
 def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
-    """Draw one seed less than there are, (draws, seeds) weights of sum 1."""
+    """Draw one seed fewer than `seeds`; return weights of sum 1, (draws, seeds)."""
     return rng.multinomial(seeds - 1, np.full(seeds, 1 / seeds), size=draws) / (seeds - 1)
 
 
@@ -158,8 +158,8 @@ def central(found: np.ndarray, tail: float) -> np.ndarray:
 def expanded(tail: float, df: int) -> float:
     """Return the tail under a normal distribution that is as extreme as `tail` under Student's t.
 
-    The percentiles of draws are too narrow with few units, and these are not (the expanded
-    percentile interval of Hesterberg, arXiv 1411.5279).
+    With few units, percentiles of draws are too narrow; the expanded percentile interval corrects
+    this (Hesterberg, arXiv 1411.5279).
     """
     from scipy.special import ndtr, stdtrit
 

@@ -1,7 +1,7 @@
 """Exact one-sided permutation tests: of signs, of labels, and of times until a level is reached.
 
-All of these ask how often a random assignment has a statistic at least as large as the observed
-one, ties included. Up to `DRAWS` assignments are listed. Otherwise `DRAWS` are drawn with a fixed
+p is the share of random assignments whose statistic is at least as large as the observed statistic,
+including ties. Up to `DRAWS` assignments are listed. Otherwise `DRAWS` are drawn with a fixed
 seed, and p is (1 + count) / (1 + draws), which is valid at any number of draws (Phipson and Smyth,
 2010).
 """
@@ -16,7 +16,7 @@ from diffllm.statistics.estimates import Times
 
 DRAWS = 20_000
 ROUNDING = 1e-9
-"""Share of the largest sum below which two sums count as equal."""
+"""Sums that differ by less than this share of the largest sum count as equal."""
 
 Array = np.ndarray
 
@@ -43,9 +43,9 @@ def label(own: Array, base: Array) -> float:
 def log_rank(own: Times, base: Times) -> float | None:
     """Return the p of "own reaches the level sooner"; None if no run reaches it.
 
-    The statistic is that of the log-rank test, observed minus expected events of `own`. It is the
-    sum of the runs' scores, event minus Nelson-Aalen hazard, so that a random assignment of labels
-    needs no new hazards.
+    The statistic is that of the log-rank test: observed minus expected events of `own`. It equals
+    the sum of the runs' scores (event minus Nelson-Aalen hazard). Scores do not depend on labels,
+    so a random assignment of labels needs no new hazards.
     """
     if not own.count + base.count or not own.tokens or not base.tokens:
         return None
@@ -77,7 +77,7 @@ def signs(n: int) -> Array:
 
 @cache
 def chosen(n: int, total: int) -> Array:
-    """Return choices of n out of `total` places, (count, total) of 0 and 1, the first n first."""
+    """Return choices of n of `total` places as 0 and 1, (count, total), the first n first."""
     if math.comb(total, n) <= DRAWS:
         places = np.array([*combinations(range(total), n)])
     else:

@@ -76,7 +76,7 @@ def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float =
 
 
 def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the same of paired tests; `sd` is that of the differences of pairs."""
+    """Return `welch_equivalence_power` for paired tests; `sd` is that of paired differences."""
     df = seeds - 1
     return two_tests_power(margin / (sd / math.sqrt(seeds)), df, np.array([df]), alpha)
 
@@ -86,8 +86,9 @@ def two_tests_power(
 ) -> float:
     """Return the probability that two one-sided t tests show equivalence at a true gap of 0.
 
-    They do if the measured gap is nearer to 0 than the margin less the critical value times the
-    estimated standard error. The result is the mean over that estimate and over `judged_by`.
+    They show equivalence if the measured gap is closer to 0 than the margin minus the critical
+    value times the estimated standard error. The result is the mean
+    over that estimate and over `judged_by`.
     """
     from scipy.special import chdtri, ndtr, stdtrit
 
@@ -124,15 +125,15 @@ def chance_of_less(
     wanted: float,
     less: float,
 ) -> float | None:
-    """Return how often a pilot asks for so few seeds that their true power is below `less`.
+    """Return how often a pilot recommends so few seeds that their true power is below `less`.
 
-    A pilot of `pilot.df` degrees of freedom estimates a true standard deviation of `pilot.sd`, and
-    asks for the fewest seeds whose power is `wanted` if its estimate times `scale` is the truth.
+    A pilot of `pilot.df` degrees of freedom estimates a true standard deviation of `pilot.sd`. It
+    recommends the fewest seeds with power `wanted` at the estimate times `scale`.
     Their number rises with the estimate, so their power is below `less` up to one estimate, whose
     square has a chi-square distribution. None if no number up to MOST_SEEDS has the power `less`.
 
     Args:
-        power: of a standard deviation and a number of seeds.
+        power: function of a standard deviation and a number of seeds.
     """
     from scipy.special import chdtr
 
@@ -146,7 +147,11 @@ def chance_of_less(
 
 
 def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> float:
-    """Return the standard deviation at which a falling power is `wanted`; searched from `start`."""
+    """Return the standard deviation at which a decreasing power equals `wanted`.
+
+    Args:
+        start: where the search starts.
+    """
     from scipy.optimize import brentq
 
     def excess(doublings: float) -> float:

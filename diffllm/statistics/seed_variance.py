@@ -9,7 +9,7 @@ from diffllm.statistics.estimates import CONFIDENCE, ROUNDING
 from diffllm.statistics.gap_tests import Seed, in_seed_order, largest_magnitude
 
 UPPER = 0.8
-"""Confidence of the upper limit that seeds are planned with."""
+"""Confidence of the upper limit from which seeds are planned."""
 
 
 @dataclass(frozen=True)

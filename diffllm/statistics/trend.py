@@ -16,13 +16,13 @@ from diffllm.statistics.gap_tests import Gap, Seed
 
 FEWEST_POINTS = 3
 WINDOW = 0.1
-"""Share of training before which evaluations do not count. A constant, so that data cannot choose
-it: the curvature of the first steps would decide the slope."""
+"""Share of training before which evaluations are ignored, because the steep first steps would
+dominate the slope. It is a constant because a window chosen from data would bias the result."""
 
 
 class Line(NamedTuple):
     slope: float
-    """Per doubling of x."""
+    """Slope per doubling of x."""
     start: float
     """Value of the line at the first x."""
     end: float
@@ -63,7 +63,7 @@ def gap_trend(
     Args:
         own, base: values (n,) of each run, by seed; finite.
 
-    Returns None if the test has no runs, and a slope without an interval for a single seed.
+    Returns None if the test has no runs. A single seed has a slope without an interval.
     """
     first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
     slope, start, end = (
@@ -78,8 +78,10 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x (n,) at which every curve is finite, from the share `window` of the last x on,
-    and the values of each curve there, (n,)."""
+    """Return the x (n,) at which every curve is finite, and the values of each curve there, (n,).
+
+    x below the share `window` of the last common x are ignored.
+    """
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)
     common = common[common >= window * common[-1]] if len(common) else common

@@ -266,7 +266,7 @@ def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
         (
             "needle",
             {"length": 512, "needles": 2, "queries": 3},
-            "3 queries are wanted of 2",
+            "queries=3 must be between 1 and needles=2",
         ),
         (
             "needle",

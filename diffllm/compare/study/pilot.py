@@ -26,7 +26,7 @@ from diffllm.statistics.smallest_p import smallest_p
 SHOWN = (3, 5, 8, 12)
 ARMS = 2
 HALF = 0.5
-"""A power below which a study more likely misses the gap than finds it."""
+"""Power below which a study is more likely to miss the gap than to find it."""
 TESTS: dict[str, tuple[str, Callable[..., float]]] = {
     "unpaired": ("welch", welch_power), "paired": ("paired", paired_power),
 }  # fmt: skip
@@ -35,7 +35,7 @@ TESTS: dict[str, tuple[str, Callable[..., float]]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """The gap that a study is to find, and the test that is to find it."""
+    """The gap that a planned study must find, and its test."""
 
     gap: float
     alpha: float
@@ -109,8 +109,10 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 
 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
-    """Return the seeds that find the gap, for the upper limit of the sd and for others, with the
-    chances that a pilot of this size asks for too few."""
+    """Return the seeds that find the gap, for the upper limit of sd and other values of sd.
+
+    Includes the probabilities that a pilot of this size recommends too few seeds.
+    """
     name, test = TESTS[design]
 
     def chance(sd: float, seeds: int) -> float:

@@ -1,6 +1,7 @@
 """The built-in tasks: associative recall, needles, many-shot classification.
 
-Words without meaning are two syllables, as "bako": equally long, and unknown to tokenizers.
+Words without meaning consist of two syllables, for example "bako": they have equal length, and
+tokenizers do not know them.
 """
 
 import random
@@ -29,7 +30,7 @@ FILLER = (
     "into", "more", "must", "not", "one", "only", "other", "over", "same", "should", "some", "than",
     "that", "the", "then", "this", "was", "when", "with",
 )  # fmt: skip
-"""Words that are one token each for most tokenizers of English text or source code."""
+"""Words that most tokenizers of English text or source code encode as one token."""
 CONSONANTS, VOWELS = "bdfghjklmnprstvwyz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant in CONSONANTS for vowel in VOWELS)
 LEAST_LENGTH, LENGTHS = 512, 5
@@ -38,7 +39,7 @@ SAMPLES_PER_DEPTH = 50
 LEAST_HAY = 20
 DIGITS = 4
 ROOM = 8
-"""Unused tokens of a context, for tokenizers that merge or split where texts are joined."""
+"""Reserve of tokens per context, for tokenizers that merge or split where texts are joined."""
 SUBJECTS = (
     "The old man", "A small bird", "The tall tree", "My sister", "The green boat", "A quiet dog",
     "The long road", "Our teacher", "The cold rain", "A bright star",
@@ -57,8 +58,10 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 
 @lru_cache(maxsize=4)
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
-    """Return keys, values and filler: the words of one token each, or all words of a kind if
-    fewer than the most pairs are."""
+    """Return keys, values and filler: the one-token words of each set.
+
+    A set with fewer one-token words than the largest number of pairs is returned whole.
+    """
 
     def is_token(word: str) -> bool:
         return count(f" {word} {word}") - count(f" {word}") == 1
@@ -71,7 +74,7 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """Pairs with filler after them, and the places of the pairs that are asked."""
+    """Pairs followed by filler, and the indices of the queried pairs."""
 
     context: str
     keys: list[str]
@@ -86,8 +89,7 @@ class Mqar(Task):
     their answers.
 
     Keys, values and filler are different words, of one token each if the tokenizer has enough such
-    words. At most half of the keys are asked again, so that the rest does not follow by
-    elimination.
+    words. At most half of the keys are queried, so that answers do not follow by elimination.
     """
 
     by = ("pairs",)
@@ -101,8 +103,10 @@ class Mqar(Task):
         return self.asked(self.told(rng, rng.choice(PAIRS), level, count), rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make pairs and all of their queries; values are predicted. All numbers of pairs get as
-        many queries."""
+        """Generate pairs and all of their queries; values are predicted.
+
+        Each number of pairs gets the same total number of queries.
+        """
         (pairs,) = rng.choices(PAIRS, [1 / queries_of(pairs) for pairs in PAIRS])
         told = self.told(rng, pairs, level, count)
         pieces = [told.context]
@@ -120,8 +124,7 @@ class Mqar(Task):
         return Recall("".join(f" {word}" for word in words), keys, values, asked)
 
     def asked(self, told: Recall, rng: random.Random) -> Example:
-        """Ask for the last of the queries. Values told again are no candidates: they would be
-        answers by frequency."""
+        """Score the last query. Repeated values are no candidates: repetition makes them likely."""
         context, keys, values, (*before, last) = told
         others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
         candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
@@ -149,11 +152,10 @@ class Haystack(NamedTuple):
 class Needle(Task):
     """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
 
-    Sentences with the magic numbers of N cities (`needles`) lie in unrelated text, each at one of
-    five depths; R of them (`queries`) are asked for, and the last one is scored. The candidates are
-    the numbers of all needles that have not been repeated. All needles have drawn depths, so that
-    no place in the text is likelier than another. `length` is the number of tokens of a context and
-    its answer.
+    Sentences with the magic numbers of N cities (`needles`) are placed in unrelated text, each at
+    one of five depths. R cities (`queries`) are queried, and the last query is scored. Candidates
+    are the numbers of all needles that are not repeated. Depths are random, so that all places are
+    equally likely. `length` is the number of tokens of a context and its answer.
     """
 
     by = ("depth",)
@@ -169,7 +171,7 @@ class Needle(Task):
 
     def longest(self, level: Level, count: Count) -> int:
         next(self.examples(level, 1, 0, count))  # raises for an impossible level
-        return int(level["length"]) - 1  # the end of a document comes first
+        return int(level["length"]) - 1  # an EOS precedes the text
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
         for i in range(number):
@@ -181,7 +183,7 @@ class Needle(Task):
         return self.asked(self.hidden(rng, depth, level, count), depth, rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make a text and all of its queries; numbers are predicted."""
+        """Generate a text and all of its queries; numbers are predicted."""
         text, needles, asked = self.hidden(rng, rng.randrange(DEPTHS), level, count)
         pieces = [text]
         for city in asked:
@@ -190,10 +192,10 @@ class Needle(Task):
         return tuple(pieces[:-1])
 
     def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
-        """Hide needles, that of the last query at `depth`; raises ValueError for too little hay."""
+        """Hide needles, with the last query at `depth`; raises ValueError for too little hay."""
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
-            raise ValueError(f"{queries:,} queries are wanted of {number:,} needles")
+            raise ValueError(f"queries={queries:,} must be between 1 and needles={number:,}")
         drawn = rng.sample(range(len(SYLLABLES) ** 2), number)
         places = [divmod(place, len(SYLLABLES)) for place in drawn]
         cities = [f"{SYLLABLES[a]}{SYLLABLES[b]}".capitalize() for a, b in places]
@@ -213,14 +215,13 @@ class Needle(Task):
         straws = len(hay)
         if straws < LEAST_HAY:
             raise ValueError(f"{straws} sentences of hay fit; at least {LEAST_HAY} are needed")
-        # The deepest first, so that earlier places stay the same; those of a depth as drawn.
+        # Insert the deepest needles first, so that earlier places do not move.
         for city in sorted(cities, key=lambda city: -depth_of[city]):
             hay.insert(round(depth_of[city] / (DEPTHS - 1) * straws), sentence(city, needles[city]))
         return Haystack(" ".join(hay), needles, asked)
 
     def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
-        """Ask for the last of the queries. Answered numbers are no candidates: their repetition
-        would make them likely."""
+        """Score the last query. Repeated numbers are no candidates: they would be likely."""
         text, needles, (*before, last) = hidden
         others = [f" {number}" for city, number in needles.items() if city not in hidden.asked]
         candidates, answer = shuffled_candidates(rng, f" {needles[last]}", others)
@@ -241,7 +242,7 @@ def question(city: str) -> str:
 
 
 class Shots(NamedTuple):
-    """Labelled words under a rule, and a word that is asked for."""
+    """Words labelled by a rule, and a queried word."""
 
     shown: list[tuple[str, int]]
     query: str
@@ -253,8 +254,8 @@ class Icl(Task):
     """Many-shot classification in context.
 
     The first consonant of a word determines its label, by a rule drawn per text. Each of RULES
-    texts is asked ORDERS times, each time in another order and with other label names; these
-    examples are not independent of one another.
+    texts is used ORDERS times, each time with a different order and different label names. These
+    examples depend on each other.
     """
 
     by = ("order", "labels")
@@ -264,7 +265,7 @@ class Icl(Task):
         return RULES * ORDERS
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples of RULES texts, then the same in another order, and so on."""
+        """Generate examples of RULES texts, then of the same texts in another order, etc."""
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)
             order, rule = divmod(place, RULES)
@@ -282,7 +283,7 @@ class Icl(Task):
         return self.asked(shots, rng.choice(LABELS), {})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make shots and a query; labels that follow from the shots before them are predicted."""
+        """Generate shots and a query; labels that follow from earlier shots are predicted."""
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)
         names = rng.choice(LABELS)
@@ -309,7 +310,7 @@ class Icl(Task):
             raise ValueError(f"{shots:,} shots leave no other word that begins with {first}")
         while query in seen:
             query = self.word(rng, [first])
-        # A shot of the query's own consonant tells the rule; one is always among them.
+        # At least one shot begins with the consonant of the query, which determines the label.
         place = rng.choice([i for i, (_, label) in enumerate(shown) if label == right])
         shown[place] = (self.word(rng, [first], query), right)
         return Shots(shown, query, right)

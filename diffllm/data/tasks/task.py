@@ -118,7 +118,7 @@ class Task(ABC):
         for level in self.levels(length):
             try:
                 sizes.append(self.longest(level, count))
-            except ValueError:  # its parts have too many tokens with this tokenizer
+            except ValueError:  # the level is impossible with this tokenizer
                 continue
             if sizes[-1] <= length:
                 found.append(level)

@@ -62,7 +62,7 @@ class Corpus:
     """Skipped files: only whitespace; hidden or not UTF-8."""
     has_prompts: bool = False
     parts_for: Callable[[Path], Sequence[Part]] | None = None
-    """Lists the parts for a tokenizer, by its path, if their texts depend on its tokens."""
+    """Returns the parts for a tokenizer path, if the texts depend on the tokenizer."""
 
     @cached_property
     def parts(self) -> Sequence[Part]:

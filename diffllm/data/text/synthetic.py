@@ -33,7 +33,7 @@ class SyntheticConfig(DataConfig):
     task: str = "mqar"
     """Task whose examples the documents are: needle, mqar, icl."""
     level: dict[str, Any] = field(default_factory=dict)
-    """Settings of difficulty, as {filler: 64}; those left out are the easiest."""
+    """Difficulty, for example {filler: 64}; missing settings have their easiest value."""
     examples: int = bounded(100_000, least=1, most=10**9)
     """Documents."""
     answers_only: bool = True
@@ -45,7 +45,7 @@ class SyntheticConfig(DataConfig):
         super().validate()
         if self.task not in {*TASKS, *REMOVED}:
             raise ConfigError(f"data.task={self.task} is not one of {', '.join(sorted(TASKS))}")
-        # Runs of older versions can be read, though not continued.
+        # Runs of older versions can be read but not resumed.
         if self.task in TASKS and not {*self.level} & {*FORMER.get(self.task, ())}:
             self.check_current()
 
