@@ -234,7 +234,7 @@ class Answers(Evaluation):
         """Return the settings that decide the examples: by default all levels that fit `seq_len`
         tokens. Raises DoesNotFit for a wanted level that does not fit, or if no level fits."""
         levels = list(asked.levels.get(self.name, ()))
-        count, length = tokenizer.count, seq_len - 1  # the end of a document comes first
+        count, length = tokenizer.count, seq_len - 1  # an EOS precedes the text
         if levels:
             self.task.check(levels, length, count)
         else:

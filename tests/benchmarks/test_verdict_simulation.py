@@ -1,4 +1,4 @@
-"""The simulation of verdicts finds few false ones, and would find a broken rule."""
+"""The simulation of verdicts stays within its limits and detects a broken rule."""
 
 import sys
 from pathlib import Path

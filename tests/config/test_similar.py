@@ -1,4 +1,4 @@
-"""Configs of many runs, read as one by one."""
+"""Configs of many similar runs, read together."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_runs_that_differ_in_seed_and_directory_are_read_once(runs, monkeypatch)
         ("init_seed: 98", "init_seed: seed"),
     ],
 )
-def test_unusual_config_is_read_or_refused_as_alone(runs, old, new):
+def test_unusual_config_gives_the_same_result_as_load_run_config(runs, old, new):
     edit(runs / "b", old, new)
     configs = SimilarConfigs()
     configs.load(runs / "a")

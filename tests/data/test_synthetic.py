@@ -75,7 +75,7 @@ def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
 
 
-def test_values_of_one_token_alone_are_to_be_predicted(tmp_path: Path) -> None:
+def test_only_values_of_queries_are_predicted(tmp_path: Path) -> None:
     tokenizer, stream = prepared(tmp_path, "data.level={filler: 8}")
     predicted = stream.loss_mask(0, len(stream))
     ids = np.asarray(stream.tokens(0, len(stream)))

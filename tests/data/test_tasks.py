@@ -159,7 +159,7 @@ def test_mqar_mixes_pair_counts_and_keeps_keys_values_and_filler_apart() -> None
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
-def test_mqar_chooses_words_of_one_token_or_all_if_too_few_are() -> None:
+def test_mqar_uses_one_token_words_or_whole_sets_if_too_few() -> None:
     def pieces(text: str) -> int:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 

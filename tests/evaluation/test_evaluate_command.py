@@ -167,7 +167,7 @@ def test_suite_at_a_length_of_256_has_all_tasks_but_needles(
     )
 
 
-def test_interval_of_dependent_examples_is_that_of_their_texts() -> None:
+def test_interval_of_dependent_examples_counts_texts() -> None:
     facts = [{"rule": i // 4, "order": i % 4, "labels": "yes/no"} for i in range(20)]
     lines = [
         {"level": 0, "correct": i < 14, "generated": False, "candidates": 2, **fact}

@@ -165,7 +165,7 @@ def test_generated_text_outliers_and_maps_are_those_of_before(place: Path, diffl
     assert (place / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluation_finds_measures_of_before(place: Path, diffllm: Any) -> None:
+def test_evaluation_reuses_measures_of_an_older_version(place: Path, diffllm: Any) -> None:
     run = place / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))

@@ -18,7 +18,7 @@ from diffllm.training import record
 BATCH, STEPS, PEAK = 8, 7, 1e12
 MASKED = ("data.mask_documents=true", "data.packing=best_fit")
 INTERVALS = {1: (0, 1), 4: (1, 4), 7: (4, 7)}
-"""Steps that a logged line covers: (first, behind the last), from 0."""
+"""Steps that a logged line covers, from 0: (first, last + 1)."""
 
 
 def main_with_known_peak(fault: Fault, words: list[str]) -> int:

@@ -205,7 +205,7 @@ def study_file(path: Path, rule: str, **more: str) -> Study:
 
 
 HASHES: dict[str, str] = {}
-"""By the hash of a study's file, that which its runs begin with."""
+"""Hash of a study by the hash of its file."""
 
 
 def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts: Any) -> Path:

@@ -146,7 +146,7 @@ def test_intervals_of_shares_hold_possible_values_alone(
         ("change of loss, nats a token", "−11.206 to 14.206"),
     ],
 )
-def test_only_intervals_of_changes_hold_negative_values(
+def test_only_intervals_of_changes_contain_negative_values(
     tmp_path: Path, unit: str, text: str
 ) -> None:
     for seed, value in enumerate((0.5, 2.5)):
@@ -158,7 +158,7 @@ def test_only_intervals_of_changes_hold_negative_values(
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_intervals_of_scores_with_a_range_hold_possible_values_alone(runs: Path) -> None:
+def test_intervals_of_scores_with_a_range_stay_within_it(runs: Path) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})

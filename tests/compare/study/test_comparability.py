@@ -108,7 +108,7 @@ def test_code_and_hardware_are_shown_and_do_not_decide(tmp_path):
     assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
 
 
-def test_begun_study_with_undeclared_difference_warns_and_goes_on(tmp_path, capsys):
+def test_begun_study_with_undeclared_difference_warns_and_resumes(tmp_path, capsys):
     arms = {"arms": two_arms(), "baseline": "half", "unequal": "[]"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
     with pytest.raises(ConfigError, match="add flops to unequal"):

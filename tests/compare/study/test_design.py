@@ -1,4 +1,4 @@
-"""Designs that cannot decide: what `study run` refuses to start, and what its dry run says."""
+"""Designs that cannot decide: errors of `study run` and notes of its dry run."""
 
 import pytest
 from runs.written import study_file, write_arms
@@ -155,7 +155,7 @@ def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, 
         ),
     ],
 )  # fmt: skip
-def test_dry_run_says_what_only_a_t_test_can_show(tmp_path, capsys, seeds, more, said):
+def test_dry_run_notes_t_tests_that_no_exact_test_can_confirm(tmp_path, capsys, seeds, more, said):
     study = written(tmp_path, LOWER, seeds, **more)
     assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}", "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]

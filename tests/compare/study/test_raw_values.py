@@ -1,4 +1,4 @@
-"""The committed values of a study: their size, the same verdict from them, and damaged ones."""
+"""values.json of a study: size, equal verdicts, and errors for damaged files."""
 
 import json
 import math

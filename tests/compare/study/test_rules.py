@@ -26,7 +26,7 @@ def forged_run(seed, value, **more):
 
 
 def forged(name, values, curves=None, documents=None, chance=None):
-    """An arm with one run per seed; NaN is a run that diverged."""
+    """Return an arm with one run per seed; NaN marks a diverged run."""
     runs = [
         forged_run(
             seed,
@@ -52,7 +52,7 @@ def two(v2, half, **more):
 
 
 def reaching(tokens):
-    """Curves of runs that reach 0.9 after these tokens; None for one that never does."""
+    """Return curves of runs that reach 0.9 after these tokens; None: the run never reaches 0.9."""
     at = np.arange(100, 1001, 100)
     return [(at, np.where(at >= (math.inf if t is None else t), 0.95, 0.3)) for t in tokens]
 
@@ -159,7 +159,7 @@ def test_divergence_of_one_whole_arm_decides(tmp_path, metric, rule, v2_diverges
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_a_verdict_fits_the_bound_next_to_it(tmp_path, shift, test):
+def test_printed_bound_agrees_with_verdict(tmp_path, shift, test):
     half = 4 + noise(8)
     arms = two(half + shift + noise(8, 0.006, seed=3), half)
     for rule in (LOWER, HIGHER):
@@ -268,7 +268,7 @@ def documents(losses, texts, tokens):
 
 
 def with_documents(gaps, sd, n=24, seeds=8):
-    """Two arms whose gap varies by `sd` between documents, and little between seeds."""
+    """Return two arms whose gap varies by `sd` between documents and little between seeds."""
     of_texts, varying = np.random.default_rng(5).normal(0, 0.5, n), noise(n, sd, seed=6)
     varying -= varying.mean()
     half, v2 = 4 + noise(seeds), 4 + noise(seeds) + gaps + noise(seeds, 0.001, seed=2)

@@ -1,4 +1,4 @@
-"""The hash of a study: in the runs of this version and of older ones, and what it guards."""
+"""The hash of a study: in runs of this and older versions, and the edits that it detects."""
 
 import json
 

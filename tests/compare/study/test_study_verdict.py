@@ -563,9 +563,7 @@ def test_log_rank_rule_without_a_run_of_one_arm_is_underpowered(tmp_path):
     assert "0 of 0 runs of half reach it" in found.reasons[-1]
 
 
-def test_effort_of_a_verdict_does_not_grow_with_seeds_beyond_reading_their_files(
-    tmp_path, monkeypatch
-):
+def test_verdict_composes_one_config_per_arm_for_any_number_of_seeds(tmp_path, monkeypatch):
     counts = []
     for seeds in (4, 40):
         place = tmp_path / str(seeds)

@@ -97,7 +97,7 @@ def test_trend_without_variance_or_with_uneven_divergence_shows_nothing(tmp_path
     assert both.gap.seeds == 4
 
 
-def test_welch_and_log_scale(tmp_path):
+def test_trend_by_welch_and_on_log_scale_is_judged_by_its_slope(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -197,7 +197,7 @@ def test_bad_sizes_are_refused_with_their_arm(tmp_path, old, new, said):
     ("rule", "metric"),
     [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
 )
-def test_metric_without_these_points_is_refused(tmp_path, rule, metric):
+def test_trend_of_metric_without_its_points_is_refused(tmp_path, rule, metric):
     with pytest.raises(ConfigError, match=f"metric={metric} "):
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
