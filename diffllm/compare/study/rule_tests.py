@@ -53,7 +53,8 @@ class Tested:
     showing: Side = Side()
     refuting: Side = Side()
     within: float | None = None
-    """p of equivalence within the margin of a difference."""
+    """p of equivalence within the margin of a difference: the larger one of the t tests and the
+    bootstrap."""
     documents: tuple[float, float] | None = None
     """One-sided bounds of the bootstrap over documents and seeds."""
     chance: str = ""
@@ -141,6 +142,8 @@ def t_tests(
         inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
         outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
         return {"showing": replace(inside, p=within), "refuting": outside}
+    if drawn and rule.margin is not None and within is not None:
+        within = max(within, drawn.p(rule.margin, BELOW), drawn.p(-rule.margin, ABOVE))
     which, bound = side_of(rule)
     return {"showing": side(bound, which), "refuting": side(bound, -which), "within": within}
 

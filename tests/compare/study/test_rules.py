@@ -298,6 +298,15 @@ def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
         assert found.verdict == "shown"
 
 
+def test_gap_that_is_inside_its_margin_on_these_documents_only_is_not_equivalent(tmp_path):
+    rule = LOWER.replace("}", ", margin: 0.02}")
+    for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
+        (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
+        assert found.verdict == verdict
+        low, high = found.bounds
+        assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
+
+
 def test_documents_are_not_resampled_with_fewer_than_eight_seeds(tmp_path):
     (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
     assert (found.verdict, found.documents) == ("shown", None)
