@@ -16,10 +16,10 @@ from diffllm.compare.report.numbers import (
     plural,
     short,
 )
+from diffllm.compare.study.costs import costs
 from diffllm.compare.study.design import MOST_ALPHA, design_notes
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.pilot import HALF, SHOWN, Goal, power_numbers
-from diffllm.compare.study.planned_runs import costs
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
@@ -111,7 +111,7 @@ def study_command(argv: list[str]) -> int:
     if args.dry_run:
         dry_run(study, out, [Path(word) for word in args.pilot])
         return 0
-    from diffllm.compare.study.planned_runs import run_study
+    from diffllm.compare.study.running import run_study
 
     named = [directory for directory in directories() if yamls(directory)]
     flags = [word for directory in named for word in ("--config-dir", str(directory))]
@@ -129,7 +129,7 @@ def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
 
 
 def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
-    from diffllm.compare.study.planned_runs import check_study_runs
+    from diffllm.compare.study.running import check_study_runs
 
     check_study_runs(study, out, 1)
     found = costs(study, out, pilot)

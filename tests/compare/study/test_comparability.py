@@ -4,7 +4,7 @@ import pytest
 from runs.written import study_file, write_arms
 
 from diffllm.cli import main
-from diffllm.compare.study.planned_runs import check_study_runs
+from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import markdown
 from diffllm.core.errors import ConfigError

@@ -4,7 +4,7 @@ import pytest
 from runs.written import study_file, write_arms
 
 from diffllm.cli import main
-from diffllm.compare.study.planned_runs import check_study_runs, next_jobs
+from diffllm.compare.study.running import check_study_runs, next_jobs
 from diffllm.compare.sweep.plan import SweepDirectory
 
 TWO = {

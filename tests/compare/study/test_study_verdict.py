@@ -12,15 +12,14 @@ from tiers import slow_but
 from diffllm.cli import main
 from diffllm.compare.study import planned_runs
 from diffllm.compare.study.arms import StudyArm, lr_sensitivity
+from diffllm.compare.study.costs import costs
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import (
-    check_study_runs,
     choose_all,
-    costs,
     next_runs,
-    run_study,
 )
+from diffllm.compare.study.running import check_study_runs, run_study
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import (
     markdown,

@@ -12,7 +12,7 @@ from diffllm.compare.report.runs import Series
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
 from diffllm.compare.study.file import load_study
-from diffllm.compare.study.planned_runs import check_study_runs
+from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.trend import loss_trend
 from diffllm.compare.study.trend_data import PositionLosses
 from diffllm.compare.study.verdict import judge

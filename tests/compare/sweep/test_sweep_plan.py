@@ -14,7 +14,7 @@ from runs.command import clean_environment, snapshot, tool
 from runs.written import study_file, write_run
 
 from diffllm.cli import main
-from diffllm.compare.study.planned_runs import next_jobs
+from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import print_outcomes
 from diffllm.compare.sweep.job import Ending, Job, last_error

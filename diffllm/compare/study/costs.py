@@ -1,0 +1,80 @@
+"""Costs of a study: tokens, FLOPs and hours of its runs."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffllm.compare.report.runs import find_runs
+from diffllm.compare.study.file import Study
+from diffllm.compare.study.planned_runs import (
+    config_of_planned,
+    deciding_runs,
+    first_runs,
+    is_ended,
+    rate_run,
+)
+from diffllm.config.matching import totals
+from diffllm.config.saved import load_run_config
+from diffllm.metrics.records import finite, read_summary
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The runs of one arm in one stage."""
+
+    stage: str
+    arm: str
+    runs: int
+    ended: int
+    tokens: int
+    """Per run."""
+    flops: float
+    """Per run."""
+    seconds: float | None
+    """Per run; None if no speed is known."""
+
+    @property
+    def hours(self) -> float | None:
+        """Of the remaining runs, one after another."""
+        return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
+
+
+def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
+    """Return the cost of every arm and stage.
+
+    Time is computed from FLOPs and the median speed of ended runs of the study, or else of the
+    pilot. FLOPs of masked documents use data.visible_keys, or else the median of these runs.
+    """
+    stages = []
+    for first in first_runs(study):
+        if study.lr:
+            grid, seeds = study.lr.grid, study.lr.seeds
+            stages.append([rate_run(study, first.arm, seed, lr) for lr in grid for seed in seeds])
+        deciding = [deciding_runs(study, first.arm, seed, first.lr) for seed in study.seeds]
+        stages.append([run for runs in deciding for run in runs])
+    ended_runs = [s for runs in stages for run in runs if (s := speed_of(out / run.name))]
+    if not ended_runs and pilot:
+        ended_runs = [speed for path in find_runs(pilot).runs if (speed := speed_of(path))]
+    speeds, counted = [speed for speed, _ in ended_runs], [keys for _, keys in ended_runs if keys]
+    found = []
+    for runs in stages:
+        cfg = config_of_planned(runs[0])
+        tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
+        keys = cfg.data.visible_keys
+        if keys is None and cfg.data.mask_documents and counted:
+            keys = min(statistics.median(counted), (cfg.seq_len + 1) / 2)
+        flops = tokens * totals(cfg.model, keys)["flops"]
+        ended = sum(is_ended(out / run.name) for run in runs)
+        seconds = flops / statistics.median(speeds) if speeds else None
+        found.append(Cost(runs[0].stage, runs[0].arm, len(runs), ended, tokens, flops, seconds))
+    return found
+
+
+def speed_of(path: Path) -> tuple[float, float | None] | None:
+    """Return training FLOPs per second, including evaluations and saves, and visible keys."""
+    summary = read_summary(path) or {}
+    seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
+    if not seconds or not tokens:
+        return None
+    cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
+    return tokens * totals(cfg.model, keys or cfg.data.visible_keys)["flops"] / seconds, keys
