@@ -126,11 +126,11 @@ def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
     """Return a sentence about the trend of the deciding rule's gap over tokens.
 
-    Empty unless the metric is the held-out loss and the runs have enough common evaluations.
+    Empty unless the metric is the held-out loss and the runs have enough common evaluations. Empty
+    for a rule about a trend, whose one-sided test may differ from the two-sided interval.
     """
     rule = study.rule
-    over_tokens = rule.over in (None, TOKENS)
-    if study.metric != "heldout_loss" or study.scale != "linear" or not over_tokens:
+    if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:
         return ""
     x, *both = along_runs(study, TOKENS, arms[rule.arm], arms[rule.against])
     own, base = ({seed: y for seed, y in side.items() if y is not None} for side in both)
