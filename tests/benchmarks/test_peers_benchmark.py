@@ -13,7 +13,7 @@ import peers
 
 from diffllm.distributed.launcher import strict_mode
 
-TINY = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 32, "vocab": 400,
+TINY = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 32, "vocab": 640,
         "batch": 2, "seq": 16}  # fmt: skip
 
 

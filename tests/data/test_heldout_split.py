@@ -34,10 +34,15 @@ def of_lines(documents: int, lines: int) -> list[str]:
         (of_lines(19, 30), 0.02, False),
         (of_lines(3, 5), 0.02, False),
         (of_lines(2, 5), 1e-9, False),
-        (of_lines(10_000, 1), 0.005, True),
+        pytest.param(of_lines(10_000, 1), 0.005, True, marks=pytest.mark.slow),
         (of_lines(2_000, 1), 0.1, False),
         (of_lines(1_000, 5), 0.3, True),
-        ([*of_lines(100, 20), *[LINES[0]] * 50, "\n".join(LINES)], 0.02, True),
+        pytest.param(
+            [*of_lines(100, 20), *[LINES[0]] * 50, "\n".join(LINES)],
+            0.02,
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_heldout_documents_are_the_fewest_that_fulfil_fraction_and_minimum(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from processes import has_ended, wait_until
 from runs.command import Gate, descendants, start, the_error
-from tiers import slow_but
 
 from diffllm.checkpoint.directory import list_checkpoints
 
@@ -24,7 +23,8 @@ def loader_processes(trainer: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loader_process_that_is_killed(corpus, tmp_path, ranks):
     """SIGKILL is what the kernel sends where memory runs out.
 

@@ -15,7 +15,10 @@ import sample_comparison as sample
 from diffllm.compare.report.page import page
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
 
 HARNESS = """<!DOCTYPE html><meta name="color-scheme" content="light dark">
 <body style="margin:0">FRAMES<script>
