@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,25 @@ from diffllm.statistics.estimates import Estimate, Times, estimate
 
 DIGITS = 7
 """Significant digits of stored document losses."""
-NUMBERS = ("parameters", "flops_per_token", "heldout_tokens", "ranks")
-TEXTS = (
-    "corpus", "corpus_note", "tokenizer", "compute_dtype", "torch", "python", "device", "code",
-)  # fmt: skip
-"""Facts of run.json that are text."""
 NONE = Series(np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of run.json; a field is null if unknown."""
+
+    parameters: float | None = None
+    flops_per_token: float | None = None
+    heldout_tokens: float | None = None
+    ranks: float | None = None
+    corpus: str | None = None
+    corpus_note: str | None = None
+    tokenizer: str | None = None
+    compute_dtype: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    device: str | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +218,7 @@ def facts_of(found: dict[str, Any]) -> dict[str, Any]:
     python = (found.get("environment") or {}).get("python")
     code = (found.get("diffllm") or {}).get("hash")
     return {
-        **{name: found.get(name) for name in (*NUMBERS, *TEXTS) if name not in ("python", "code")},
+        **{fact.name: found.get(fact.name) for fact in fields(Facts)},
         "python": python if isinstance(python, str) else None,
         "code": code if isinstance(code, str) else None,
     }

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from diffllm.compare.report.runs import Series
-from diffllm.compare.study.arms import NUMBERS, StudyRun
+from diffllm.compare.study.arms import Facts, StudyRun
 from diffllm.compare.study.evidence import Evidence
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import planned_by_name
@@ -26,24 +26,6 @@ from diffllm.metrics.records import LARGEST
 
 FORMAT = 1
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts of run.json; a field is null if unknown."""
-
-    parameters: float | None = None
-    flops_per_token: float | None = None
-    heldout_tokens: float | None = None
-    ranks: float | None = None
-    corpus: str | None = None
-    corpus_note: str | None = None
-    tokenizer: str | None = None
-    compute_dtype: str | None = None
-    torch: str | None = None
-    python: str | None = None
-    device: str | None = None
-    code: str | None = None
 
 
 @dataclass(frozen=True)
@@ -289,8 +271,8 @@ def run_of(found: Values, run: RunValues) -> StudyRun:
     facts = asdict(found.facts[run.facts])
     whole = {
         name: int(value)
-        for name in NUMBERS
-        if (value := facts[name]) is not None and float(value).is_integer()
+        for name, value in facts.items()
+        if isinstance(value, float) and value.is_integer()
     }
     return StudyRun(
         name=run.name,

@@ -1,4 +1,4 @@
-"""Rules of kind `trend`: verdicts on runs whose gaps are planted lines, and what is refused."""
+"""Rules of kind `trend`: verdicts on runs whose gaps are planted lines, and refused rules."""
 
 import json
 import math
