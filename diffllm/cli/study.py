@@ -22,7 +22,7 @@ from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.pilot import HALF, SHOWN, Goal, power_numbers
 from diffllm.config.plugins import directories, yamls
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import user_path
+from diffllm.core.files import similar_path, user_path
 from diffllm.core.printing import Table, echo, echo_json
 from diffllm.statistics.gap_tests import ALPHA
 from diffllm.statistics.power_analysis import pairing_pays_above
@@ -158,6 +158,8 @@ def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> 
     from diffllm.compare.study.verdict_page import markdown, write_verdict
 
     if from_values:
+        if not place.exists():
+            raise ConfigError(f"values={place} does not exist{similar_path(place, Path.is_file)}")
         found, files = judge_evidence(study, read_values(study, place)), []
     else:
         found = judge(study, place)

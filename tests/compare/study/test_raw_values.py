@@ -71,6 +71,15 @@ def test_verdict_from_values_equals_the_verdict_from_runs(tmp_path, capsys, kind
     assert markdown(found) in capsys.readouterr().out
 
 
+def test_missing_file_of_values_is_named_with_a_similar_one(tmp_path, capsys):
+    study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
+    (tmp_path / "values.json").write_text("{}")
+    missing = tmp_path / "valus.json"
+    assert main(["study", "verdict", str(study.path), f"values={missing}"]) == 2
+    said = f"values={missing} does not exist; did you mean {tmp_path / 'values.json'}?"
+    assert said in capsys.readouterr().err
+
+
 def test_values_of_an_edited_study_are_exploratory(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **ARMS), tmp_path / "out"
     measured(study, out)
