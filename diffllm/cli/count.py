@@ -72,7 +72,7 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Count parameters, training FLOPs per token over data.visible_keys or whole sequences, and
+    """Count parameters, training FLOPs per token over stated visible keys or whole sequences, and
     KV-cache bytes per token in bf16."""
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
         "attention_params": sum(n for c, n in by_component.items() if c not in OTHER_COMPONENTS),
         "ffn_dim": cfg.model.ffn_dim,
         "expert_dim": cfg.model.moe.expert_dim if cfg.model.moe.n_experts else None,
-        "flops_per_token": model.flops_per_token(cfg.data.visible_keys),
+        "flops_per_token": model.flops_per_token(cfg.visible_keys),
         "kv_cache_bytes_per_token": model.kv_cache_bytes_per_token(),
         "by_group": by_group,
         "by_component": {c: by_component[c] for c in order if c in by_component or c != "router"},
@@ -102,9 +102,10 @@ def keys_text(cfg: TrainConfig) -> str:
     """Return the visible keys that FLOPs are computed from, if documents are masked."""
     if not cfg.data.mask_documents:
         return ""
-    if cfg.data.visible_keys is None:
-        return ", FLOPs of whole sequences (set data.visible_keys= for masked documents)"
-    return f", {cfg.data.visible_keys:,.10g} visible keys per query"
+    if cfg.visible_keys is None:
+        keys = "data.visible_keys= or data.document_lengths="
+        return f", FLOPs of whole sequences (set {keys} for masked documents)"
+    return f", {cfg.visible_keys:,.10g} visible keys per query"
 
 
 def print_counts(title: str, counts: Counts) -> None:

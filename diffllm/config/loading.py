@@ -62,20 +62,21 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
             check_choice(f"model.match_{by}_to={target}", target, variants())
             if by == "flops":
                 check_keys_of_match(cfg)
-            keys = cfg.data.visible_keys
+            keys = cfg.visible_keys
             cfg.run.matched = match(cfg.model, target, variant_config(target), by, keys)
             cfg.model = widened(cfg.model, cfg.run.matched.ffn_dim)
     return cfg
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if FLOPs of masked documents are matched without data.visible_keys.
+    """Raise ConfigError if FLOPs of masked documents are matched without visible keys.
 
     The corpus is not read yet, and a mask removes a different share of the FLOPs of each variant.
     """
-    if cfg.data.mask_documents and cfg.data.visible_keys is None:
+    if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "data.visible_keys, the mean number of keys that a query sees: summary.json of a run "
-            f"on this corpus has it; {(cfg.seq_len + 1) / 2} counts whole sequences"
+            "data.visible_keys, the mean number of keys that a query sees (summary.json of a run "
+            f"on this corpus has it; {(cfg.seq_len + 1) / 2} counts whole sequences), or "
+            "data.document_lengths"
         )

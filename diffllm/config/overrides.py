@@ -16,7 +16,7 @@ from diffllm.data.config import READ_BY
 
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
-OPEN = ("data.sources", "data.level", "eval.levels")
+OPEN = ("data.sources", "data.level", "data.document_lengths", "eval.levels")
 """Keys that hold a mapping of names that the config does not know."""
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
 """The keys of lists for which a command line may give a single text."""

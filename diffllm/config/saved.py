@@ -133,7 +133,8 @@ def defaults_of(
         base.model.attention = OmegaConf.structured(attention)
     if data is not DataConfig:
         base.data = OmegaConf.structured(data)
-    for mapping in (base.run.schemas, base.data.sources, base.data.get("level"), base.eval.levels):
+    names = (base.run.schemas, base.data.sources, base.data.get("level"), base.eval.levels)
+    for mapping in (*names, base.data.document_lengths):
         if mapping is not None:
             OmegaConf.set_struct(mapping, False)
     return base, OmegaConf.to_container(base, enum_to_str=True)

@@ -21,11 +21,12 @@ from diffllm.distributed.world import DistributedConfig
 from diffllm.metrics.diagnostics import DiagnosticsConfig
 from diffllm.metrics.profiling import ProfileConfig
 from diffllm.metrics.sinks import MetricsConfig
+from diffllm.metrics.visible_keys import expected_visible_keys
 from diffllm.metrics.wandb_run import WandbConfig
 from diffllm.model import ModelConfig
 from diffllm.optim import OptimConfig, ProtectionConfig
 
-MOST_STEPS = 10**12
+MOST_STEPS = LARGEST_DOCUMENT = 10**12
 
 
 class Precision(Enum):
@@ -152,17 +153,30 @@ class TrainConfig:
         self.parallel.validate(self.model.moe.n_experts)
         self.profile.validate(self.steps)
 
+    @property
+    def visible_keys(self) -> float | None:
+        """Mean number of keys that a query sees, stated or computed from stated lengths."""
+        if documents := self.data.document_lengths:
+            return expected_visible_keys(documents, self.seq_len, self.data.whole_documents)
+        return self.data.visible_keys
+
     def check_visible_keys(self) -> None:
-        """Raise ConfigError if data.visible_keys does not fit seq_len or mask_documents."""
-        keys, whole = self.data.visible_keys, (self.seq_len + 1) / 2
-        if keys is None:
-            return
-        if not self.data.mask_documents:
-            raise ConfigError(f"data.visible_keys={keys} needs data.mask_documents=true")
-        if keys > whole:
-            raise ConfigError(
-                f"data.visible_keys={keys} must be at most (seq_len + 1) / 2 = {whole}"
-            )
+        """Raise ConfigError if stated visible keys do not fit seq_len or mask_documents."""
+        keys, lengths, whole = self.data.visible_keys, self.data.document_lengths, self.seq_len + 1
+        stated = {"visible_keys": keys, "document_lengths": lengths or None}
+        given = [f"data.{name}={value}" for name, value in stated.items() if value is not None]
+        if len(given) == 2:
+            raise ConfigError(f"{given[0]} and {given[1]} both state visible keys; drop one")
+        if given and not self.data.mask_documents:
+            raise ConfigError(f"{given[0]} needs data.mask_documents=true")
+        if keys is not None and keys > whole / 2:
+            raise ConfigError(f"{given[0]} must be at most (seq_len + 1) / 2 = {whole / 2}")
+        for length, number in lengths.items():
+            if not (1 <= length <= LARGEST_DOCUMENT and 1 <= number <= LARGEST_DOCUMENT):
+                raise ConfigError(
+                    f"data.document_lengths: {length}: {number} must be a length in tokens and a "
+                    f"number of documents, each from 1 to {LARGEST_DOCUMENT:,}"
+                )
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError for batches or a mesh that do not fit `world_size`, or for outdated
@@ -205,7 +219,7 @@ OF_NO_EFFECT = (
     "micro_batch_size", "compile", "activation_checkpointing", "model.attention.backend",
     "model.loss_chunk", "model.attention.values",
     "data.cache_dir", "data.num_workers", "data.prefetch_factor", "data.sample_prompt",
-    "data.visible_keys", "plugins",
+    "data.visible_keys", "data.document_lengths", "plugins",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
 # Keys that may differ between two starts of one run: what follows from the last four, the steps and

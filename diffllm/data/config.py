@@ -162,6 +162,9 @@ class DataConfig(TextConfig):
     """Mean number of keys that a query sees with mask_documents=true. `plan`, `count`,
     model.match_flops_to and the costs of a study compute FLOPs with it; null: FLOPs of whole
     sequences. A run measures its own number: `visible_keys` in summary.json."""
+    document_lengths: dict[int, int] = field(default_factory=dict)
+    """Number of documents by length in tokens with EOS, for example {500: 90, 8000: 10}.
+    visible_keys follows from it, seq_len and packing."""
     sample_prompt: str | None = None
     """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 

@@ -39,3 +39,27 @@ class VisibleKeys:
         if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:
             raise ValueError("has no usable counts of visible keys")
         return found
+
+
+def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) -> float:
+    """Return the mean number of keys that a query sees with masked documents.
+
+    Args:
+        documents: number of documents by length in tokens, EOS included.
+        whole: cut only documents above seq_len (packing best_fit, without padding); otherwise a
+            stream is cut every seq_len tokens, at any place of a document with equal probability.
+    """
+    keys = 0.0
+    for length, number in documents.items():
+        pieces, rest = divmod(length, seq_len)
+        if whole:
+            seen = (pieces * seq_len * (seq_len + 1) + rest * (rest + 1)) / 2
+        else:
+            # Token p sees min(p, u) keys, with the place u in its sequence uniform from 1 to T:
+            # p (2T + 1 - p) / 2T keys on average. Tokens after the T-th see (T + 1) / 2.
+            n = min(length, seq_len)
+            squares = n * (n + 1) * (2 * n + 1) / 6
+            seen = ((2 * seq_len + 1) * n * (n + 1) / 2 - squares) / (2 * seq_len)
+            seen += (length - n) * (seq_len + 1) / 2
+        keys += number * seen
+    return keys / sum(length * number for length, number in documents.items())

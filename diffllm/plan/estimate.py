@@ -173,7 +173,7 @@ class RunPlan:
 
     @property
     def flops_per_token(self) -> float:
-        return self.model.flops_per_token(self.cfg.data.visible_keys)
+        return self.model.flops_per_token(self.cfg.visible_keys)
 
     @property
     def flops_per_step(self) -> float:
@@ -274,13 +274,13 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
     if cfg.compile is None:
         found.append(Assumption("compile", True, "what null chooses on a GPU"))
     if cfg.data.mask_documents:
-        keys, why = cfg.data.visible_keys, "mean keys that a query sees; FLOPs follow"
+        keys, why = cfg.visible_keys, "mean keys that a query sees; FLOPs follow"
         if keys is None:
             keys, why = (
                 (cfg.seq_len + 1) / 2,
                 "whole sequences; masked documents have fewer FLOPs",
             )
-        given_keys = cfg.data.visible_keys is not None
+        given_keys = cfg.visible_keys is not None
         found.append(Assumption("data.visible_keys", keys, why, given_keys))
     return found
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from equations import SIZES, VARIANTS, flops_per_token, has_shape, total_params, width_of
 from tiers import slow_but
 
@@ -11,6 +12,7 @@ from diffllm import build_model, load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.matching import MODULI, match, widened
 from diffllm.core.errors import ConfigError
+from diffllm.model.attention.ops import Documents
 
 cached_variant = cache(variant_config)
 
@@ -105,6 +107,30 @@ def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target
         assert off(found.ffn_dim) == (closest[reached[0]] if off(start) else 0)
 
 
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_visible_keys_of_stated_lengths_equal_those_counted_in_cut_documents(packing):
+    lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens, so that 6 sequences are full
+    documents = [n for n, number in lengths.items() for _ in range(number)]
+    tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
+    if packing == "stream":
+        rows = torch.cat([tokens.roll(i).view(-1, seq_len) for i in range(seq_len)])
+        counted = Documents.of(rows, 0).visible_keys() / rows.numel()
+    else:
+        counted = sum(i % seq_len + 1 for n in documents for i in range(n)) / len(tokens)
+    words = [f"seq_len={seq_len}", f"data.packing={packing}", "data.mask_documents=true"]
+    cfg = load_config(["model=tiny", *words, f"data.document_lengths={lengths}"])
+    assert cfg.visible_keys == pytest.approx(float(counted), rel=1e-6)
+
+
+def test_stated_lengths_match_flops_like_the_visible_keys_that_follow_from_them():
+    words = ["model=tiny", "attention=standard", "seq_len=512", "data.mask_documents=true"]
+    words.append("model.match_flops_to=diff_v2")
+    stated = load_config([*words, "data.document_lengths={40: 3, 300: 1}"])
+    keys = stated.visible_keys
+    assert stated.model == load_config([*words, f"data.visible_keys={keys}"]).model
+    assert 20.5 < keys < 256.5
+
+
 def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
     words = ["model=base_350m", "attention=standard", "model.match_flops_to=diff_v2"]
     masked = [*words, "seq_len=4096", "data.mask_documents=true"]
@@ -132,8 +158,8 @@ def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
             "model.match_flops_to=diff_v2 with data.mask_documents=true needs data.visible_keys, "
-            "the mean number of keys that a query sees: summary.json of a run on this corpus has "
-            "it; 32.5 counts whole sequences",
+            "the mean number of keys that a query sees (summary.json of a run on this corpus has "
+            "it; 32.5 counts whole sequences), or data.document_lengths",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
         (
@@ -143,6 +169,20 @@ def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
         (
             ["data.mask_documents=true", "data.visible_keys=0.5"],
             "data.visible_keys=0.5 must be at least 1",
+        ),
+        (
+            ["data.document_lengths={9: 1}"],
+            "data.document_lengths={9: 1} needs data.mask_documents=true",
+        ),
+        (
+            ["data.mask_documents=true", "data.visible_keys=2", "data.document_lengths={9: 1}"],
+            "data.visible_keys=2.0 and data.document_lengths={9: 1} both state visible keys; drop "
+            "one",
+        ),
+        (
+            ["data.mask_documents=true", "data.document_lengths={9: 1, 0: 2}"],
+            "data.document_lengths: 0: 2 must be a length in tokens and a number of documents, "
+            "each from 1 to 1,000,000,000,000",
         ),
     ],
 )

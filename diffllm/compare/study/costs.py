@@ -43,7 +43,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     """Return the cost of every arm and stage.
 
     Time is computed from FLOPs and the median speed of ended runs of the study, or else of the
-    pilot. FLOPs of masked documents use data.visible_keys, or else the median of these runs.
+    pilot. FLOPs of masked documents use stated visible keys, or else the median of these runs.
     """
     stages = []
     for first in first_runs(study):
@@ -60,7 +60,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     for runs in stages:
         cfg = config_of_planned(runs[0])
         tokens = cfg.steps * cfg.global_batch_size * cfg.seq_len
-        keys = cfg.data.visible_keys
+        keys = cfg.visible_keys
         if keys is None and cfg.data.mask_documents and counted:
             keys = min(statistics.median(counted), (cfg.seq_len + 1) / 2)
         flops = tokens * totals(cfg.model, keys)["flops"]
@@ -77,4 +77,4 @@ def speed_of(path: Path) -> tuple[float, float | None] | None:
     if not seconds or not tokens:
         return None
     cfg, keys = load_run_config(path), finite(summary.get("visible_keys"))
-    return tokens * totals(cfg.model, keys or cfg.data.visible_keys)["flops"] / seconds, keys
+    return tokens * totals(cfg.model, keys or cfg.visible_keys)["flops"] / seconds, keys

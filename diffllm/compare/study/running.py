@@ -132,6 +132,6 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
 
 
 def planned_conditions(cfg: TrainConfig) -> dict[str, Any]:
-    sizes = totals(cfg.model, cfg.data.visible_keys)
+    sizes = totals(cfg.model, cfg.visible_keys)
     own = {"parameters": sizes["params"], "flops_per_token": sizes["flops"]}
     return {**settings_of(flatten(yaml_dict(cfg))), **own}
