@@ -42,11 +42,14 @@ SD, MARGIN, ALPHA = 0.01, 0.02, 0.05
 NAMES = ("v2", "half", "standard")
 EVALUATIONS = np.arange(100, 2001, 100)
 
-BOUNDS = {
-    "difference": {"below": 0.0},
-    "equivalence": {"margin": MARGIN},
-    "log_rank": {"reaches": 0.9},
+BOUNDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("difference", "difference"): {"below": 0.0},
+    ("equivalence", "equivalence"): {"margin": MARGIN},
+    ("log_rank", "log_rank"): {"reaches": 0.9},
+    ("margins", "difference"): {"below": 0.0, "margin": MARGIN},
+    ("margins", "equivalence"): {"margin": MARGIN},
 }
+"""By kind of the scenario and of the rule."""
 
 Rng = np.random.Generator
 
@@ -93,13 +96,19 @@ SCENARIOS = {
     "log-rank, sooner, but diverges": Scenario(
         gaps=(-2.0, 0.0, 2.0), diverging=(0.5, 0.0, 0.0), kind="log_rank", tests=("paired",)
     ),
+    "gap of the margin, two kinds": Scenario(gaps=(2.0, 0.0, 0.0), kind="margins"),
 }
 
 
 def study_of(scenario: Scenario, test: str, seeds: int) -> Study:
-    bounds: dict[str, Any] = BOUNDS[scenario.kind]
     pairs = [("v2", "half"), ("v2", "standard"), ("half", "standard")]
-    rules = [Rule(scenario.kind, arm, against, **bounds, alpha=ALPHA) for arm, against in pairs]
+    kinds = [scenario.kind] * 3
+    if scenario.kind == "margins":
+        kinds = ["difference", "equivalence", "difference"]
+    rules = [
+        Rule(kind, arm, against, **BOUNDS[scenario.kind, kind], alpha=ALPHA)
+        for kind, (arm, against) in zip(kinds, pairs, strict=True)
+    ]
     metric = "tasks/mqar" if scenario.kind == "log_rank" else "heldout_loss"
     return Study(
         "", [], {name: [] for name in NAMES}, "standard", [*range(seeds)], rules[0], metric=metric,
@@ -144,28 +153,34 @@ def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng)
     """Return the shares of false verdicts and of bounds that hold the truth."""
     study = study_of(scenario, test, seeds)
     diverging = dict(zip(NAMES, scenario.diverging, strict=True))
-    shown = refuted = lower = upper = judged = decided = 0
+    shown = refuted = within = lower = upper = judged = decided = 0
     for _ in range(families):
         arms, truth = draw(scenario, seeds, rng)
-        false = [0, 0]
+        false = [False] * 3
         tested = apply_rules(study, arms)
         for each in tested:
             rule, verdict = each.rule, each.verdict
             gap = truth[rule.arm] - truth[rule.against]
             worse = diverging[rule.arm] - diverging[rule.against]
+            close = abs(gap) < MARGIN and not worse
             if rule.kind == "equivalence":
-                claim, opposite = abs(gap) < MARGIN and not worse, abs(gap) > MARGIN or worse
+                claim, opposite = close, abs(gap) > MARGIN or bool(worse)
             else:
                 claim, opposite = gap < 0 and worse <= 0, gap > 0 or worse > 0
-            false[0] |= verdict in (SHOWN, EQUIVALENT, UNEQUAL) and not claim
+            says_close = verdict in (EQUIVALENT, UNEQUAL, WITHIN)
+            shows = verdict == SHOWN or (rule.kind == "equivalence" and says_close)
+            false[0] |= shows and not claim
             false[1] |= verdict in (REFUTED, WITHIN) and not opposite
+            false[2] |= says_close and not close
             decided += verdict in (SHOWN, EQUIVALENT, UNEQUAL, REFUTED, WITHIN)
-        shown, refuted = shown + false[0], refuted + false[1]
+        shown, refuted, within = shown + false[0], refuted + false[1], within + false[2]
         if bounds := tested[0].bounds:
             gap = truth["v2"] - truth["half"]
             lower, upper = lower + (bounds[0] <= gap), upper + (bounds[1] >= gap)
             judged += 1
     share = {"shown": shown / families, "refuted": refuted / families}
+    if any(rule.margin is not None for rule in study.rules):
+        share |= {"within": within / families}
     share |= {"decided": decided / families / len(study.rules)}
     if judged:
         share |= {"lower": lower / judged, "upper": upper / judged, "judged": judged}
@@ -178,7 +193,8 @@ def problems(
     """Return the names of the shares beyond the limits by more than that many standard errors."""
     wrong = []
     error = errors * math.sqrt(ALPHA * (1 - ALPHA) / families)
-    wrong += [side for side in ("shown", "refuted") if found[side] > ALPHA + error]
+    sides = ("shown", "refuted", "within")
+    wrong += [side for side in sides if found.get(side, 0.0) > ALPHA + error]
     if "lower" in found:
         error = errors * math.sqrt(ALPHA * (1 - ALPHA) / found["judged"])
         most = 0.97 + error if scenario.covers else 1.0

@@ -2,7 +2,7 @@
 
 Each side of the rules is one Holm family over all rules of the study. Without true differences, the
 probability of a false "shown" in a study is therefore at most alpha, and so is that of a false
-"refuted". The margins of differences are a third family.
+"refuted". All margins, of rules of equivalence and of differences, are a third family.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,11 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
     rules = sum(each.showing.exact is not None for each in found)
     decided = []
     for i, each in enumerate(found):
-        each = replace(each, adjusted={name: p[i] for name, p in adjusted.items()})
+        p_of = {name: p[i] for name, p in adjusted.items()}
+        if each.rule.kind == "equivalence" and p_of["showing"] is not None:
+            # A rule of equivalence belongs to both families.
+            p_of |= {"showing": max(p_of["showing"], p_of["within"] or 0.0), "within": None}
+        each = replace(each, adjusted=p_of)
         verdict, reason = decide(study, each, rules)
         decided.append(replace(each, verdict=verdict, reason=reason))
     return decided
@@ -138,7 +142,12 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
         said = f"{level} bounds {low} and {high}"
     wider = " over documents and seeds" * (bounds != gap.interval(1 - 2 * rule.alpha))
     seeds = f"{gap.seeds} paired" if study.test == "paired" else f"{gap.seeds} and {gap.base_seeds}"
-    return f"{mean} ({said}{wider}, {seeds} seeds){diverged}"
+    text = f"{mean} ({said}{wider}, {seeds} seeds){diverged}"
+    if names := tested.undocumented:
+        more = ", ..." * (len(names) > 3)
+        text += "; documents were not resampled, because these runs have no losses of documents: "
+        text += f"{', '.join(names[:3])}{more}"
+    return text
 
 
 def times_words(rule: Rule, own: Times, base: Times) -> str:

@@ -3,7 +3,7 @@
 A rule has two sides: `showing` tests its claim, and `refuting` tests the opposite.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,10 +53,12 @@ class Tested:
     showing: Side = Side()
     refuting: Side = Side()
     within: float | None = None
-    """p of equivalence within the margin of a difference: the larger one of the t tests and the
-    bootstrap."""
+    """p of a gap within the margin of the rule: for differences, the larger one of the t tests and
+    the bootstrap."""
     documents: tuple[float, float] | None = None
     """One-sided bounds of the bootstrap over documents and seeds."""
+    undocumented: Sequence[str] = ()
+    """Runs without losses of documents, if other runs have them: then there is no bootstrap."""
     chance: str = ""
     """The reason if the rule is not decidable; empty otherwise."""
     smallest: float = 1.0
@@ -108,6 +110,7 @@ def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
             **t_tests(study, rule, finite_samples(study, own, base), gap, drawn),
             smallest=smallest_p(study.test, gap.seeds, gap.base_seeds),
             documents=drawn.bounds(rule.alpha) if drawn else None,
+            undocumented=undocumented(own, base),
         )
     tested = replace(tested, chance=floor_or_ceiling(study, own, base))
     # A trend has no better arm, and the slopes of diverged runs are unknown.
@@ -141,7 +144,7 @@ def t_tests(
         margin = rule.margin or 0.0
         inside = combined(side(margin, BELOW), side(-margin, ABOVE), max, 1)
         outside = combined(side(margin, ABOVE), side(-margin, BELOW), min, 2)
-        return {"showing": replace(inside, p=within), "refuting": outside}
+        return {"showing": replace(inside, p=within), "refuting": outside, "within": within}
     if drawn and rule.margin is not None and within is not None:
         within = max(within, drawn.p(rule.margin, BELOW), drawn.p(-rule.margin, ABOVE))
     which, bound = side_of(rule)
@@ -178,9 +181,11 @@ def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndar
 def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
     """Return the bootstrap over documents and seeds.
 
-    None unless the metric is the held-out loss and both arms have at least LEAST_SEEDS seeds,
+    None unless the metric is the held-out loss and both arms have at least LEAST_SEEDS seeds, all
     measured on the same documents (at least LEAST_DOCUMENTS).
     """
+    if undocumented(own, base):
+        return None
     pair = study.test == "paired"
     sides = [{run.seed: run.documents for run in arm.runs if run.documents} for arm in (own, base)]
     if pair:
@@ -199,6 +204,12 @@ def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | N
     ):
         return None
     return drawn_gaps(nats[0], nats[1], first.tokens, pair, study.scale == "log")
+
+
+def undocumented(*arms: StudyArm) -> list[str]:
+    runs = [run for arm in arms for run in arm.runs if run.value is not None]
+    missing = [run.name for run in runs if run.documents is None]
+    return missing if len(missing) < len(runs) else []
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:

@@ -27,6 +27,7 @@ CONDITIONS = {
     "schedule": Condition(("optim.schedule", "optim.decay_fraction", "optim.min_lr_ratio")),
     "warmup": Condition(("optim.warmup_steps",)),
     "weight_decay": Condition(("optim.weight_decay",)),
+    "optimizer": Condition(("optim.beta1", "optim.beta2", "optim.eps", "optim.clip_norm")),
     "data": Condition(
         ("corpus", "tokenizer", "heldout_tokens", "heldout_texts", "data", "eval.tokens",
          "eval.sequences", "eval.levels", "eval.suites_limit")
@@ -93,7 +94,8 @@ def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> s
         return ""
     ends = f" (largest {percent(apart)} above smallest)" if apart else ""
     said = [f"{text} in {', '.join(dict.fromkeys(arms))}" for text, arms in by_value.items()]
-    return f"{key}: {listed(said)}{ends}"
+    name = "training FLOPs per token" if key == "flops_per_token" else key
+    return f"{name}: {listed(said)}{ends}"
 
 
 def value_words(key: str, value: Any) -> str:

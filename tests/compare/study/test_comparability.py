@@ -20,14 +20,18 @@ IN_CONFIG = {
     "schedule": ("optim.schedule=wsd", "optim.schedule: cosine in half; wsd in v2"),
     "warmup": ("optim.warmup_steps=5", "optim.warmup_steps: 2 in half; 5 in v2"),
     "weight_decay": ("optim.weight_decay=0.2", "optim.weight_decay: 0.1 in half; 0.2 in v2"),
+    "optimizer": ("optim.beta2=0.99", "optim.beta2: 0.95 in half; 0.99 in v2"),
     "data": ("data.mask_documents=true", "data.mask_documents: false in half; true in v2"),
     "parameters": ("model.ffn_dim=512", "parameters: "),
-    "flops": ("model.n_layers=3", "flops_per_token: "),
+    "flops": ("model.n_layers=3", "training FLOPs per token: "),
 }
 """By word: overrides of one arm, and how the difference is said."""
 IN_FACTS = {
     "parameters": ({"parameters": 10_051}, "parameters: 10k in half; 10.05k in v2 (largest 0.51%"),
-    "flops": ({"flops_per_token": 61_300.0}, "flops_per_token: 60k in half; 61.3k in v2 (largest"),
+    "flops": (
+        {"flops_per_token": 61_300.0},
+        "training FLOPs per token: 60k in half; 61.3k in v2 (largest",
+    ),
     "data": ({"tokenizer": "9f" * 32}, "tokenizer: t0t0t0t0 in half; 9f9f9f9f in v2"),
     "precision": ({"compute_dtype": "bfloat16"}, "compute_dtype: float32 in half; bfloat16 in v2"),
     "torch": ({"torch": "2.11.0"}, "torch: 2.13.0 in half; 2.11.0 in v2"),

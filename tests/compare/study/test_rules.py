@@ -17,6 +17,7 @@ LOWER = "{kind: difference, arm: v2, against: half, below: 0.0}"
 HIGHER = LOWER.replace("below", "above")
 SOONER = "{kind: log_rank, arm: v2, against: half, reaches: 0.9}"
 ALIKE = "{kind: equivalence, arm: v2, against: half, margin: 0.02}"
+WITH_MARGIN = LOWER.replace("}", ", margin: 0.02}")
 ACCURACY = {"metric": "tasks/mqar"}
 
 
@@ -191,10 +192,10 @@ def test_refutations_are_adjusted_for_all_rules(tmp_path):
 @pytest.mark.parametrize(
     ("shift", "rule", "verdict"),
     [
-        (0.01, LOWER.replace("}", ", margin: 0.02}"), "refuted, within the margin"),
-        (-0.01, LOWER.replace("}", ", margin: 0.02}"), "shown"),
-        (0.0, LOWER.replace("}", ", margin: 0.02}"), "equivalent"),
-        (0.05, LOWER.replace("}", ", margin: 0.02}"), "refuted"),
+        (0.01, WITH_MARGIN, "refuted, within the margin"),
+        (-0.01, WITH_MARGIN, "shown"),
+        (0.0, WITH_MARGIN, "equivalent"),
+        (0.05, WITH_MARGIN, "refuted"),
         (0.01, LOWER.replace("0.0}", "0.01, margin: 0.02}"), "equivalent, not equal"),
         (0.01, ALIKE, "equivalent, not equal"),
         (0.0, ALIKE, "equivalent"),
@@ -209,6 +210,15 @@ def test_significant_difference_inside_the_margin_is_never_plainly_equivalent(
     v2 = half + shift + differences - differences.mean()
     (found,) = decided(tmp_path, rule, two(v2, half))
     assert found.verdict == verdict, found.reason
+
+
+def test_rule_of_equivalence_and_margin_of_a_difference_are_one_family(tmp_path):
+    half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
+    arms = two(half - 0.0135 + differences - differences.mean(), half)
+    bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
+    assert [each.verdict for each in bare] == ["equivalent, not equal", "shown"]
+    assert [each.verdict for each in margin] == ["underpowered", "shown"]
+    assert margin[0].p_adjusted == 2 * margin[0].showing.p > 0.05 > bare[0].p_adjusted
 
 
 def test_t_test_that_the_exact_test_does_not_confirm_is_not_robust(tmp_path):
@@ -299,7 +309,7 @@ def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
 
 
 def test_gap_that_is_inside_its_margin_on_these_documents_only_is_not_equivalent(tmp_path):
-    rule = LOWER.replace("}", ", margin: 0.02}")
+    rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
         assert found.verdict == verdict
@@ -310,6 +320,14 @@ def test_gap_that_is_inside_its_margin_on_these_documents_only_is_not_equivalent
 def test_documents_are_not_resampled_with_fewer_than_eight_seeds(tmp_path):
     (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
     assert (found.verdict, found.documents) == ("shown", None)
+
+
+def test_documents_are_not_resampled_if_a_run_has_no_losses_of_them(tmp_path):
+    v2, half = with_documents(-0.1, 0.2, seeds=9)
+    half.runs[8] = replace(half.runs[8], documents=None)
+    (found,) = decided(tmp_path, LOWER, [v2, half])
+    assert (found.verdict, found.documents) == ("shown", None)
+    assert "because these runs have no losses of documents: run-seed8" in found.reason
 
 
 @pytest.mark.parametrize(
