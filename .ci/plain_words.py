@@ -35,7 +35,9 @@ TELLS = {
     "wants, knows, says: needs, has": r"(wants|knows|says|knew) (no|nothing|of|that|what|how|an?)",
 }
 NAMES = {
-    "pronoun in a test name": r"(it|its|they|them|one|those|these|others|another|each|what|who|whose|whatever|nothing)",
+    "pronoun in a test name": (
+        r"(it|its|they|them|one|those|these|others|another|each|what|who|whose|whatever|nothing)"
+    ),
 }
 
 
