@@ -7,6 +7,7 @@
 # make test-transformers TRANSFORMERS=4.57.6    that version reads exports; in a .venv of its own
 # make test-vllm    vLLM on the CPU serves exports; in a .venv-vllm of its own
 # make docs    docs/metrics.md and docs/configuration.md, from the code
+# make docs-site    the pages as a site in site/
 # make test-cluster    launching on several nodes and under SLURM, on parts that are set up here
 
 PYTHON ?= python3
@@ -30,7 +31,7 @@ TORCH_TESTS := $(addprefix tests/, model distributed plan checkpoint test_optim.
 stage = @start=$$(date +%s); $(2); code=$$?; \
 	echo "$(1): $$(($$(date +%s) - start)) s$$([ $$code = 0 ] || echo ", failed")"; exit $$code
 
-.PHONY: train test test-slow fuzz test-torch test-transformers test-vllm test-cluster gpu-wheels gpu-data docs lint clean
+.PHONY: train test test-slow fuzz test-torch test-transformers test-vllm test-cluster gpu-wheels gpu-data docs docs-site lint clean
 
 train: $(READY)
 	$(BIN)/python train.py experiment=quickstart
@@ -83,6 +84,11 @@ gpu-data: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+# Broken links and unknown names fail the build.
+docs-site: $(READY)
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs . site
+	@echo "open site/docs/index.html"
 
 lint: $(READY)
 	$(call stage,lint,$(BIN)/ruff check .)

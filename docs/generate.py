@@ -1,8 +1,12 @@
-"""Write docs/configuration.md and docs/metrics.md from the code: `make docs`."""
+"""Write docs/configuration.md, docs/metrics.md and the maps of docs/in_60_lines.md: `make docs`."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from diffllm.config.compose import compose_config, variants
@@ -119,7 +123,41 @@ def line_of(metric: Metric) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def write_maps(page: Path, picture: Path) -> None:
+    """Run the code of docs/in_60_lines.md and draw its maps."""
+    from matplotlib.figure import Figure
+
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code, names)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for ax, title in zip(axes, ("map 1", "map 2", "difference"), strict=True):
+        weights = names[title.replace(" ", "")]
+        image = ax.imshow(weights, cmap="RdBu_r", vmin=-0.6, vmax=0.6)
+        ax.set_title("map 1 - 0.8 map 2" if title == "difference" else title)
+        ax.set_xticks(range(len(weights)), names["tokens"], rotation=45)
+        ax.set_yticks(range(len(weights)), names["tokens"] if ax is axes[0] else [])
+        for t, s in zip(*np.tril_indices(len(weights)), strict=True):
+            ax.text(
+                s,
+                t,
+                f"{weights[t, s]:.2f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="w" if weights[t, s] > 0.45 else "k",
+            )
+    axes[0].set_ylabel("query")
+    figure.supxlabel("key")
+    figure.colorbar(image, ax=axes, label="weight")
+    picture.parent.mkdir(exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
 if __name__ == "__main__":
     docs = Path(__file__).parent
+    write_maps(docs / "in_60_lines.md", docs / "images" / "maps.png")
     (docs / "configuration.md").write_text(configuration())
     (docs / "metrics.md").write_text(metrics())

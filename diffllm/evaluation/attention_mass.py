@@ -70,7 +70,7 @@ class AttentionMass(Evaluation):
         if not asked:
             raise ConfigError(
                 f"{self.name}: the examples of the task {self.task.name} have no evidence "
-                "(docs/evaluation.md)"
+                "(docs/attention_mass.md)"
             )
         contexts = [question.context for _, _, question in asked]
         kinds = [kinds_of(example, question, subject.tokenizer) for _, example, question in asked]

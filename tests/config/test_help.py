@@ -45,5 +45,9 @@ def test_help_has_every_key_once_with_its_default_and_no_schema():
     assert defaults["model.attention.gate"] == "elementwise"
     assert "model.attention.lambda_form" not in defaults
     assert "_schema" not in text
-    assert re.findall(r"\S+={}", text) == ["data.sources={}", "data.document_lengths={}", "eval.levels={}"]
+    assert re.findall(r"\S+={}", text) == [
+        "data.sources={}",
+        "data.document_lengths={}",
+        "eval.levels={}",
+    ]
     assert "run.choices" not in text

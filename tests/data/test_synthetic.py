@@ -1,6 +1,7 @@
 """Generated examples as a corpus: what its documents are, and which settings it takes."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -43,15 +44,16 @@ def test_documents_are_examples_with_their_answers(tmp_path: Path, task: str) ->
 
 
 def test_document_of_pairs_asks_for_at_most_half_of_the_values(tmp_path: Path) -> None:
-    sizes = set()
+    sizes: Counter[int] = Counter()
     for document in texts(tmp_path, "data.level={filler: 5}"):
         *words, first = document[0].split()
         pairs = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
         keys = [first, *(given.strip() for given in document[2::2])]
         assert len(keys) == len({*keys}) == min(4, len(pairs) // 2)
         assert [value.strip() for value in document[1::2]] == [pairs[key] for key in keys]
-        sizes.add(len(pairs))
-    assert sizes == {2, 4, 8, 16}
+        sizes[len(pairs)] += 1
+    assert sizes.keys() == {2, 4, 8, 16}
+    assert sizes[2] == max(sizes.values()) > 0.65 * sizes.total()
 
 
 def test_document_with_needles_predicts_the_number_of_each_query(tmp_path: Path) -> None:

@@ -69,3 +69,29 @@ def test_what_cannot_be_asked_is_one_line(place, environment, words, said):
     (line,) = (line for line in result.err.splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: {said}"), line
     assert not run.exists()
+
+
+@pytest.mark.slow
+def test_tiny_model_learns_mqar_and_its_last_layer_attends_to_the_pair(place, environment):
+    easy = "{filler: 0}"
+    words = [
+        *("data=synthetic", "data.task=mqar", "data.examples=300_000", "data.packing=best_fit"),
+        *("data.mask_documents=true", "model=tiny", "attention=diff_v2", "model.vocab_size=640"),
+        *("seq_len=64", "global_batch_size=32", "steps=800", "optim.lr=5e-4", "precision=fp32"),
+        *("optim.schedule=wsd", "eval.interval=800", "checkpoint.interval=800"),
+        *("wandb.mode=disabled", "run.report=false", f"data.level={easy}"),
+    ]
+    directories = [f"run.dir={place}/learned", f"data.cache_dir={place}/learned_cache"]
+    result = train([*words, *directories], place, environment)
+    assert result.code == 0, result
+    scores = {}
+    for task in ("mqar", "attention_mass_mqar"):
+        asked = [f"tasks=[{task}]", f"level={easy}", "--json"]
+        evaluated = tool(["evaluate", f"run={place}/learned", *asked], place, environment)
+        assert evaluated.code == 0, evaluated
+        scores |= json.loads(evaluated.out)
+    (share,) = scores["mqar"]["scores"]
+    assert share["value"] > 0.9 > 3 * share["chance"]
+    target = scores["attention_mass_mqar"]["scores"][0]
+    assert target["of"].endswith("target")
+    assert target["by_layer"]["1"] > 0.7 > 3 * target["chance"]

@@ -89,8 +89,8 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
         )
     margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
     family = study.rules
-    if rule.kind != "equivalence":  # margins of differences form their own family
-        family = [each for each in family if each.kind == rule.kind and each.margin is not None]
+    if rule.kind != "equivalence":  # all margins form a family of their own
+        family = [each for each in family if each.margin is not None]
     alpha = rule.alpha / len(family)
 
     def chance(sd: float, seeds: int) -> float:

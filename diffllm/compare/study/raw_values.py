@@ -25,6 +25,11 @@ from diffllm.evaluation.heldout import DocumentLosses
 from diffllm.metrics.records import LARGEST
 
 FORMAT = 1
+SHARED = (
+    "name", "seed", "lr", "loss", "value", "planned_tokens", "vocab_size", "variant", "mark",
+    "plugin_code", "strayed", "thin", "chance",
+)  # fmt: skip
+"""Fields that `RunValues` and `StudyRun` have in common."""
 T = TypeVar("T")
 
 
@@ -117,16 +122,8 @@ def values_text(study: Study, evidence: Evidence) -> str:
             documents = Texts(*(column.tolist() for column in columns))
         runs.append(
             RunValues(
-                name=name,
+                **{key: getattr(run, key) for key in SHARED},
                 arm=planned[name].arm,
-                seed=run.seed,
-                lr=run.lr,
-                loss=run.loss,
-                value=run.value,
-                planned_tokens=run.planned_tokens,
-                vocab_size=run.vocab_size,
-                variant=run.variant,
-                mark=run.mark,
                 facts=place_of(Facts(**run.facts), facts),
                 settings=place_of(run.settings, settings),
                 tokens=run.curve.tokens.tolist(),
@@ -134,10 +131,6 @@ def values_text(study: Study, evidence: Evidence) -> str:
                 texts=None if documents is None else place_of(documents, texts),
                 nats=None if run.documents is None else plain(run.documents.nats),
                 reached={f"{level:g}": [*map(float, run.reached(level))] for level in levels},
-                plugin_code=run.plugin_code,
-                strayed=run.strayed,
-                thin=run.thin,
-                chance=run.chance,
                 positions=run.positions and run.positions.positions.tolist(),
                 position_losses=plain(run.positions.losses) if run.positions else [],
                 position_settings=run.positions.asked if run.positions else "",
@@ -275,23 +268,11 @@ def run_of(found: Values, run: RunValues) -> StudyRun:
         if isinstance(value, float) and value.is_integer()
     }
     return StudyRun(
-        name=run.name,
-        seed=run.seed,
-        lr=run.lr,
-        loss=run.loss,
-        value=run.value,
-        planned_tokens=run.planned_tokens,
-        vocab_size=run.vocab_size,
+        **{key: getattr(run, key) for key in SHARED},
         curve=Series(np.array(run.tokens, np.int64), np.array(run.values, np.float64)),
         documents=documents,
         facts={**facts, **whole},
         settings=found.settings[run.settings],
-        variant=run.variant,
-        plugin_code=run.plugin_code,
-        mark=run.mark,
-        strayed=run.strayed,
         positions=positions,
-        chance=run.chance,
         digest=found.digests[run.name],
-        thin=run.thin,
     )

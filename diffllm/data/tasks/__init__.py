@@ -5,7 +5,7 @@ Importing this registers those that come with the package.
 
 from diffllm.data.tasks import generators
 
-VERSION = 5
+VERSION = 6
 """Changed whenever examples change, so that results of older examples are not reused."""
 
 __all__ = ["VERSION", "generators"]

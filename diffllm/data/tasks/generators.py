@@ -105,9 +105,9 @@ class Mqar(Task):
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate pairs and all of their queries; values are predicted.
 
-        Each number of pairs gets the same total number of queries.
+        Three of four documents have two pairs: small models learn these first, then generalize.
         """
-        (pairs,) = rng.choices(PAIRS, [1 / queries_of(pairs) for pairs in PAIRS])
+        (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
         told = self.told(rng, pairs, level, count)
         pieces = [told.context]
         for i in told.asked:

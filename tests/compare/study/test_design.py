@@ -108,7 +108,7 @@ def test_design_that_cannot_decide_is_refused_before_anything_starts(
         (with_keys(LOWER, margin=0.01), 23, {"power": POWER}),
         (with_keys(LOWER, margin=0.001), 8, {}),
         (
-            with_keys(LOWER, margin=0.02),
+            with_keys(LOWER, margin=0.022),
             8,
             {"also": f"[{LOWER}, {ALIKE.replace('0.02', '0.025')}]", "power": POWER},
         ),
