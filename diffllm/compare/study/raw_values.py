@@ -1,7 +1,7 @@
 """The file values.json: all numbers of a study's runs that its verdict uses.
 
 Verdicts from `read_values` equal verdicts from run directories. benchmarks/results/recompute.py
-also reads the file. docs/verdicts.md describes the format.
+also reads the file. `Values` describes the format.
 """
 
 import json
