@@ -89,7 +89,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
         )
     margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
     family = study.rules
-    if rule.kind != "equivalence":  # all margins form a family of their own
+    if rule.kind != "equivalence":  # all margins form one family
         family = [each for each in family if each.margin is not None]
     alpha = rule.alpha / len(family)
 

@@ -1,4 +1,4 @@
-"""The study file: what is claimed, which runs decide it, and by what rule."""
+"""The study file: a claim, the runs that decide the claim, and the rules."""
 
 import hashlib
 import re
@@ -74,7 +74,7 @@ class Rule:
             return f"{own} reaches {self.reaches:g} in fewer tokens than that of {base}"
         gap = f"{own} minus that of {self.against}"
         if self.kind == "equivalence":
-            return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
+            return f"{gap} is within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
         side, bound = ("below", self.below) if self.above is None else ("above", self.above)
         if self.kind == "trend":
             gap = f"slope per doubling of {self.over} of {gap}"

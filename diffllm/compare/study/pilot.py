@@ -84,7 +84,7 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
         if each["seeds"]
     ]
     left_out = ", ".join(row.label for group in others for row in group.rows)
-    note = f"left out, since they cannot be compared with the others: {left_out}"
+    note = f"ignored, because their settings differ from the other runs: {left_out}"
     thin = thin_note(run for row in rows for run in row.finished)
     arms = [
         {"arm": row.label, "seeds": len(own), "diverged": row.diverged,
