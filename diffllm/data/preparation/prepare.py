@@ -35,7 +35,7 @@ MOST_SAMPLED = 64
 bytes per byte."""
 
 # Llama's settings, except that line breaks may be part of a piece: a break and the indentation
-# after it are then one or two tokens (README.md has the measurements).
+# after it are then one or two tokens.
 TRAINING: dict[str, Any] = {
     "model_type": "bpe",
     "byte_fallback": True,
