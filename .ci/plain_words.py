@@ -2,7 +2,8 @@
 
 Reads Markdown outside of code, docstrings, comments, string literals with spaces, and test names.
 `python .ci/plain_words.py` fails if a folder has more than its bound in plain_words.json; the
-bounds may only fall. `--list [FOLDER]` prints every match, `--update` lowers the bounds.
+bounds may only fall. `--list [FOLDER]` prints every match, `--update` lowers the bounds, and
+`--messages` prints every error and warning of the package for review.
 """
 
 import ast
@@ -34,6 +35,7 @@ TELLS = {
     "end in: raise, fail": r"ends? in (an? )?(error|exception|line)",
     "wants, knows, says: needs, has": r"(wants|knows|says|knew) (no|nothing|of|that|what|how|an?)",
 }
+PRINTING = ("print", "echo", "to_stderr", "warn", "note", "parser.add_argument")
 NAMES = {
     "pronoun in a test name": (
         r"(it|they|them|those|others|what|who|whatever|(one|each|another|these|its)$)"
@@ -84,7 +86,25 @@ def folder_of(path: Path) -> str:
     )
 
 
+def messages() -> Iterator[str]:
+    """Yield place and text of every raised, printed or noted message in diffllm/."""
+    for path in sorted((ROOT / "diffllm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                said = node.exc.args
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTING:
+                said = node.args
+            else:
+                continue
+            text = " ".join(ast.unparse(each) for each in said)
+            if " " in text and ("'" in text or '"' in text):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+
+
 def main(words: list[str]) -> int:
+    if words == ["--messages"]:
+        print("\n".join(messages()))
+        return 0
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
     )

@@ -47,7 +47,7 @@ STOPS = [
     ("run 1 of ", "KILL"),
     ("run 2 of ", "TERM"),
     ("run 1 of ", "INT"),
-    ("out: 4 runs to go", "KILL"),  # the first stage has ended
+    ("out: 4 runs remain", "KILL"),  # the first stage has ended
     ("run 2 of ", "KILL"),
 ]
 """Lines of the output, and the signals that follow."""

@@ -64,7 +64,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
         runs = f"{len(finished)} finished, {diverged} diverged"
         raise ConfigError(f"pilot: {comparison.title} needs at least 2 seeds of an arm: {runs}")
     if not spread.sd:
-        raise ConfigError(f"pilot: the seeds of {comparison.title} do not vary: no power follows")
+        raise ConfigError(
+            f"pilot: all seeds of {comparison.title} have the same loss, so power is unknown"
+        )
     times = [x for summary in finished if (x := finite(summary.get("seconds")))]
     seconds = float(np.mean(times)) if times else None
     tokens, paired = first.rows[0].runs[0].planned_tokens, pairs(several)

@@ -106,7 +106,7 @@ def test_diverged_and_unlike_runs_are_said(power, tmp_path):
         (["pilot=@nothing", "gap=0.1"], "no such directory"),
         (["pilot=@one", "gap=0.1"], "needs at least 2 seeds"),
         (["pilot=@unfinished", "gap=0.1"], "0 finished, 0 diverged"),
-        (["pilot=@same", "gap=0.1"], "do not vary"),
+        (["pilot=@same", "gap=0.1"], "have the same loss"),
     ],
 )
 def test_a_mistake_ends_in_one_line(power, tmp_path, words, said):

@@ -127,7 +127,7 @@ def change(*keys, value):
         (change("more", value=1), "unknown key more"),
         (change("study_hash", value="0"), "study_hash does not match sha256 and digests"),
         (change("runs", 0, "arm", value="v2"), "the study has no run half-seed0 of arm v2, seed 0"),
-        (change("runs", 1, "name", value="half-seed0"), "runs has a name twice"),
+        (change("runs", 1, "name", value="half-seed0"), "runs contains a name twice"),
         (change("runs", value=[]), "runs is empty"),
         (change("runs", 0, "loss", value=None), "of a diverged run must be null"),
         (change("runs", 0, "loss", value="low"), "runs[0].loss='low' must be a number"),

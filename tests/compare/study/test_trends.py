@@ -168,7 +168,7 @@ def test_equal_or_wrongly_ordered_sizes_are_refused(tmp_path, parameters):
         ("over: tokens, ", "", "rule.over=None is not one of tokens, position, parameters"),
         ("over: tokens", "over: time", "rule.over=time is not one of"),
         ("kind: trend", "kind: difference", "rule.over=tokens is allowed only with kind=tr"),
-        ("below: 0.0", "margin: 0.1", "rule: kind=trend takes below, or above; it has margin"),
+        ("below: 0.0", "margin: 0.1", "rule: kind=trend needs below, or above, not margin"),
         ("over: tokens", "over: parameters", "over=parameters needs at least 3 sizes and has"),
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
     ],
@@ -182,7 +182,7 @@ def test_error_about_a_trend_rule_names_the_key(tmp_path, old, new, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is no arm"),
+        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is not an arm"),
         ("v2_s: std_s", "v2_s: v2_s", "v2_s cannot be compared with itself"),
         ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l: an arm is named twice"),
     ],
