@@ -211,7 +211,7 @@ def check_study(study: Study) -> None:
         check_grid("lr_sweep", study.lr_sweep)
         if study.lr:
             raise ConfigError(
-                "lr and lr_sweep exclude each other: lr chooses one learning rate, lr_sweep compares all"
+                "lr and lr_sweep exclude each other: lr chooses one rate, lr_sweep compares all"
             )
         one_of("with lr_sweep, metric", study.metric, (LR_SENSITIVITY,))
     if study.lr:
