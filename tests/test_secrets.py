@@ -126,7 +126,7 @@ SECRET = SECRETS["WANDB_API_KEY"]
     ],
 )
 def test_a_secret_among_the_overrides_is_not_repeated(word, key):
-    with pytest.raises(ConfigError, match=r"secrets come from the environment") as caught:
+    with pytest.raises(ConfigError, match=r"set secrets in the environment") as caught:
         load_config(["model=tiny", word])
     assert str(caught.value).startswith(f"{key}: ")
     assert "WANDB_API_KEY, HF_TOKEN" in str(caught.value)
@@ -138,7 +138,7 @@ def test_a_secret_among_the_overrides_is_not_repeated(word, key):
 def test_a_secret_in_a_real_command(tmp_path, environment, words):
     given = train_command([*words, f"wandb.api_key={SECRET}"])
     output = output_without_secrets(given, tmp_path, environment, 2)
-    assert output.startswith("error: wandb.api_key: secrets come from the environment")
+    assert output.startswith("error: wandb.api_key: set secrets in the environment")
 
 
 def test_keys_that_only_sound_secret_are_keys():

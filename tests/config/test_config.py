@@ -202,10 +202,10 @@ def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
 FAULTS = {
     "steps: 5\n": "the first line of its YAML must be '# @package _global_'",
     "# @package _global_\nsteps: [5\n": "line 3",
-    "# @package _global_\n- steps\n": "a mapping of keys to values is needed",
+    "# @package _global_\n- steps\n": "must contain a mapping of keys to values",
     "# @package _global_\nstep: 16\n": "unknown key step; did you mean steps?",
     "# @package _global_\noptim:\n  lr: fast\n":
-        "optim.lr: 'fast' is not a number, as 0.5 or 1e6 are",
+        "optim.lr: 'fast' is not a number, such as 0.5 or 1e6",
     "# @package _global_\ndefaults:\n  - override /model: tinny\n":
         "Could not find 'model/tinny' Available options in 'model': base_350m",
 }  # fmt: skip

@@ -93,7 +93,7 @@ def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target
         closest = {n: min(map(off, tried)) for n, tried in widths.items()}
         reached = [n for n in MODULI if 200 * closest[n] <= wanted]
         if off(start) and not reached:
-            with pytest.raises(ConfigError, match=r"cannot come within 0\.5% of .* FLOPs a token"):
+            with pytest.raises(ConfigError, match=r"come within 0\.5% of .* FLOPs per token"):
                 match(mine, target, cached_variant(target), by="flops")
             continue
         found = match(mine, target, cached_variant(target), by="flops")
@@ -158,8 +158,8 @@ def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
             "model.match_flops_to=diff_v2 with data.mask_documents=true needs data.visible_keys, "
-            "the mean number of keys that a query sees (summary.json of a run on this corpus has "
-            "it; 32.5 counts whole sequences), or data.document_lengths",
+            "the mean number of keys that a query sees (copy the value from summary.json of a run "
+            "on this corpus; 32.5 counts whole sequences), or data.document_lengths",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
         (
@@ -197,7 +197,7 @@ def test_only_one_total_can_be_matched():
     with pytest.raises(ConfigError, match="exclude each other"):
         load_config(["model=tiny", "attention=standard", *both])
     cfg = load_config(["model=tiny", "attention=standard", both[1]])
-    assert "FLOPs a token, " in cfg.run.matched.text()
+    assert "FLOPs per token, " in cfg.run.matched.text()
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 

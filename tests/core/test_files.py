@@ -168,7 +168,7 @@ def test_hold_on_a_file_system_without_flock_says_so_and_leaves_nothing(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match=r"its file system has no flock\); choose run\.dir"):
+    with pytest.raises(ConfigError, match=r"does not support flock\); choose run\.dir"):
         hold(tmp_path / "outputs" / "run", "run directory", "run.dir=...")
     assert list(tmp_path.iterdir()) == []
 

@@ -55,7 +55,7 @@ def test_one_source_can_be_a_recipe(tmp_path):
     ("text", "said"),
     [
         ("", "is empty; it needs keys of data"),
-        ("[]", "a mapping of keys to values is needed"),
+        ("[]", "must contain a mapping of keys to values"),
         ("sources: [", "is not YAML"),
         ("sources: 2024-13-45", "data.sources='2024-13-45': "),
         ("sources: '\udcff'", "is not UTF-8"),

@@ -206,7 +206,7 @@ def test_two_ranks_sweep_or_report_an_error_once(tmp_path, tiny, environment):
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, refused.err
-    assert "global_batch_size=5 cannot be shared by 2 ranks" in errors[0]
+    assert "global_batch_size=5 must be a multiple of 2 ranks" in errors[0]
     assert not list(tmp_path.iterdir())
     swept = ["-m", "attention=standard,diff_v2", *tiny, "run.sweep=pair"]
     result = command([*words, *swept], tmp_path, environment)

@@ -226,12 +226,12 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
     known = ["--config-dir", str(mine)]
     for words, *parts in (
         (["plugins=[not_there]"], "there is no module not_there", "PYTHONPATH"),
-        (["--config-dir=nowhere"], "nowhere: no YAML is in model/, attention/"),
-        (["--config-dir", str(mine / "attention")], "no YAML is in model/, attention/"),
-        (["--config-dir", str(ours.parents[1])], f"{ours} has the name of", "conf/attention/gated"),
+        (["--config-dir=nowhere"], "nowhere: no YAML in model/, attention/"),
+        (["--config-dir", str(mine / "attention")], "no YAML in model/, attention/"),
+        (["--config-dir", str(ours.parents[1])], "has the same name as", "conf/attention/gated"),
         (
             [*known, "attention=scaled"],
-            "attention=scaled: nothing has registered attention=scaled; plugins=[module]",
+            "attention=scaled: attention=scaled is not registered; import it with",
             "plugins=[",
         ),
         (

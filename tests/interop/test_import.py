@@ -274,7 +274,7 @@ def test_arguments_that_cannot_be(make_run, tmp_path, capsys):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (
-        ([f"hf={run}", f"out={run}"], "is there already"),
+        ([f"hf={run}", f"out={run}"], "already exists"),
         ([f"hf={run}", out, "attention=diff_v2"], "needs softmax without a sink"),
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),

@@ -34,7 +34,7 @@ def test_what_cannot_be_exported(make_run, tmp_path, capsys):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
     (tmp_path / "file").write_text("")
     for words, said in (
-        ([f"run={run}", f"out={run}"], "is there already"),
+        ([f"run={run}", f"out={run}"], "already exists"),
         ([f"run={run}", f"out={tmp_path / 'file' / 'hf'}"], "Not a directory"),
         ([f"run={run}", out, "step=7"], "has no checkpoint of step 7"),
         ([f"run={run}", out, "dtype=fp8"], "dtype=fp8 must be float32 or bf16"),

@@ -267,7 +267,7 @@ def test_flash_takes_the_newest_version_that_the_gpu_runs(machine, packages, cap
 def test_flash_4_is_refused_for_documents_where_torch_has_no_backward_pass_for_it(machine):
     """torch 2.11 raises there for any window, and being causal is one."""
     calls = machine(packages=V4, torch_takes_it=False)
-    expected = r"backend=flash with data.mask_documents=true: flash-attn-4 masks documents from"
+    expected = r"backend=flash with data.mask_documents=true: flash-attn-4 with document masks"
     with pytest.raises(ConfigError, match=expected) as caught:
         prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
     assert "\n" not in str(caught.value)

@@ -111,7 +111,7 @@ def test_text_says_that_no_change_fits(capsys):
         (["mfu=2"], "mfu=2.0 must be at most 1"),
         (["rank=8"], "rank=8 must be less than gpus=8"),
         (["gpus=3", "parallel.shard=2"], "needs 2 processes, not 3"),
-        (["gpus=3", "global_batch_size=8"], "cannot be shared by 3 ranks"),
+        (["gpus=3", "global_batch_size=8"], "must be a multiple of 3 ranks"),
     ],
 )
 def test_mistakes_end_in_one_line(words, message, capsys):
