@@ -162,7 +162,7 @@ def first_sentence(text: str) -> str:
 
 def default_text(node: Any) -> str:
     value = node._value()
-    value = value._value() if isinstance(value, Node) else value  # a union node contains a node
+    value = value._value() if isinstance(value, Node) else value  # the value of a union is a node
     if isinstance(value, str):
         if found := OF_STEPS.fullmatch(value):
             return f"{float(found[1]):.0%} of steps, at most {int(found[2]):,}"

@@ -130,7 +130,7 @@ def test_files_that_are_there_stay(run, tmp_path, capfd):
         (directory / name).write_text("mine")
         assert main(["consolidate", f"run={path}", f"out={directory}"]) == 2
         error = capfd.readouterr().err
-        assert f"{directory / name} is there already" in error
+        assert f"{directory / name} already exists" in error
         assert "overwrite=true" in error
         assert {f.name: f.read_text() for f in directory.iterdir()} == {name: "mine"}
 

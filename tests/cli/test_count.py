@@ -208,7 +208,7 @@ def test_the_command_says_what_was_matched(capsys):
 
 COMPARED = """\
 tiny, seq_len 512
-parameters, training FLOPs, bf16 KV cache; changes are against standard_sink
+parameters, training FLOPs, bf16 KV cache; changes are relative to standard_sink
 matched to diff_v2: 951,936 parameters at ffn_dim 384
 
                    standard_sink  diff_v2
@@ -230,8 +230,8 @@ without embedding        692,872  689,792  -3,080
 over target              +0.324%  +0.000%
 
 ffn_dim                      432      384     -48
-MFLOPs a token               4.9      5.7  +15.6%
-KV bytes a token             512        =
+MFLOPs per token             4.9      5.7  +15.6%
+KV bytes per token           512        =
 """
 
 

@@ -58,7 +58,7 @@ def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_
     [
         (["dashboard", "entity=a"], "diffllm dashboard was removed: group the runs of a wandb "),
         (["evaluate", "run=a", "wandb=true"], "wandb= was removed; take the scores from --json"),
-        (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name ended runs"),
+        (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
 def test_removed_command_or_argument_names_its_replacement(words, said, capsys):

@@ -187,7 +187,7 @@ def test_what_cannot_be_is_one_line(
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
-        ([f"run={run}", "every=true", "step=7"], "step=7 is one checkpoint, and every=true all"),
+        ([f"run={run}", "every=true", "step=7"], "step=7 selects one checkpoint, every=true all"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is not a run directory"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),

@@ -89,7 +89,7 @@ def interrupted(words: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=press).start()
-        with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; the same config continues"):
+        with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; the same config resumes"):
             diffllm.train(cfg)
         assert signal.getsignal(signal.SIGINT) is before
     return 0

@@ -428,8 +428,8 @@ def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, ca
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
     pilot = tmp_path / "pilot"
     said = dry_run(study, out, capsys)
-    assert "6 runs. To go: 30.72k tokens" in said
-    assert "a time that is not known" in said
+    assert "6 runs. Left: 30.72k tokens" in said
+    assert "unknown time" in said
     assert not out.exists()
 
     write_arms(study, pilot, {"half": HALF})
@@ -443,7 +443,7 @@ def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, ca
 
     write_arms(study, out, {"v2": [4.3]})
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
-    assert "6 runs; 1 have ended. To go: 25.6k tokens" in dry_run(study, out, capsys)
+    assert "6 runs; 1 finished. Left: 25.6k tokens" in dry_run(study, out, capsys)
     assert not (out / "sweep.json").exists()
 
 
