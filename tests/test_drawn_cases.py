@@ -29,7 +29,7 @@ def test_without_cases():
 
 
 @pytest.mark.slow
-def test_cases_depend_on_the_seed_alone(tmp_path):
+def test_drawn_cases_depend_only_on_seed(tmp_path):
     """They depend neither on the hash seed nor on other imported modules and their constants."""
     (tmp_path / "test_drawing.py").write_text(MODULE)
     (tmp_path / "constants.py").write_text(f"A = {list(range(1000, 1500))}\nB = 'not drawn'\n")

@@ -75,7 +75,7 @@ def below(name: str, *allowed: str) -> bool:
     return any(name == a or name.startswith(f"{a}.") for a in allowed)
 
 
-def test_the_reader_of_imports_sees_every_form():
+def test_imported_finds_all_forms_of_imports():
     source = """
 import diffllm.data
 import os, diffllm.metrics.spikes as s
@@ -99,7 +99,7 @@ def f():
     ]
 
 
-def test_model_imports_nothing_of_ours_but_model_and_core():
+def test_model_imports_only_model_and_core_from_package():
     files = modules("model")
     assert len(files) > 10
     for path in files:
@@ -107,21 +107,21 @@ def test_model_imports_nothing_of_ours_but_model_and_core():
             assert below(name, "diffllm.model", "diffllm.core"), f"{path} imports {name}"
 
 
-def test_core_imports_nothing_of_ours_but_core():
+def test_core_imports_only_core_from_package():
     files = modules("core")
     assert len(files) > 5
     for path in files:
         assert all(below(name, "diffllm.core") for name in imports_of(path)), path
 
 
-def test_statistics_import_nothing_of_ours():
+def test_statistics_import_only_statistics_from_package():
     files = modules("statistics")
     assert len(files) > 5
     for path in files:
         assert all(below(name, "diffllm.statistics") for name in imports_of(path)), path
 
 
-def test_distributed_never_names_an_attention():
+def test_distributed_does_not_import_attention_classes():
     files = modules("distributed")
     assert len(files) > 3
     for path in files:
@@ -131,7 +131,7 @@ def test_distributed_never_names_an_attention():
 
 
 @pytest.mark.parametrize("part", STANDALONE)
-def test_what_can_stand_without_a_model_does(part):
+def test_standalone_packages_do_not_import_model_or_training(part):
     files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of a model
     assert files
     assert all(path.is_file() for path in files)
@@ -156,7 +156,7 @@ def rooms() -> dict[str, set[str]]:
     return found
 
 
-def test_no_import_runs_upwards():
+def test_packages_import_only_lower_floors():
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     imports = rooms()
     assert set(imports) == set(floor), "FLOORS lists every room of the package, and no other"
@@ -177,7 +177,7 @@ TRAINING = (
 """The modules of `training`; each imports only from earlier layers."""
 
 
-def test_training_does_not_import_reports_and_of_evaluation_only_the_heldout_loss():
+def test_training_imports_no_reports_and_only_heldout_loss_of_evaluation():
     files = modules("training")
     assert len(files) > 10
     for path in files:
@@ -188,7 +188,7 @@ def test_training_does_not_import_reports_and_of_evaluation_only_the_heldout_los
             assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 
 
-def test_no_import_within_training_runs_upwards():
+def test_training_modules_import_only_earlier_layers():
     floor = {name: number for number, names in enumerate(TRAINING) for name in names}
     assert set(floor) == {path.stem for path in modules("training")} - {"__init__"}
     for path in modules("training"):
@@ -198,7 +198,7 @@ def test_no_import_within_training_runs_upwards():
                 assert floor[other] < floor[path.stem], f"{path} imports {other}"
 
 
-def test_few_modules_lie_directly_in_the_package():
+def test_package_has_few_top_level_modules():
     assert len(list(ROOT.glob("*.py"))) <= 16
 
 
@@ -207,7 +207,7 @@ def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
     return below_it.union(*(reachable(imports, other) for other in below_it))
 
 
-def test_the_diagram_of_the_architecture_shows_the_imports():
+def test_architecture_diagram_shows_all_imports():
     """An arrow for each import but those that other arrows imply."""
     imports = rooms()
     expected = {
@@ -235,7 +235,7 @@ def test_importing_the_package_loads_neither_torch_nor_hydra():
     assert not heavy & loaded_after(code)
 
 
-def test_the_console_script_without_a_command_loads_neither():
+def test_console_script_without_command_loads_neither_torch_nor_hydra():
     code = "from diffllm.cli import main\nassert main(['--help']) == 0"
     assert not {"torch", "hydra"} & loaded_after(code)
 

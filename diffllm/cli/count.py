@@ -62,7 +62,7 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
     text = " --compare ".join(lists)
     names = text.split(",")
     if len(lists) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
-        raise ConfigError(f"--compare={text} needs different variants, such as standard,diff_v2")
+        raise ConfigError(f"--compare={text} needs several variants, such as standard,diff_v2")
     for name in names:
         check_choice(f"--compare: {name}", name, variants())
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]

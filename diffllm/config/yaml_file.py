@@ -31,7 +31,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         event, before = self.peek_event(), self.nodes
         if isinstance(event, yaml.AliasEvent):
             if not hasattr(self.anchors.get(event.anchor), "size"):
-                raise ValueError(f"has the alias {event.anchor[:40]} inside its own value")
+                raise ValueError(f"has the alias {event.anchor[:40]} before its value is complete")
             self.nodes += self.anchors[event.anchor].size
         elif event.tag:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")

@@ -174,7 +174,7 @@ def test_aliases_that_never_end_are_refused_in_a_file_of_a_user(tmp_path, read):
     with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):
         read(file)
     file.write_text("a: &a [*a]\n")
-    with pytest.raises(ConfigError, match="has the alias a inside its own value"):
+    with pytest.raises(ConfigError, match="has the alias a before its value is complete"):
         read(file)
     file.write_text(f"a: {'[' * 100_000}")
     with pytest.raises(ConfigError, match="is nested too deeply"):

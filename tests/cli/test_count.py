@@ -60,7 +60,7 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_counts_equal_those_from_the_equations(size, variant):
+def test_counts_equal_counts_from_equations(size, variant):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -81,11 +81,11 @@ def test_counts_equal_those_from_the_equations(size, variant):
         *(("dense_3b", 3e9), ("moe_mini", 30e6), ("moe_1b", 1e9)),
     ],
 )
-def test_sizes_are_near_their_names(size, params):
+def test_parameter_counts_are_near_names_of_sizes(size, params):
     assert count(of_size(size))["total_params"] == pytest.approx(params, rel=0.05)
 
 
-def test_the_writeups_mixture_has_its_published_parameters():
+def test_moe_30a3_has_published_parameter_counts():
     """30.53B total and 3.35B active, embeddings counted: Qwen3-30B-A3B's."""
     counts = count(config("moe_30a3", "standard"))
     assert counts["total_params"] == pytest.approx(30.53e9, abs=0.005e9)
@@ -105,7 +105,7 @@ def test_shared_experts_and_dense_layers_are_counted():
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
+def test_diff_v2_saves_expected_share_of_decoder_with_twice_the_heads(size):
     """H / (4H + 2K): wo has H heads where the plain decoder's has 2H."""
     cfg = config(size, "diff_v2")
     h, k = cfg.model.n_heads, cfg.model.n_kv_heads
@@ -122,7 +122,7 @@ def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
         assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
-def test_what_variants_add_to_the_baseline_is_what_the_papers_say():
+def test_variants_add_parameters_stated_in_papers():
     variants = ("standard", "gated", "diff_v1", "diff_v2")
     totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
@@ -132,7 +132,7 @@ def test_what_variants_add_to_the_baseline_is_what_the_papers_say():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_counting_builds_the_same_parameters_as_building(variant):
+def test_counts_equal_parameters_of_built_model(variant):
     cfg = config("tiny", variant)
     params = dict(build_model(cfg.model).named_parameters())
     counts = count(cfg)
@@ -161,7 +161,7 @@ def test_flops_of_masked_documents_follow_the_stated_visible_keys(variant):
         ("moe_30a3", "diff_v1", 25499467776),
     ],
 )
-def test_flops_of_whole_sequences_are_those_of_before_visible_keys(size, variant, flops):
+def test_flops_of_whole_sequences_equal_recorded_values(size, variant, flops):
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
@@ -175,14 +175,14 @@ def test_title_of_count_names_the_visible_keys(capsys):
     assert capsys.readouterr().out.startswith("tiny, seq_len 512\n")
 
 
-def test_the_command_prints_json(capsys):
+def test_count_prints_json(capsys):
     argv = ["count", "model=dense_7b", "attention=diff_v1", "seq_len=2048", "--json"]
     assert tools.main(argv) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_the_command_says_what_was_matched(capsys):
+def test_count_prints_match_target_and_width(capsys):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     assert tools.main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -247,7 +247,7 @@ def test_compare_prints_values_and_their_changes_or_an_equals_sign(capsys):
     assert printed(capsys, *words) == COMPARED
 
 
-def test_json_maps_variants_to_their_counts(capsys):
+def test_compare_with_json_maps_variants_to_counts(capsys):
     overrides = ["model=tiny", "model.match_params_to=gated"]
     given = json.loads(printed(capsys, *overrides, "--compare", "standard,diff_v2", "--json"))
     assert list(given) == ["standard", "diff_v2"]
@@ -275,7 +275,7 @@ def test_json_maps_variants_to_their_counts(capsys):
         ),
     ],
 )
-def test_a_wrong_comparison_is_one_line_and_exit_code_2(capsys, words, named):
+def test_wrong_comparison_prints_single_line_and_exits_with_2(capsys, words, named):
     assert tools.main(["count", "model=tiny", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

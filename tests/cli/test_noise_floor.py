@@ -73,13 +73,13 @@ def optimum(noise1, noise2, signal):
 
 @pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
-def test_weight_and_snr_are_those_of_explicit_maps(signal, lam):
+def test_weight_and_snr_equal_values_of_explicit_maps(signal, lam):
     expected = explicit(NOISE1, NOISE2, signal, lam)
     assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("signal", [1.0, 2.0, 3.0])
-def test_the_best_lambda_on_the_grid_is_the_closed_form(signal):
+def test_best_lambda_on_grid_equals_closed_form(signal):
     best = optimum(NOISE1, NOISE2, signal)
     assert 0.05 < best < 0.95  # inside, or the grid's end would be right by chance
     assert best_lambda(maps_of(NOISE1, NOISE2, signal)).item() == pytest.approx(best, abs=0.01)
@@ -106,7 +106,7 @@ def test_many_keys_approach_the_limit(correlation):
 
 
 @pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
-def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
+def test_noise_of_maps_has_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "diffllm.cli.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
@@ -147,7 +147,7 @@ def test_the_snr_crosses_the_threshold_at_the_usable_amplitude(best, threshold):
 # Everything
 
 
-def test_sweeps_agree_where_they_meet_and_best_is_best():
+def test_sweeps_agree_at_shared_points_and_best_lambda_has_highest_snr():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())
@@ -174,7 +174,7 @@ def output(capsys, *words):
     return out
 
 
-def test_the_command_prints_json(capsys, tmp_path):
+def test_noise_floor_prints_json(capsys, tmp_path):
     out = tmp_path / "figure.png"
     words = [*FAST, "lambda=0.4", "correlation=0.5", f"out={out}", "--json"]
     printed = json.loads(output(capsys, *words))
@@ -189,7 +189,7 @@ def test_the_command_prints_json(capsys, tmp_path):
     assert set(curves["best"]) == {"lambda", "weight", "weight_se", "snr", "snr_se"}
 
 
-def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeypatch):
+def test_noise_floor_prints_tables_and_writes_figure(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = output(capsys, "draws=2").splitlines()
     result = noise_floor(NoiseFloorArguments(draws=2))
@@ -237,7 +237,9 @@ def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
         ("out=figure.pdf", ".png"),
     ],
 )
-def test_a_bad_value_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, word, named):
+def test_noise_floor_with_bad_value_prints_single_line_and_exits_with_2(
+    capsys, tmp_path, monkeypatch, word, named
+):
     monkeypatch.chdir(tmp_path)
     assert tools.main(["noise-floor", *FAST, word]) == 2
     out, err = capsys.readouterr()

@@ -128,7 +128,7 @@ def wrong_values(key: str) -> list[str]:
 
 
 @few_or(many=60, few=5)
-def test_values_of_a_wrong_type(rng, count):
+def test_value_of_wrong_type_is_refused(rng, count):
     keys = sorted(KEYS)
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
@@ -149,7 +149,7 @@ EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in E
 
 
 @few_or(many=len(EDGE_CASES), few=40)
-def test_numbers_at_the_edges_mean_something_or_are_refused(rng, count):
+def test_extreme_numbers_are_usable_or_refused(rng, count):
     """Set each number in a typed config, as composing one would; the slow tier tries every case."""
     for key, value in rng.sample(EDGE_CASES, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
@@ -233,7 +233,7 @@ def edited(rng: random.Random, name: str) -> str:
 
 
 @few_or(many=60, few=5)
-def test_keys_with_one_letter_wrong(rng, count):
+def test_key_with_a_wrong_letter_is_refused(rng, count):
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
@@ -273,11 +273,11 @@ ODD = [
 @pytest.mark.parametrize(
     ("words", "named"), slow_but(ODD[::3], ODD), ids=lambda value: str(value)[:40]
 )
-def test_what_hydra_takes_and_no_run_can_mean(words, named):
+def test_override_valid_for_hydra_but_not_for_runs_is_refused(words, named):
     assert_refused([*BASE, *words], named)
 
 
-def test_one_key_twice_is_its_last_value():
+def test_last_value_of_repeated_key_counts():
     """Launch scripts put their own overrides before the user's."""
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 
@@ -295,7 +295,9 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
     micro=st.one_of(st.none(), st.integers(0, 8)),
     cfg=st.sampled_from([DENSE, MIXTURE]),
 )
-def test_ranks_that_a_mesh_and_a_batch_divide(world, replicate, shard, expert, batch, micro, cfg):
+def test_mesh_and_batch_are_accepted_only_if_world_size_fits(
+    world, replicate, shard, expert, batch, micro, cfg
+):
     """Accepted just if some mesh of natural numbers fills the world and the batch divides."""
     parallel = replace(cfg.parallel, replicate=replicate, shard=shard, expert=expert)
     cfg = replace(cfg, parallel=parallel, global_batch_size=batch, micro_batch_size=micro)
@@ -421,7 +423,7 @@ BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PART
 
 
 @pytest.mark.parametrize(("key", "rule", "bound"), BOUNDS)
-def test_the_first_value_beyond_a_bound_is_refused(key, rule, bound):
+def test_first_value_beyond_bound_is_refused(key, rule, bound):
     kind = base_type(KEYS[key][0])[0]
     step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
     value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)

@@ -58,7 +58,7 @@ def version(directory: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
-def test_version_changes_with_each_file_that_the_plugin_imports(mine, name):
+def test_version_changes_with_every_imported_file(mine, name):
     found = {}
     for file in FILES:
         before = version(mine, name)
@@ -71,7 +71,7 @@ def test_version_changes_with_each_file_that_the_plugin_imports(mine, name):
     }[name]
 
 
-def test_version_of_installed_plugin_is_of_its_package_alone(mine):
+def test_version_of_installed_plugin_covers_only_own_package(mine):
     (mine / "whole-1.0.dist-info").mkdir()
     before = version(mine, "whole")
     (mine / "beside.py").write_text("x = 1\n")
@@ -105,7 +105,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_plugin_that_raises_or_replaces_itself_is_one_error(mine, name):
+def test_plugin_that_raises_or_replaces_itself_gives_a_config_error(mine, name):
     source, said = ODD[name]
     (mine / "odd.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
@@ -154,7 +154,7 @@ def test_run_resumes_with_other_plugin_code_only_if_allowed(run, tmp_path):
     assert line["changes"].keys() == {"plugins"}
 
 
-def test_run_does_not_resume_without_a_plugin_of_its_own(run):
+def test_run_with_plugin_does_not_resume_without_plugin(run):
     plugins.LOADED.clear()
     with pytest.raises(ConfigError, match=r"plugins: own@\w+ there, own@not imported here"):
         begun(run).check()
@@ -166,13 +166,13 @@ def test_run_of_an_older_version_or_without_plugins_resumes_with_any(run):
         begun(run, "plugins=[own]").check()
 
 
-def test_stopped_run_that_diverged_continues_with_other_plugin_code(run):
+def test_diverged_run_resumes_with_other_plugin_code(run):
     directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_commands_warn_once_of_other_plugin_code(run, capsys):
+def test_commands_warn_once_about_changed_plugin_code(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"

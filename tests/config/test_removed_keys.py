@@ -40,13 +40,15 @@ def workplace(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_removed_key_on_command_line_is_one_line_and_exit_code_2(word, key, command, capsys):
+def test_removed_key_on_command_line_prints_single_line_and_exits_with_2(
+    word, key, command, capsys
+):
     assert main([command, "model=tiny", word, "steps=1"]) == 2
     assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_default(key):
+def test_removed_key_is_refused_on_command_line_and_loads_at_default(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -61,7 +63,7 @@ def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_
         (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
-def test_removed_command_or_argument_names_its_replacement(words, said, capsys):
+def test_error_for_removed_command_or_argument_names_replacement(words, said, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
@@ -114,7 +116,7 @@ def test_saved_config_that_allowed_a_change_of_a_removed_key_loads():
     assert cfg.run.allow_changes == ["data.old"]
 
 
-def test_saved_config_with_removed_key_at_another_value_is_refused():
+def test_saved_config_with_removed_key_at_non_default_is_refused():
     said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load_run_config(saved(prepare__old=2))

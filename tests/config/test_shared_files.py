@@ -115,14 +115,14 @@ SOURCES: dict[str, Callable[[str, str], None]] = {
         ("sample_prompt", r"$\{oc.env\:HF_TOKEN\}"),
     ],
 )
-def test_file_with_a_resolver_is_refused_before_it_is_resolved(source, key, value):
+def test_file_with_resolver_is_refused_unresolved(source, key, value):
     with pytest.raises(ConfigError, match="can be interpolated") as caught:
         SOURCES[source](key, value)
     assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
-def test_interpolation_that_two_keys_make_is_refused_before_it_is_resolved():
+def test_interpolation_assembled_from_two_keys_is_refused_unresolved():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")
@@ -150,14 +150,14 @@ def test_file_may_interpolate_keys_and_shares_of_the_steps():
         "seed=${oc.${a}:MY_VARIABLE}",
     ],
 )
-def test_command_line_with_another_resolver_or_an_escaped_one_is_refused(word):
-    with pytest.raises(ConfigError, match=r"secrets come|cannot contain \${|can be interpolated"):
+def test_command_line_with_other_or_escaped_resolver_is_refused(word):
+    with pytest.raises(ConfigError, match=r"set secrets|cannot contain \${|can be interpolated"):
         load_config(["model=tiny", word])
 
 
 @pytest.mark.parametrize("load", [of_study, lambda word: of_study(arm=word), of_sweeper, of_sweep])
 @pytest.mark.parametrize("mark", ["", "+", "++"])
-def test_file_that_names_a_plugin_is_refused_and_imports_nothing(load, mark):
+def test_file_with_plugin_is_refused_without_import(load, mark):
     with pytest.raises(ConfigError, match=r"a file cannot set plugins"):
         load(f"{mark}plugins=[{PLUGIN}]")
     assert PLUGIN not in sys.modules
@@ -173,13 +173,13 @@ def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word):
         check_shared([word], "f")
 
 
-def test_config_of_a_planned_run_imports_nothing():
+def test_config_of_planned_run_does_not_import_plugin():
     words = ["model=tiny", f"plugins=[{PLUGIN}]"]
     config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules
 
 
-def test_study_run_with_plugins_on_its_command_line_imports_them(capsys):
+def test_study_run_imports_plugins_of_command_line(capsys):
     Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
     words = ["s.yaml", "out=o", "--dry-run", f"plugins=[{PLUGIN}]"]
     try:
@@ -200,7 +200,7 @@ def test_launcher_in_a_named_directory_is_refused():
         ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
 
 
-def test_weights_with_a_resolver_in_their_config_are_refused():
+def test_weights_with_resolver_in_config_are_refused():
     model = load_config(["model=tiny"]).model
     model.attention = variant_config("standard")
     model.match_params_to = None

@@ -83,7 +83,7 @@ HOSTILE = {
     "[" * 3000: "is nested too deeply",
     "[" * 100 + "]" * 100: "is nested too deeply",
     "*gone": "has the alias gone before",
-    "&a {<<: *a}": "has the alias a inside its own value",
+    "&a {<<: *a}": "has the alias a before its value is complete",
 }
 
 

@@ -71,7 +71,7 @@ def test_installed_torch_has_every_name_that_the_package_uses():
         resolve("torch._gone.f")
 
 
-def test_initial_values_are_the_same_with_every_torch():
+def test_initial_values_are_equal_with_all_torch_versions():
     """With so tight a bound a third of the values is drawn again."""
     param = torch.empty(300, 7)
     Initializer(0, {param: "w"}).normal_(param, 0.02, truncate=1.0)
