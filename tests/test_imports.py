@@ -1,4 +1,4 @@
-"""Who may import whom, and that importing the package costs nothing."""
+"""Allowed imports between packages, and cheap import of the top-level package."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ FLOORS = (
     ("compare", "interop", "plan"),
     ("cli",),
 )
-"""The rooms of the package, from the ground up: each imports only from floors below its own."""
+"""Floors of packages, lowest first; a package imports only from lower floors."""
 DIAGRAM = ROOT.parent / "docs" / "architecture.md"
 STANDALONE = ("data", "optim", "checkpoint", "metrics", "core")
 
@@ -35,15 +35,15 @@ def module_name(path: Path) -> str:
 
 
 def modules(*parts: str) -> list[Path]:
-    """The files of a package or module below diffllm/."""
+    """Return the files of a package or module below diffllm/."""
     path = ROOT.joinpath(*parts)
     return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def imported(source: str, package: str) -> Iterator[str]:
-    """Dotted names of ours that a source imports anywhere, functions and TYPE_CHECKING included.
+    """Yield all diffllm names that a source imports, also in functions and under TYPE_CHECKING.
 
-    `from a import b` gives a.b: whether b is a module cannot be told from here.
+    `from a import b` yields a.b, because the source does not show whether b is a module.
     """
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -132,7 +132,7 @@ def test_distributed_does_not_import_attention_classes():
 
 @pytest.mark.parametrize("part", STANDALONE)
 def test_standalone_packages_do_not_import_model_or_training(part):
-    files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of a model
+    files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of models
     assert files
     assert all(path.is_file() for path in files)
     for path in files:
@@ -142,7 +142,7 @@ def test_standalone_packages_do_not_import_model_or_training(part):
 
 
 def rooms() -> dict[str, set[str]]:
-    """Map each module or package directly in diffllm/ to those of the others that it imports."""
+    """Map each top-level module or package of diffllm/ to the other imported packages."""
     doors = (ROOT / "__init__.py", ROOT / "__main__.py")
     files = [path for path in ROOT.rglob("*.py") if path not in doors]
     names = {module_name(path).split(".")[1] for path in files}
@@ -151,7 +151,7 @@ def rooms() -> dict[str, set[str]]:
         own = module_name(path).split(".")[1]
         for name in imports_of(path):
             other = name.split(".")[1] if "." in name else own
-            if other in names and other != own:  # else a name of the package itself
+            if other in names and other != own:  # otherwise a name in diffllm/__init__.py
                 found[own].add(other)
     return found
 
@@ -159,10 +159,10 @@ def rooms() -> dict[str, set[str]]:
 def test_packages_import_only_lower_floors():
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     imports = rooms()
-    assert set(imports) == set(floor), "FLOORS lists every room of the package, and no other"
+    assert set(imports) == set(floor), "FLOORS must list every package, and no other"
     for name, others in imports.items():
         for other in others:
-            assert floor[other] < floor[name], f"{name} imports {other}, which is not below it"
+            assert floor[other] < floor[name], f"{name} imports {other}, not on a lower floor"
 
 
 TRAINING = (
@@ -174,7 +174,7 @@ TRAINING = (
     ("outputs",),
     ("run",),
 )
-"""The modules of `training`; each imports only from earlier layers."""
+"""Layers of modules in `training`; a module imports only from earlier layers."""
 
 
 def test_training_imports_no_reports_and_only_heldout_loss_of_evaluation():
@@ -208,7 +208,7 @@ def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
 
 
 def test_architecture_diagram_shows_all_imports():
-    """An arrow for each import but those that other arrows imply."""
+    """The diagram has one arrow per import, except imports that follow from other arrows."""
     imports = rooms()
     expected = {
         (name, other)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and AdamW against its equations in float64."""
+"""Learning-rate schedules, and AdamW compared with the equations in float64."""
 
 import math
 
@@ -37,10 +37,10 @@ def test_learning_rate_rises_to_lr_then_falls_to_floor_at_last_step(schedule, st
 
 def test_cosine_schedule_equals_formula():
     lrs = rates(110, warmup_steps=10, min_lr_ratio=0.2)
-    for done in (1, 25, 50, 99, 100):  # of the 100 steps after warmup
+    for done in (1, 25, 50, 99, 100):  # of the 100 steps after warm-up
         half_wave = 0.5 * (1 + math.cos(math.pi * done / 100))
         assert lrs[9 + done] == pytest.approx(0.1 + 0.4 * half_wave)
-    assert lrs[9 + 50] == pytest.approx(0.3)  # half way between lr and the floor
+    assert lrs[9 + 50] == pytest.approx(0.3)  # halfway between lr and the minimum
 
 
 def test_wsd_stays_at_lr_then_decays_linearly():
@@ -56,7 +56,7 @@ def test_wsd_decay_begins_after_warmup():
 
 
 def tensors(dtype):
-    """One parameter of every number of dimensions that models have."""
+    """Return parameters with 0 to 3 dimensions, like the parameters of models."""
     shapes = {"vector": (5,), "matrix": (4, 3), "experts": (2, 3, 4), "scalar": ()}
     return {
         name: torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()
@@ -119,7 +119,7 @@ def test_optimizer_tensors_are_live_state_from_the_start():
     expected = {f"{n}.{key}" for n in params for key in ("exp_avg", "exp_avg_sq", "step")}
     assert set(state) == expected
     assert all((value == 0).all() for value in state.values())
-    # a moment loaded in place is what the next step uses
+    # The next step must use a moment that is loaded in place.
     state["matrix.exp_avg"].fill_(1.0)
     state["matrix.step"].fill_(1000.0)
     before = params["matrix"].detach().clone()

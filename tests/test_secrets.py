@@ -1,4 +1,4 @@
-"""Keys and passwords from the environment reach no file and no line of output."""
+"""Keys and passwords from the environment appear in no file and in no output."""
 
 import json
 import os
@@ -28,7 +28,7 @@ PASSWORD = "pr0xyPassw0rdOfNobody"
 
 
 def closed_port() -> int:
-    """A port of this machine that refuses connections."""
+    """Return a port of this machine that refuses connections."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
@@ -36,7 +36,7 @@ def closed_port() -> int:
 
 @pytest.fixture
 def environment(tmp_path):
-    """Secrets, a proxy with a password that refuses connections, and no server of anyone's."""
+    """Return variables with secrets, a closed proxy with a password, and closed servers."""
     proxy = f"http://user:{PASSWORD}@127.0.0.1:{closed_port()}"
     (tmp_path / "home").mkdir()
     kept = {k: v for k, v in clean_environment(tmp_path / "cache").items() if k != "WANDB_MODE"}
@@ -62,7 +62,7 @@ def words(tmp_path):
 
 
 def leaks(directory: Path) -> list[str]:
-    """Files that hold any of the secrets."""
+    """Return the files that contain a secret."""
     secrets = [value.encode() for value in (*SECRETS.values(), PASSWORD)]
     return [
         str(path)
@@ -72,7 +72,7 @@ def leaks(directory: Path) -> list[str]:
 
 
 def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], code: int) -> str:
-    """Return the output of a command; neither it nor a file below `cwd` has a secret."""
+    """Return a command's output; assert that output and files below `cwd` contain no secret."""
     done = command(words, cwd, env)
     assert done.code == code, done.err
     text = done.out + done.err
@@ -83,7 +83,7 @@ def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], 
 
 @pytest.mark.slow
 def test_run_without_wandb_server_leaks_no_secret(tmp_path, environment, words):
-    """The server refuses connections: what is said about it holds no key."""
+    """The message about the refused connection must not contain the key."""
     online = train_command([*words, "wandb.mode=online", "run.name=a"])
     assert "wandb cannot go online" in output_without_secrets(online, tmp_path, environment, 0)
 
@@ -107,7 +107,7 @@ def test_sweep_and_report_leak_no_secret(tmp_path, environment, words):
     output_without_secrets(tool_command(["report", "outputs/s"]), tmp_path, environment, 0)
     assert (tmp_path / "outputs" / "s" / "report.html").is_file()
     (tmp_path / "a.wandb").write_bytes(b"\0x" + SECRETS["HF_TOKEN"].encode() + b"\xff")
-    assert leaks(tmp_path) == [str(tmp_path / "a.wandb")], "what looks for leaks finds none"
+    assert leaks(tmp_path) == [str(tmp_path / "a.wandb")], "leaks() must find a planted secret"
 
 
 SECRET = SECRETS["WANDB_API_KEY"]
@@ -151,7 +151,7 @@ def test_keys_with_names_similar_to_secrets_are_accepted():
 
 @pytest.mark.parametrize("key", ["wandb.project", "run.name", "data.cache_dir", "seed"])
 def test_override_with_environment_variable_is_refused(key: str, monkeypatch) -> None:
-    """Its value, which nothing tells from a secret, would be in config.yaml, or in an error."""
+    """The value could be a secret, and would appear in config.yaml or in an error."""
     monkeypatch.setenv("SOME_NAME", SECRET)
     with pytest.raises(ConfigError, match="can be interpolated") as caught:
         load_config(["model=tiny", f"{key}=${{oc.env:SOME_NAME}}"])

@@ -13,7 +13,7 @@ VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if HAS_GQA else {}
 VARLEN_TAKES_FLASH_4 = HAS_GQA
 """Whether `varlen_attn` can run flash-attn-4 with document masks. torch 2.11 passes the value -1,
 which means no window, as a window; its backward pass does not support windows."""
-NEEDS_TORCH = f"flash-attn-4 with document masks needs torch 2.12, this is {torch.__version__}"
+NEEDS_TORCH = f"flash-attn-4 with document masks needs torch >= 2.12, this is {torch.__version__}"
 
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 FLIGHT_RECORDERS = [getattr(c10d, name) for name in RECORDERS if hasattr(c10d, name)]

@@ -1,4 +1,4 @@
-"""The grammar of commands: key=value words, flags, plain words and overrides."""
+"""Parsing of commands: key=value words, flags, plain words and overrides."""
 
 from dataclasses import dataclass
 

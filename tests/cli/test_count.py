@@ -1,4 +1,4 @@
-"""The cost of a model against the equations, and what `diffllm count` prints of it."""
+"""Counts of parameters and FLOPs compared with the equations, and output of `diffllm count`."""
 
 import json
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_parameter_counts_are_near_names_of_sizes(size, params):
 
 
 def test_moe_30a3_has_published_parameter_counts():
-    """30.53B total and 3.35B active, embeddings counted: Qwen3-30B-A3B's."""
+    """Qwen3-30B-A3B has 30.53B total and 3.35B active parameters, including embeddings."""
     counts = count(config("moe_30a3", "standard"))
     assert counts["total_params"] == pytest.approx(30.53e9, abs=0.005e9)
     assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
@@ -106,13 +106,13 @@ def test_shared_experts_and_dense_layers_are_counted():
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
 def test_diff_v2_saves_expected_share_of_decoder_with_twice_the_heads(size):
-    """H / (4H + 2K): wo has H heads where the plain decoder's has 2H."""
+    """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
     cfg = config(size, "diff_v2")
     h, k = cfg.model.n_heads, cfg.model.n_kv_heads
     diff_v2 = count(cfg)
     plain = count(config(size, "standard", "model.attention.query_heads=2.0"))
     lambdas = diff_v2["by_component"]["lambda/gate"]
-    norms = diff_v2["by_component"]["head norms"]  # of queries and keys, in both
+    norms = diff_v2["by_component"]["head norms"]  # QK norms, in both models
     assert norms == plain["by_component"]["head norms"]
     saved = plain["attention_params"] - (diff_v2["attention_params"] - lambdas)
     assert Fraction(saved, plain["attention_params"] - norms) == Fraction(h, 4 * h + 2 * k)
@@ -257,7 +257,7 @@ def test_compare_with_json_maps_variants_to_counts(capsys):
         assert counts["matched"]["target"] == "gated"
 
 
-# What is refused
+# Invalid arguments
 
 
 @pytest.mark.parametrize(

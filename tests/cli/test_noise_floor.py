@@ -1,4 +1,4 @@
-"""The noise floor of a synthetic query: against explicit softmax maps and closed forms."""
+"""Noise floor of a synthetic query, compared with explicit softmax maps and closed forms."""
 
 import io
 import json
@@ -32,20 +32,20 @@ FAST = ["keys=300", "draws=2"]
 
 
 def drawn(points, correlation, signal=6.0, draws=2, seed=0):
-    """The maps at (keys, amplitude) pairs."""
+    """Return the reduced maps at pairs (keys, amplitude)."""
     return draw_maps(
         points, correlation, NoiseFloorArguments(signal=signal, draws=draws, seed=seed)
     )
 
 
 def maps_of(noise1, noise2, signal):
-    """The library's maps of one draw, as one point."""
+    """Return the reduced maps of one draw at one point, (5, 1, 1)."""
     fields = reduce_maps(np.array(noise1), np.array(noise2), signal)
     return np.reshape(fields, (5, 1, 1))
 
 
 def explicit(noise1, noise2, signal, lam):
-    """Weight on the signal and SNR, from the definition."""
+    """Compute the weight on the signal and the SNR from the definition."""
     first = [math.exp(z) for z in (*noise1, signal)]
     second = [math.exp(z) for z in (*noise2, 0.0)]
     weights = [a / sum(first) - lam * b / sum(second) for a, b in zip(first, second, strict=True)]
@@ -58,7 +58,7 @@ def library(noise1, noise2, signal, lam):
 
 
 def optimum(noise1, noise2, signal):
-    """Where the derivative of SNR squared is zero: a ratio of sums over the noise keys."""
+    """Return the lambda with zero derivative of SNR squared: a ratio of sums over noise keys."""
     p = [math.exp(z) for z in noise1]
     q = [math.exp(z) for z in noise2]
     p_s, z1, z2 = math.exp(signal), sum(p) + math.exp(signal), sum(q) + 1
@@ -81,7 +81,7 @@ def test_weight_and_snr_equal_values_of_explicit_maps(signal, lam):
 @pytest.mark.parametrize("signal", [1.0, 2.0, 3.0])
 def test_best_lambda_on_grid_equals_closed_form(signal):
     best = optimum(NOISE1, NOISE2, signal)
-    assert 0.05 < best < 0.95  # inside, or the grid's end would be right by chance
+    assert 0.05 < best < 0.95  # not at an end of the grid, which could match by chance
     assert best_lambda(maps_of(NOISE1, NOISE2, signal)).item() == pytest.approx(best, abs=0.01)
     fine = np.linspace(0, 1, 20001)
     snr = [explicit(NOISE1, NOISE2, signal, lam)[1] for lam in fine]
@@ -161,7 +161,7 @@ def test_sweeps_agree_at_shared_points_and_best_lambda_has_highest_snr():
     for curves in (by_keys, result["by_amplitude"]["curves"]):
         assert (curves["best"]["snr"] >= curves["differential"]["snr"]).all()
         assert (curves["best"]["snr"] >= curves["standard"]["snr"]).all()
-    # More keys add to the sum of exp(2 sigma x), of which standard SNR is e^a over the root.
+    # The standard SNR is e^a / sqrt(sum of exp(2 sigma x)), which decreases with more keys.
     assert (np.diff(by_keys["standard"]["snr"]) < 0).all()
     usable = result["usable_amplitude"]
     assert result["by_amplitude"]["at"][-1] > usable["best"] > usable["standard"]

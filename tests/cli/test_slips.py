@@ -1,4 +1,4 @@
-"""Common slips on a command line: one line names the fix, and legal input still works."""
+"""Errors after common typing mistakes name the fix; similar legal input is accepted."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ MOE = ["model=moe_tiny", "data.paths=t.txt"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a text, a study file a run and a sweep."""
+    """Create a working directory with a text, a study file, a run and a sweep."""
     place = tmp_path_factory.mktemp("slips")
     for name in ("c04", "sweep/seed0"):
         write_run(place / "outputs" / name, "model=tiny")

@@ -1,4 +1,4 @@
-"""The typed configuration: what composes, what is derived, what cannot run."""
+"""Typed config: composition of YAMLs, derived values, and errors."""
 
 import re
 from copy import deepcopy
@@ -23,7 +23,7 @@ from diffllm.optim import Schedule
 CONF = config_directory()
 FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "study")
 NOT_VARIANTS = [path for path in FILES if path.parent.name != "attention"]
-NEEDED = {  # what a choice cannot do without
+NEEDED = {  # required keys of a choice
     ("data", "files"): ["data.paths=[corpus.txt]"],
     ("data", "hub"): ["data.dataset=owner/name"],
     ("data", "mixture"): ["data.sources={a: {}}"],
@@ -32,7 +32,7 @@ NEEDED = {  # what a choice cannot do without
 
 
 def plain_tree(node: object) -> bool:
-    """Dataclasses of plain values all the way down, nothing of the config library."""
+    """Return whether a tree contains only dataclasses and plain values, no OmegaConf objects."""
     if is_dataclass(node):
         return all(plain_tree(getattr(node, f.name)) for f in fields(node))
     if isinstance(node, list):
@@ -82,7 +82,7 @@ def test_every_yaml_composes(path: Path):
 
 @cache
 def of_variant(name: str) -> TrainConfig:
-    """Composed once for the tests that look at all; nobody may change it."""
+    """Load a config once for all tests; tests must not change the result."""
     return load_config(["model=tiny", f"attention={name}"])
 
 
@@ -128,7 +128,7 @@ def test_derived_values_follow_source_values(monkeypatch):
     assert (cfg.seed, cfg.model.init_seed) == (5, 0)
 
 
-# Ranks (test_fuzz_config.py draws the numbers that are refused)
+# Ranks (test_fuzz_config.py draws invalid numbers)
 
 
 def test_parallel_yamls_are_fsdp_and_a_replica_per_node():
@@ -136,7 +136,7 @@ def test_parallel_yamls_are_fsdp_and_a_replica_per_node():
     assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8, 1)
 
 
-# What cannot run anywhere
+# Errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every choice and key is described, by --help and by docs/configuration.md."""
+"""Descriptions of all choices and keys, in --help and docs/configuration.md."""
 
 import re
 
@@ -9,7 +9,7 @@ from diffllm.config.compose import compose_config, variants
 from diffllm.config.help import choices, first_sentence, help_text, sections_of
 
 LONGEST = 90
-"""Characters of a line that says what a key or a choice is."""
+"""Maximum characters of the description of a key or a choice."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`model.match_params_to`: the totals that the equations give, and a width found by trying all."""
+"""`model.match_params_to`: totals compared with the equations, width with an exhaustive search."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,9 +28,9 @@ def matched(model, own, target):
 
 
 def by_trying(model, own, target):
-    """(modulus, smallest difference) of the largest modulus that comes within 0.5%.
+    """Return (modulus, smallest difference) for the largest modulus within 0.5% of the target.
 
-    The modulus is None if the width stays, 0 if no multiple of any is close enough.
+    The modulus is None for an unchanged width, and 0 if no modulus is within 0.5%.
     """
     start = width_of(model)
     wanted = total_params(model, target, start)
@@ -58,7 +58,7 @@ def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
     assert len(own_variants) >= 16
     for own in own_variants:
         modulus, closest = by_trying(model, own, target)
-        if modulus == 0:  # 8 more in every one of all experts are too many
+        if modulus == 0:  # a change of 8 in all experts exceeds 0.5%
             assert model.moe.n_experts
             assert size != "moe_30a3"
             with pytest.raises(ConfigError, match="cannot come within"):
@@ -109,7 +109,7 @@ def test_flops_match_uses_width_from_equations(size, target):
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_visible_keys_of_stated_lengths_equal_count_in_cut_documents(packing):
-    lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens, so that 6 sequences are full
+    lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens fill 6 sequences
     documents = [n for n, number in lengths.items() for _ in range(number)]
     tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
     if packing == "stream":

@@ -1,4 +1,4 @@
-"""Versions of plugins: which files count, and what compares them."""
+"""Versions of plugins: the covered files, and comparisons of versions."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ FILES = {
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A directory of modules that Python finds; they are forgotten after the test."""
+    """Create importable modules; unload the modules after the test."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -51,7 +51,7 @@ def forget(directory: Path) -> None:
 
 
 def version(directory: Path, name: str) -> str:
-    """Import a plugin as a new process would, and return its version."""
+    """Import a plugin like a new process, and return the version."""
     forget(directory)
     imported(name)
     return plugin_versions([name])[name]
@@ -83,7 +83,7 @@ def test_version_of_installed_plugin_covers_only_own_package(mine):
 def test_version_does_not_depend_on_other_plugins_or_the_directory(mine, tmp_path):
     alone = version(mine, "own")
     forget(mine)
-    imported("whole")  # which imports the same module
+    imported("whole")  # the package imports the same module
     imported("own")
     assert plugin_versions(["own"]) == {"own": alone}
     elsewhere = mine.rename(tmp_path.with_name("elsewhere"))
@@ -131,7 +131,7 @@ def begun(path: Path, *words: str) -> RunDirectory:
 
 @pytest.fixture
 def run(mine, tmp_path) -> Path:
-    """A run that was begun with a plugin, whose code is another since."""
+    """Create a run with a plugin, then edit the plugin's code."""
     tokenizer = tmp_path / "source.model"
     tokenizer.write_bytes(b"pieces")
     directory = begun(tmp_path / "run", "plugins=[own]")

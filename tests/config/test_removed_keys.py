@@ -1,4 +1,4 @@
-"""A removed key names its replacement; a saved config that holds it at its default still loads."""
+"""Errors for removed keys name the replacement; saved configs with the default value load."""
 
 import json
 import re
@@ -22,7 +22,7 @@ OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """Removed keys of our own, and a directory of YAMLs that is not known yet."""
+    """Register removed keys for the tests, and reset the added YAML directories."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     for key, default in OLD.items():
@@ -90,7 +90,7 @@ def test_removed_key_in_recipe_sweep_or_python_names_replacement():
 
 
 def saved(**changes: Any) -> Path:
-    """Write config.yaml of a run in which some keys have other values; return the directory."""
+    """Write config.yaml of a run with some changed values; return the directory."""
     content = OmegaConf.to_container(
         OmegaConf.structured(load_config(["model=tiny"])), enum_to_str=True
     )

@@ -1,4 +1,4 @@
-"""Files that people pass on import no plug-in and read no variable of the environment."""
+"""Shared files can neither import plugins nor read environment variables."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ PLUGIN = "plugin_that_no_file_imports"
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """A secret in the environment, a plug-in in the path, and no directories of YAMLs yet."""
+    """Set a secret in the environment, add a plugin to the path, reset added YAML directories."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "MY_VARIABLE"):
         monkeypatch.setenv(name, SECRET)
@@ -44,13 +44,13 @@ def workplace(tmp_path, monkeypatch):
 
 
 def of_recipe(key: str, value: str) -> None:
-    """Load a recipe with a value of a key of data."""
+    """Load a recipe with a given value of one data key."""
     Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["x.txt"], key: value}))
     load_config(["data=r.yaml", "model=tiny"])
 
 
 def of_directory(group: str) -> Callable[[str, str], None]:
-    """Load a YAML of a group in a directory that the command line names."""
+    """Return a function that loads a YAML of a group from a named directory."""
 
     def load(key: str, value: str) -> None:
         Path(f"mine/{group}").mkdir(parents=True)
@@ -61,13 +61,13 @@ def of_directory(group: str) -> Callable[[str, str], None]:
 
 
 def of_study(base: str = "steps=1", arm: str = "steps=2") -> None:
-    """Load a study with an override for all arms, or for one."""
+    """Load a study with an override for all arms, or for one arm."""
     Path("s.yaml").write_text(STUDY.format(base=json.dumps(base), arm=json.dumps(arm)))
     load_study(Path("s.yaml"))
 
 
 def of_sweeper(word: str) -> None:
-    """Read the swept values of an experiment."""
+    """Read the sweep of an experiment with one override."""
     key, _, value = word.partition("=")
     Path("mine/experiment").mkdir(parents=True)
     params = json.dumps({"hydra": {"sweeper": {"params": {key: value}}}})
@@ -77,7 +77,7 @@ def of_sweeper(word: str) -> None:
 
 
 def of_sweep(word: str) -> None:
-    """Continue a sweep whose record has a run with an override."""
+    """Resume a sweep whose record contains a run with an override."""
     own = split_overrides(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
     plan_sweep(own, 1)[0].lock.release()
     file = Path("outputs/s/sweep.json")
@@ -90,7 +90,7 @@ def of_sweep(word: str) -> None:
 
 
 def of_word(load: Callable[[str], None]) -> Callable[[str, str], None]:
-    """Give a key and a value as one override."""
+    """Return a function that passes a key and a value to `load` as one override."""
     return lambda key, value: load(f"data.{key}='{value}'")
 
 
@@ -190,7 +190,7 @@ def test_study_run_imports_plugins_of_command_line(capsys):
 
 
 def test_launcher_in_a_named_directory_is_refused():
-    """Its setup lines would run as shell commands."""
+    """The `setup` lines of a launcher would run as shell commands."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
         Path(f"mine/{file}.yaml").parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The reader of YAML: plain values load as before, anything else raises one ValueError."""
+"""YAML reader: plain values load like with the former loaders, all else raises ValueError."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Atomic files, and locks."""
+"""Atomic writes, scratch directories and locks."""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ ME = f"process {os.getpid()} on {socket.gethostname()}"
 
 @pytest.fixture
 def order(monkeypatch):
-    """Names of the files that are synced, and "renamed", in the order of these calls."""
+    """Record file names at each fsync, and "renamed" at each rename, in the order of the calls."""
     events, sync = [], os.fsync
 
     def synced(descriptor: int) -> None:
@@ -49,7 +49,7 @@ def order(monkeypatch):
 
 
 def test_replace_file_syncs_file_before_rename_and_directory_after(tmp_path, order):
-    """Without, a power cut may leave an empty file under the new name."""
+    """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
     assert (tmp_path / "summary.json").read_text() == "{}"
@@ -86,7 +86,7 @@ def names(directory):
 
 
 def die_in_scratch_directory(final):
-    """Leave a scratch directory as a killed process does."""
+    """Exit inside a scratch directory, like a killed process."""
     with scratch_directory(final) as scratch:
         (scratch / "half").write_text("")
         os._exit(9)
@@ -196,7 +196,7 @@ def pause(path: str) -> None:
 
 
 def hold_until_killed(path: str) -> None:
-    """Hold a run directory, with a child process that outlives this one, such as a data loader."""
+    """Hold a run directory and start a child process, such as a data loader, that survives."""
     held = hold(Path(path), "run directory", "run.dir=...")
     multiprocessing.get_context("fork").Process(target=pause, args=(path,)).start()
     signal.pause()

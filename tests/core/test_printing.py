@@ -1,4 +1,4 @@
-"""Printed text has no control characters of foreign files; one table in four formats."""
+"""Printing without control characters of untrusted files, and tables in four formats."""
 
 import csv
 import io
@@ -15,13 +15,13 @@ from diffllm.core.printing import Cell, Table, TableColumn, echo, echo_json, to_
 from diffllm.metrics.display import Display
 
 OWN = re.compile(r"\x1b\[[\d;]*m")
-"""Colours, which rich writes itself."""
+"""Colour codes that rich writes."""
 HOSTILE = "\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] :x: \x7f"
 ESCAPED = r"\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] :x: \x7f"
 
 
 def acted_on(text: str) -> set[str]:
-    """Characters that a terminal acts on."""
+    """Return the characters of a text that a terminal interprets."""
     shown = {c for c in text if c.isprintable() or category(c) == "Zs" or c >= "\U000e0020"}
     return set(text) - shown - set("\n\t\u00ad\u200b\u200c\u200d\u2060")
 

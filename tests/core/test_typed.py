@@ -1,4 +1,4 @@
-"""Dataclasses made of plain values with checked types."""
+"""Conversion of plain values to dataclasses with type checks."""
 
 import json
 import math
