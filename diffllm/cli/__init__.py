@@ -92,6 +92,7 @@ def run_command(name: str, words: list[str]) -> int:
         lacks = f"{sys.executable} has no module {error.name}"
         raise UserError(f"{lacks}; activate the environment: source .venv/bin/activate") from error
     command = getattr(module, f"{name.replace('-', '_')}_command")
+    # Training installs handlers of its signals. Other commands can now clean up after Ctrl-C.
     if name != "train" and signal.getsignal(signal.SIGINT) is exit_at_once:
         more = "; the same command resumes" * (name == "prepare")
         signal.signal(signal.SIGINT, partial(interrupt, f"interrupted{more}"))

@@ -25,8 +25,8 @@ FORMATS = (".png", ".pdf", ".svg")
 @dataclass
 class AttentionMapArguments(RunArguments):
     prompt: str = argument("text to read, taken verbatim")
-    layer: str = argument("from 0; -1: the last layer; all: one figure per layer", "-1")
-    head: str = argument("from 0, or all", "all")
+    layer: str = argument("index from 0; -1: the last layer; all: one figure per layer", "-1")
+    head: str = argument("index from 0, or all", "all")
     step: int | None = argument("step of the checkpoint; 0 or none: the newest", None)
     out: str = argument(
         "figure file: .png, .pdf or .svg; layer=all adds the layer number to the name; empty: in "

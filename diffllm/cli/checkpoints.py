@@ -49,7 +49,7 @@ def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
     problems = [] if incomplete else faults(path, checksums)
     ranks = None
     if not incomplete and not problems:
-        with suppress(CheckpointError):  # the run deletes the checkpoint right now
+        with suppress(CheckpointError):  # the run may just have deleted the files
             ranks = read_state(path)["ranks"]
     written = path.lstat().st_mtime  # raises if the run has deleted the checkpoint
     try:

@@ -39,7 +39,7 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
     """Start or resume a run in this process, like `diffllm train` with the same config.
 
     Under torchrun every rank must call this function; all ranks return the same summary. In the
-    main thread, Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint first. Other threads ignore signals.
+    main thread, Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint first. Other threads handle none.
 
     Returns:
         The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",

@@ -47,8 +47,8 @@ POWER = """\
 diffllm power pilot=DIR... gap=NATS [key=value ...]: estimate seeds, tokens and hours for a gap
 
 A pilot consists of finished runs: a sweep, a directory of runs, or a quoted glob, with two or more
-seeds per arm. The command estimates the standard deviation of final held-out losses between seeds.
-From the upper 80% confidence limit, the command computes the seeds per arm that find the gap.
+seeds of at least one arm. The command estimates the standard deviation of final held-out losses
+between seeds, and computes the seeds per arm that find the gap from the upper 80% confidence limit.
 
 diffllm power pilot=outputs/first gap=0.02
 diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
@@ -122,7 +122,7 @@ def study_command(argv: list[str]) -> int:
 def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
     if len(files) != 1:
         wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
-        raise ConfigError(f"{wrong}; give one, as in diffllm study run STUDY.yaml out=DIR")
+        raise ConfigError(f"{wrong}; write, for example, diffllm study run STUDY.yaml out=DIR")
     if not out:
         raise ConfigError("out=DIR is missing: the directory of the study's runs")
     return load_study(user_path(files[0], "STUDY")), Path(out)
@@ -203,7 +203,7 @@ def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[st
         yield "pairs", f"sd of differences {sd}, {said} over {n} seeds; {pays}"
     if found["diverged"]:
         share = f"{found['diverged']} of {runs} runs diverged"
-        yield "diverged", f"{share}: the seeds below count only finite runs, start more"
+        yield "diverged", f"{share}: the seeds below exclude diverged runs, start more"
     yield from (("note", note) for note in found["notes"])
 
 

@@ -91,6 +91,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
             if all(is_allowed(each.get_key_element(), list(OF_NO_EFFECT)) for each in parsed):
                 overrides.insert(0, "experiment=quickstart")  # no override affects the computation
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            # A key such as data.paths selects a source, whose YAML requires a second composition.
             if source := implied_source(cfg, parsed):
                 overrides = [*source, *overrides]
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
@@ -116,7 +117,7 @@ def typed_config(composed: DictConfig) -> TrainConfig:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{one_line(error)}") from error
     except TypeError as error:  # the interpolated value of a list key is not a list
-        raise ConfigError(f"the interpolated value of a list is no list: {error}") from error
+        raise ConfigError(f"the interpolated value of a list is not a list: {error}") from error
     assert isinstance(cfg, TrainConfig)
     used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
     names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
@@ -175,7 +176,7 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
             cfg[name] = None
     kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
     if len(given) > 1 or len(kept) > 1:
-        raise ConfigError(f"{', '.join(sorted(given or kept))}: set one of {', '.join(LENGTHS)}")
+        raise ConfigError(f"{', '.join(sorted(given or kept))}: set only one of these keys")
 
 
 def steps_to_train(cfg: TrainConfig) -> int:

@@ -94,6 +94,7 @@ def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
     """Raise ConfigError if the value of a boolean key is a number other than 0 and 1."""
     for override in overrides:
         value = override.value()
+        # OmegaConf converts any integer to a boolean without an error.
         number = isinstance(value, int) and value not in (0, 1)
         if number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
             raise ConfigError(f"{override.input_line}: must be true or false")
@@ -148,7 +149,7 @@ def explain(error: Exception, words: list[str]) -> str:
         known = [*GROUPS, *known_keys(compose("train", overrides=[] if file else chosen))]
         name = key[1] if key else unknown[1]
         if file and name == file[1]:  # Hydra put the content below the name of the group
-            return f"{where}the first line of its YAML must be '# @package _global_'"
+            return f"{where}the first line of the YAML must be '# @package _global_'"
         outer = re.search(r"Error merging override \+*([\w.]+)=", str(error))
         if outer and "." not in name and outer[1] != name:  # the key is inside a list
             where = f"{outer[1]}: "

@@ -55,7 +55,7 @@ def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """Load the config of a run directory; raises CheckpointError, or UserError for a plugin."""
+    """Load the config of a run directory; raises CheckpointError, UserError without a plugin."""
     file = path / "config.yaml"
     try:
         with readable(file):  # larger than a recipe: each source includes all defaults

@@ -106,8 +106,8 @@ class TrainConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     plugins: list[str] = field(default_factory=list)
-    """Python modules or entry points that register variants, data sources and metrics. They are
-    imported in the order of the command line."""
+    """Python modules or entry points that register variants, data sources and metrics. YAML
+    files cannot set this key."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0

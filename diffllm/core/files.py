@@ -104,6 +104,7 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
     try:
         descriptor = os.open(path, flags | safe, 0o666)
     except OSError as error:
+        # ELOOP means a link at `path` itself, or a circle of links among the parent directories.
         circle = error.errno == errno.ELOOP and not path.is_symlink()
         if error.errno in (errno.ELOOP, errno.ENXIO) and not (follow or circle):
             raise OSError(errno.EINVAL, "Link or not a regular file", str(path)) from error
@@ -348,8 +349,8 @@ def new_directory(final: Path) -> Iterator[Path]:
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     """Create an empty hidden directory next to `final`; the block may rename the directory.
 
-    A lock excludes other processes. If it is held, wait if `wait` is true, otherwise raise
-    InUseError. Remove the remains of a killed process. Raises OSError.
+    A lock excludes other processes, which wait if `wait` is true, otherwise raise InUseError.
+    Remove the remains of a killed process. Raises OSError.
     """
     name = f".{final.name}"
     if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes

@@ -200,7 +200,7 @@ def test_error_for_field_of_different_variant_suggests_only_fields_of_chosen_var
 
 
 FAULTS = {
-    "steps: 5\n": "the first line of its YAML must be '# @package _global_'",
+    "steps: 5\n": "the first line of the YAML must be '# @package _global_'",
     "# @package _global_\nsteps: [5\n": "line 3",
     "# @package _global_\n- steps\n": "must contain a mapping of keys to values",
     "# @package _global_\nstep: 16\n": "unknown key step; did you mean steps?",
