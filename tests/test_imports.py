@@ -240,6 +240,6 @@ def test_console_script_without_command_loads_neither_torch_nor_hydra():
     assert not {"torch", "hydra"} & loaded_after(code)
 
 
-def test_an_unknown_attribute_is_an_attribute_error():
+def test_unknown_attribute_of_package_raises_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = diffllm.nonsense

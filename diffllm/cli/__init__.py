@@ -92,11 +92,11 @@ def run_command(name: str, words: list[str]) -> int:
         lacks = f"{sys.executable} has no module {error.name}"
         raise UserError(f"{lacks}; activate the environment: source .venv/bin/activate") from error
     command = getattr(module, f"{name.replace('-', '_')}_command")
-    # Training installs handlers of its signals. Other commands can now clean up after Ctrl-C.
+    # `train` installs handlers later. From here on, other commands can clean up after Ctrl-C.
     if name != "train" and signal.getsignal(signal.SIGINT) is exit_at_once:
         more = "; the same command resumes" * (name == "prepare")
         signal.signal(signal.SIGINT, partial(interrupt, f"interrupted{more}"))
-    # All other commands only print, so they fail if the output cannot be written.
+    # Commands that only print fail if the output cannot be written.
     makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
     with nullcontext() if makes_files else result():
         return command(words) or 0

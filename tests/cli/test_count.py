@@ -242,7 +242,7 @@ def printed(capsys, *words):
     return out
 
 
-def test_compare_prints_values_and_their_changes_or_an_equals_sign(capsys):
+def test_compare_prints_values_and_changes_or_equals_sign(capsys):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 

@@ -92,7 +92,7 @@ def test_best_lambda_on_grid_equals_closed_form(signal):
 
 
 @pytest.mark.parametrize("correlation", [-0.5, 0.0, 0.9])
-def test_many_keys_approach_the_limit(correlation):
+def test_snr_with_many_keys_approaches_closed_form_limit(correlation):
     sigma, signal, keys = 0.5, 6.0, CONTEXTS[-1]
     maps = drawn([(keys, sigma)], correlation, signal)
     standard = average(maps, 0.0)["snr"].item()
@@ -118,7 +118,7 @@ def test_noise_of_maps_has_stated_correlation_and_amplitude(correlation, monkeyp
     assert np.corrcoef(noise1, noise2)[0, 1] == pytest.approx(correlation, abs=0.02)
 
 
-def test_means_and_standard_errors_are_over_the_draws():
+def test_average_computes_mean_and_standard_error_over_draws():
     maps = drawn([(100, 1.0), (200, 1.0)], 0.5, signal=4.0, draws=5, seed=1)
     curve = average(maps, np.array([0.2, 0.7]))
     for i, lam in enumerate((0.2, 0.7)):

@@ -106,7 +106,7 @@ def test_error_after_typing_mistake_names_fix(place, monkeypatch, capsys, words,
         (["steps=" + "[" * 2**17], "is nested too deeply to be read"),
     ],
 )
-def test_other_errors_have_no_hint(words, error):
+def test_hint_is_empty_for_other_errors(words, error):
     assert hint(words, error) == ""
 
 

@@ -212,7 +212,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_fault_in_experiment_file_is_named_with_nearest_key(tmp_path, monkeypatch, text):
+def test_error_in_experiment_file_names_fault_and_similar_key(tmp_path, monkeypatch, text):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(text)

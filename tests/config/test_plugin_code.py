@@ -115,7 +115,7 @@ def test_plugin_that_raises_or_replaces_itself_gives_a_config_error(mine, name):
     assert said in str(caught.value)
 
 
-def test_module_without_source_file_is_no_plugin():
+def test_module_without_source_file_is_refused_as_plugin():
     with pytest.raises(ConfigError, match=r"plugins=\[sys\]: sys has no source file"):
         imported("sys")
 
@@ -160,7 +160,7 @@ def test_run_with_plugin_does_not_resume_without_plugin(run):
         begun(run).check()
 
 
-def test_run_of_an_older_version_or_without_plugins_resumes_with_any(run):
+def test_run_without_recorded_plugins_resumes_with_any_plugin(run):
     for facts in ("{}", '{"plugin_code": {}}'):
         (run / "run.json").write_text(facts)
         begun(run, "plugins=[own]").check()

@@ -105,7 +105,7 @@ def saved(**changes: Any) -> Path:
     return Path()
 
 
-def test_saved_config_with_removed_keys_at_their_defaults_loads(capsys):
+def test_saved_config_with_removed_keys_at_defaults_loads(capsys):
     run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
     assert load_run_config(run) == load_config(["model=tiny"])
     assert capsys.readouterr() == ("", "")
