@@ -27,7 +27,7 @@ class AttentionMapArguments(RunArguments):
     prompt: str = argument("text to read, taken verbatim")
     layer: str = argument("index from 0; -1: the last layer; all: one figure per layer", "-1")
     head: str = argument("index from 0, or all", "all")
-    step: int | None = argument("step of the checkpoint; 0 or none: the newest", None)
+    step: int | None = argument("step of the checkpoint; 0 or not given: the newest", None)
     out: str = argument(
         "figure file: .png, .pdf or .svg; layer=all adds the layer number to the name; empty: in "
         "the run directory, with a different name for each prompt",
