@@ -67,7 +67,7 @@ def test_zst_of_several_frames_is_read_whole_or_refused(
     assert texts(make_config(path)) == ["one", "two"]
     for cut in (1, len(second) // 2, len(second) - 1):
         path.write_bytes(first + second[:-cut])
-        with pytest.raises(DataError, match="cannot be unpacked as zstd: Truncated"):
+        with pytest.raises(DataError, match="cannot be decompressed as zstd: Truncated"):
             texts(make_config(path))
     # pyarrow reads windows of up to 128 MiB.
     parameters = zstandard.ZstdCompressionParameters(window_log=28, hash_log=6, chain_log=6)
@@ -89,7 +89,7 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
     [
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
-        ("a.txt.gz", b"plain", "a.txt.gz: cannot be unpacked as gzip"),
+        ("a.txt.gz", b"plain", "a.txt.gz: cannot be decompressed as gzip"),
         ("a.py", b"\xe9t\xe9\n", "a.py: not UTF-8 text"),
         ("a.md.gz", b"text\n", "a.md.gz: unsupported format; data=files reads .parquet"),
         ("a.bin", b"text\n", "other text, data=tokens .bin and .ds"),
@@ -117,12 +117,12 @@ def test_unusable_files_are_named_in_one_line(
 @pytest.mark.parametrize(
     ("row", "end"),
     [
-        ({"id": 1, "body": "x"}, "it has id, body: use data.text_column=body"),
+        ({"id": 1, "body": "x"}, "id, body: use data.text_column=body"),
         (
             {"question": "q", "answer": "a", "id": 1},
-            "it has question, answer, id: use data.text_column=question or data.text_column=answer",
+            "question, answer, id: use data.text_column=question or data.text_column=answer",
         ),
-        ({"id": 1, "size": 2}, "it has id, size, none of them text"),
+        ({"id": 1, "size": 2}, "id, size, none with text"),
     ],
 )
 def test_a_missing_column_is_answered_with_the_one_that_holds_text(
@@ -132,7 +132,7 @@ def test_a_missing_column_is_answered_with_the_one_that_holds_text(
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(f"a.parquet: no column 'text' of text; {end}")
+    assert str(caught.value).endswith(f"a.parquet: no text column 'text'; its columns are {end}")
 
 
 def test_an_array_of_json_is_read_by_its_text_alone(
@@ -142,7 +142,7 @@ def test_an_array_of_json_is_read_by_its_text_alone(
     path.write_text('[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]')
     assert texts(make_config(path)) == [None, "a", "b"]
     path.write_text('[{"text": "a"}, {"text": 1}]')
-    with pytest.raises(DataError, match=r"a.json: column 'text' holds int, not text"):
+    with pytest.raises(DataError, match=r"a.json: column 'text' contains int, not text"):
         texts(make_config(path))
 
 
@@ -289,7 +289,7 @@ def test_a_local_directory_is_no_dataset_of_the_hub(
     (tmp_path / "corpus").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("corpus", "./corpus", str(tmp_path / "corpus"), "~/nowhere", "a/b/c"):
-        with pytest.raises(DataError, match=f"data.dataset={name}: no name of a dataset of the"):
+        with pytest.raises(DataError, match=f"data.dataset={name} must be the name of a hub"):
             opened(make_config(source="hub", dataset=name))
 
 

@@ -209,7 +209,7 @@ def test_packed_file_that_ends_anywhere_is_refused(place: Path, form: str, flush
     for end in range(1, len(content)):
         file.write_bytes(content[:end])
         if end not in ends:  # nothing shows that another whole stream was there
-            with pytest.raises(DataError, match=f"{file}: cannot be unpacked as "):
+            with pytest.raises(DataError, match=f"{file}: cannot be decompressed as "):
                 texts(file, place / "cache")
 
 

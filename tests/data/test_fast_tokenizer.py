@@ -97,8 +97,8 @@ def test_config_next_to_a_tokenizer_names_its_end(
         ("tokenizer_config.json", '{"eos_token": {"content": []}}', r"no token \[\] to end a doc"),
         ("tokenizer_config.json", "[" * 100_000, "not a tokenizer's config"),
         ("tokenizer_config.json", "[]", "not a tokenizer's config"),
-        ("tokenizer.json", "{}", "not a file of tokenizers"),
-        ("tokenizer.json", NO_END, "it has no token .* to end a document"),
+        ("tokenizer.json", "{}", "not a valid tokenizer.json"),
+        ("tokenizer.json", NO_END, ": no token .* to end a document"),
         ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216 must be below"),
         ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
     ],
@@ -126,5 +126,5 @@ def test_what_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match=r"a/b\.model: no such tokenizer file"):
         located("a/b.model")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: 1 / 0)
-    with pytest.raises(DataError, match="owner/name: no such tokenizer here, and from the hub"):
+    with pytest.raises(DataError, match="owner/name: no such local tokenizer; the hub answers"):
         located("owner/name")

@@ -109,7 +109,7 @@ def test_pieces_of_a_single_document_are_held_out_and_spread_evenly(
         tmp_path / "a.txt", sample_by=SampleBy.document, tokenizer=str(prepared.directory)
     )
     data = prepare(whole)
-    assert "held-out tokens, pieces of the one document, in" in capfd.readouterr().err
+    assert "held-out tokens, pieces of a single document, in" in capfd.readouterr().err
     heldout, train = (documents_of(data, split) for split in ("heldout", "train"))
     assert data.manifest.cut
     assert len(heldout) == len(train) == pieces

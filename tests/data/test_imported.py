@@ -184,7 +184,7 @@ def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
     edited = np.concatenate([lengths[:10], lengths[20:9:-1], lengths[21:]])
     write_index(path, edited)
     for read in (lambda: before.split("heldout"), lambda: train.tokens(0, len(train))):
-        with pytest.raises(DataError, match="changed since it was"):
+        with pytest.raises(DataError, match="changed after it was"):
             read()
     after = prepare(make(path))
     assert after.manifest.corpus != before.manifest.corpus
@@ -235,15 +235,15 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
 @pytest.mark.parametrize(
     ("name", "suffix", "damage", "said"),
     [
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "do not follow|end at token"),
+        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "not contiguous|ends at token"),
         damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"),
         damaged(NAMES[0], ".idx", lambda p: p.unlink(), "idx: unusable .No such file"),
         damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes, which are not 61 numbers of 8"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "no index of Megatron's"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "no index of Megatron's"),
-        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "end at token 1,906, its tokens at 1,905"),
+        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "not a Megatron index"),
+        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "not a Megatron index"),
+        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "ends at token 1,906, but .* has 1,905"),
         damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "index: unusable .No such file"),
-        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "it has no documents"),
+        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "the index has no documents"),
         damaged(NAMES[2], ".ds.metadata", lambda p: p.write_text("x|3"), "tokens of '3' bytes"),
     ],
 )
@@ -273,5 +273,5 @@ def test_what_is_missing_is_said(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
         prepare(make())
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"none of \.bin, \.ds, and no"):
+    with pytest.raises(DataError, match=r"neither a \.bin or \.ds file nor"):
         prepare(make(tmp_path / "a.txt"))

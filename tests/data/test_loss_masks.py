@@ -102,13 +102,13 @@ def test_a_damaged_mask_is_named(masked: TokenStream, tmp_path: Path) -> None:
     file = tmp_path / "stream" / "train-00001.mask"
     file.write_bytes(bytes(97))
     masked.loss_mask(0, 97)
-    with pytest.raises(DataError, match=r"train-00001\.mask: damaged, its sha256 is not"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: damaged: its sha256 is not"):
         masked.loss_mask(0, 98)
     file.write_bytes(bytes(96))
-    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes where the manifest says 97"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes, but the manifest says 97"):
         opened(tmp_path / "stream")
     file.unlink()
-    with pytest.raises(DataError, match=r"train-00001\.mask: no file where"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: no file, but"):
         opened(tmp_path / "stream")
 
 
@@ -187,7 +187,7 @@ def test_the_bytes_are_of_what_is_predicted(masked: TokenStream) -> None:
 
 def test_a_split_that_is_only_context_is_refused(masked: TokenStream, tmp_path: Path) -> None:
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
-    with pytest.raises(DataError, match="no token that is to be predicted"):
+    with pytest.raises(DataError, match="no token to predict"):
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 

@@ -134,11 +134,11 @@ def test_other_weights_hold_from_where_it_stands(make: Make) -> None:
 
 def test_a_place_in_other_samples_is_refused(make: Make) -> None:
     state = make().state(24)
-    with pytest.raises(CheckpointError, match="seed=5, this run seed=6"):
+    with pytest.raises(CheckpointError, match="seed=5, but this run has seed=6"):
         make(seed=6).sample_of(state)
-    with pytest.raises(CheckpointError, match="is of the sources code, web, this run of the"):
+    with pytest.raises(CheckpointError, match=r"has data\.sources code, web, but this run"):
         make().sample_of({**state, "consumed": {"code": 10, "web": 14}})
-    with pytest.raises(CheckpointError, match=r"of the sources .no mixture."):
+    with pytest.raises(CheckpointError, match=r"has data\.sources .no mixture."):
         make().sample_of({"seed": SEED, "epoch": 0, "sample": 3})
 
 
@@ -222,7 +222,7 @@ def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web: data.paths: "),
-        ("a.jsonl", "no column 'text' of text; it has content: use data.text_column=content"),
+        ("a.jsonl", "no text column 'text'; its columns are content: use data.text_column=content"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
@@ -263,12 +263,12 @@ def test_a_source_that_is_damaged_is_named(
     ("changes", "said"),
     [
         ({"sources": {}}, "data.source=mixture needs data.sources="),
-        ({"sources": {"a b": SourceConfig()}}, "'a b' has to be of letters"),
+        ({"sources": {"a b": SourceConfig()}}, "'a b' must consist of letters"),
         ({"sources": {"a": SourceConfig(weight=-1)}}, "data.sources.a.weight=-1 must not be neg"),
         ({"sources": {"a": SourceConfig(weight=0)}}, "all weights are 0"),
-        ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot hold another"),
+        ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot contain a mixture"),
         ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, "),
-        ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
+        ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights: 'b' is not one of a"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
         ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
         (

@@ -123,7 +123,7 @@ def test_a_source_that_has_been_read_often_enough_leaves_its_weight():
     assert counts[1] <= 600
     assert counts[2] <= 100
     assert limited(plan, 0, 400, [0, 0, 0], [math.inf, 600, 100]) == plan
-    with pytest.raises(ConfigError, match="no source with a weight is left"):
+    with pytest.raises(ConfigError, match="all sources with a weight reach epochs_at_most"):
         limited([(0, (1.0,))], 0, 10_000, [0], [100])
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 

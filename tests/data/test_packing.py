@@ -268,11 +268,11 @@ def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, nam
     content = bytearray(file.read_bytes())
     content[3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}: damaged, its sha256 is not"):
+    with pytest.raises(DataError, match=rf"{name}: damaged: its sha256 is not"):
         PackingPlan(tmp_path / "plan")[0]
     file.write_bytes(content[:-1])
     with pytest.raises(
-        DataError, match=rf"{name}: {len(content) - 1} bytes where the manifest says {len(content)}"
+        DataError, match=rf"{name}: {len(content) - 1} bytes, but the manifest says {len(content)}"
     ):
         PackingPlan(tmp_path / "plan")
 
@@ -291,7 +291,7 @@ def test_forged_piece_that_does_not_fit_is_refused(
     said["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     record.write_text(json.dumps(said))
     sequences.plan = PackingPlan(tmp_path / "plan")
-    with pytest.raises(DataError, match=r"plan.json: unusable \(has a piece .*; delete"):
+    with pytest.raises(DataError, match=r"plan.json: unusable \(a piece .*; delete"):
         sequences.read(np.arange(2))
 
 

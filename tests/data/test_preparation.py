@@ -103,7 +103,7 @@ def test_a_corpus_without_text_is_refused(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     tokenizer = str(prepared.directory) if given else None
-    with pytest.raises(DataError, match=r"1 file: a.jsonl: no document has any text"):
+    with pytest.raises(DataError, match=r"1 file: a.jsonl: no document contains text"):
         prepare(make_config(tmp_path / "a.jsonl", tokenizer=tokenizer))
     assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
 
@@ -165,7 +165,7 @@ def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_f
     second = start_preparing(corpus_file, tmp_path / "cache")
     assert second.stderr is not None
     who = f"process {first.pid} on {socket.gethostname()}"
-    what = f"waiting for {who} that prepares {tmp_path / 'cache' / 'tokens'}/"
+    what = f"waiting for {who}, which prepares {tmp_path / 'cache' / 'tokens'}/"
     assert what in second.stderr.readline()
     first.kill()
     first.communicate()

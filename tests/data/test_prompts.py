@@ -113,9 +113,7 @@ def test_documents_with_equal_completions_are_distinct_if_their_prompts_differ(
 def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "b.txt").write_text("a\nb\n")
-    with pytest.raises(
-        DataError, match=r"no column 'x' of text; .* use data.prompt_column=prompt$"
-    ):
+    with pytest.raises(DataError, match=r"no text column 'x'; .* use data.prompt_column=prompt$"):
         prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
-    with pytest.raises(DataError, match=r"a text has no columns, which data.prompt_column needs"):
+    with pytest.raises(DataError, match=r"a text file has no columns, but data.prompt_column"):
         prepare(make_config(tmp_path / "b.txt", prompt_column="x"))

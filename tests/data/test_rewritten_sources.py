@@ -98,7 +98,7 @@ def test_file_rewritten_in_a_preparation_is_refused(
         return real(*args, **more)
 
     monkeypatch.setattr(owner, name, late)
-    with pytest.raises(DataError, match=r"changed since it was hashed; start again"):
+    with pytest.raises(DataError, match=r"changed after it was hashed; run the command again"):
         prepare(cfg)
     made = [path.parent.name for path in cache.glob("tok*/*") if path.name.isalnum()]
     assert made == ["tokenizers"] * (name in ("encode", "manifest"))

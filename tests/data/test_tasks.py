@@ -239,7 +239,7 @@ def test_icl_trains_on_the_labels_that_it_is_evaluated_with() -> None:
 
 
 def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, and the m"):
+    with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
     class Other(Task):
@@ -256,7 +256,7 @@ def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "level", "said"),
     [
-        ("needle", {"length": 10**9, "needles": 1, "queries": 1}, "needs 1000000000 tokens, and"),
+        ("needle", {"length": 10**9, "needles": 1, "queries": 1}, "needs 1000000000 tokens, but"),
         ("needle", {"length": "1000000000", "needles": 1, "queries": 1}, "needs 1000000000 tokens"),
         (
             "needle",
@@ -271,11 +271,11 @@ def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
         (
             "needle",
             {"length": 512, "needles": 6, "asked": 2},
-            "has length, needles, queries, not",
+            "needs length, needles, queries, not",
         ),
-        ("icl", {"shots": 10**7}, "needs 10000000 tokens, and the model reads 100000"),
+        ("icl", {"shots": 10**7}, "needs 10000000 tokens, but the model reads 100000"),
         ("icl", {"shots": 10**5}, "100,000 shots leave no other word that begins with"),
-        ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, and the model reads 100000"),
+        ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
 def test_check_refuses_a_level_without_end(name: str, level: Level, said: str) -> None:

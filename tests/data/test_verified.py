@@ -126,5 +126,5 @@ def test_a_flipped_bit_is_found_before_its_shard_is_used(
     content[-1] ^= 128
     path.write_bytes(content)
     assert stream.tokens(0, 97).tolist() == list(range(97))
-    with pytest.raises(DataError, match=r"train-00001.bin: damaged, .* delete .*stream to prepare"):
+    with pytest.raises(DataError, match=r"train-00001.bin: damaged: .* delete .*stream to prepare"):
         stream.tokens(90, 110)

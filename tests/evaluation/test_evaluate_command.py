@@ -137,7 +137,7 @@ def test_task_that_is_too_long_is_skipped(
     runs = tmp_path / "runs"
     short = write_weights(runs / "short", tokenizer, "seq_len=16")
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
-    why = r"the task mqar needs \d+ tokens, and the model reads 15"
+    why = r"the task mqar needs \d+ tokens, but the model reads 15"
     line = f"{why}; skipped for {short}\n"
     for tasks in (f"[mqar,{own}]", f"[{own},mqar]"):
         assert main(["evaluate", f"run={short}", f"tasks={tasks}", "--json"]) == 0
@@ -163,7 +163,7 @@ def test_suite_at_a_length_of_256_has_all_tasks_but_needles(
     assert list(results) == [name for name in suite.SUITES["claims"] if name != "needle"]
     assert all(result["scores"] for result in results.values())
     assert (
-        f"the task needle needs more tokens, and the model reads 255; skipped for {run}" in said.err
+        f"the task needle needs more tokens, but the model reads 255; skipped for {run}" in said.err
     )
 
 

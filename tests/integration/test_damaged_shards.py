@@ -121,7 +121,7 @@ def test_what_is_wrong_at_the_start_is_said_before_training(prepared, tmp_path, 
     before = snapshot(directory)
     line = the_error(ForkedRun([*words, f"run.dir={tmp_path / 'run'}"]).finish(2))
     assert named in line
-    assert ("bytes where the manifest says" in line) == named.startswith("train")
+    assert ("bytes, but the manifest says" in line) == named.startswith("train")
     assert f"delete {directory} to prepare it again" in line
     assert not changes(before, snapshot(directory))
     assert not (tmp_path / "run").exists()

@@ -115,7 +115,7 @@ def test_tokens_that_go_before_the_last_evaluation(workplace, tmp_path, ranks):
     process.wait_for(gate.reached, "the last evaluation")
     DAMAGE["heldout cut off"](directory)
     gate.open()
-    assert "heldout-00000-00000.bin: cut off" in the_error(process.finish(2))
+    assert "heldout-00000-00000.bin: truncated" in the_error(process.finish(2))
     shutil.rmtree(directory)
     shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
     finish(Path(corpus), run, *WORDS, ranks=ranks)
