@@ -160,7 +160,7 @@ def together(splits: Sequence[Split]) -> Split:
 
 def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fraction") -> str:
     """Return a warning about too little held-out text, which advises to increase `key`; empty for
-    enough text. Only documents count if `tokens` is None."""
+    enough text. With `tokens=None`, only documents count."""
     if documents >= LEAST_DOCUMENTS and (tokens is None or tokens >= LEAST_TOKENS):
         return ""
     counted = f"{documents:,} document{'s' * (documents != 1)}"
