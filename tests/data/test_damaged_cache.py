@@ -1,4 +1,4 @@
-"""A damaged cache of tokens is prepared anew, or refused with a message that names the file."""
+"""A damaged cache of tokens is prepared again, or refused with an error that names the file."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from diffllm.data.sequences import PackedSequences, training_sequences
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """A corpus whose cache has every kind of file."""
+    """A corpus with a cache that contains every kind of file."""
     directory = tmp_path_factory.mktemp("kept")
     (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n")
     cfg = DataConfig(
@@ -72,14 +72,14 @@ OTHERS = (
         *((pattern, holds(b"[]")) for pattern in RECORDS),
     ],
 )
-def test_damaged_file_of_the_cache_is_replaced_or_named(
+def test_damaged_cache_file_is_replaced_or_raises_with_path(
     kept: DataConfig, tmp_path: Path, pattern: str, damage: Callable[[Path], None]
 ) -> None:
     whole = read(kept)
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
     for path in cache.glob(pattern):
         damage(path)
-    if pattern == OTHERS[0]:  # only read to prepare tokens
+    if pattern == OTHERS[0]:  # the tokenizer is read only to prepare tokens
         shutil.rmtree(cache / "tokens")
     said: list[DataError] = []
     try:
@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [fifo, terabyte, flip, holds(b""), Path.unlink])
-def test_damaged_shard_of_an_unfinished_preparation_is_replaced_or_named(
+def test_damaged_shard_of_unfinished_preparation_is_replaced_or_raises(
     kept: DataConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +146,7 @@ def edited(file: Path, keys: list[Any], value: Any) -> None:
         ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
     ],
 )
-def test_edited_record_is_refused_with_the_key(
+def test_edited_record_raises_with_the_key(
     kept: DataConfig, tmp_path: Path, name: str, keys: list[Any], value: Any, message: str
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Which documents are held out: the fraction, its minimum, and pieces of a single document."""
+"""Choice of held-out documents: fraction, minimum, and pieces of a single document."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ LINES = sample_documents(10_000)
 
 
 def of_lines(documents: int, lines: int) -> list[str]:
-    """Distinct documents of equally many lines."""
+    """Return distinct documents with `lines` lines each."""
     return ["\n".join(LINES[i * lines : (i + 1) * lines]) for i in range(documents)]
 
 
