@@ -167,7 +167,7 @@ class DataConfig(TextConfig):
     whole sequences. A run stores its measured number as `visible_keys` in summary.json."""
     document_lengths: dict[int, int] = field(default_factory=dict)
     """Number of documents by length in tokens with EOS, for example {500: 90, 8000: 10}.
-    visible_keys follows from it, seq_len and packing."""
+    visible_keys follows from these lengths, seq_len and packing."""
     sample_prompt: str | None = None
     """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 

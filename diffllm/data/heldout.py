@@ -72,7 +72,7 @@ class HeldoutDocuments:
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
-        """Return the starts of the sequences and the end of the last one, (r + 1,) int64."""
+        """Return the starts of all sequences and the end of the last sequence, (r + 1,) int64."""
         total = int(self.ends[-1])
         if not self.whole:
             return np.append(np.arange(0, total, seq_len), total)
@@ -106,8 +106,8 @@ class HeldoutDocuments:
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the decoded UTF-8 bytes of each document's predicted tokens, and the first 8 bytes
-        of the SHA-256 of its whole text: (n,) int64 each, 0 for the documents of other ranks."""
+        """Return the number of UTF-8 bytes of each document's predicted tokens, and the first 8
+        bytes of the SHA-256 of its whole text: (n,) int64 each, 0 for documents of other ranks."""
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):

@@ -91,7 +91,7 @@ class ImportedData(TokenData):
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Open the tokens of data.paths, or one directory of our shards; raises DataError."""
+    """Open the tokens of data.paths, or one directory of diffllm shards; raises DataError."""
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())
     if cfg.tokenizer is None:

@@ -43,8 +43,8 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample; raises ConfigError for a global batch that micro batches of
-        all ranks do not divide, and for impossible counts and ranks."""
+        """Start at the first sample; raises ConfigError unless the micro batches of all ranks
+        divide the global batch, and for impossible counts and ranks."""
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         check_counts(least=1, **sizes)
         check_counts(least=0, num_workers=num_workers)
@@ -78,7 +78,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro batch; raises DataError if it is unreadable or a worker died."""
+        """Return the next micro batch; raises DataError for unreadable data or a dead worker."""
         if not self._ahead:
             if self.failed:
                 raise self.failed

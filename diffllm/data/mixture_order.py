@@ -84,7 +84,7 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the sample after which a source would exceed `most` samples; None for never."""
+        """Return the sample after which a source would exceed `most` samples, or None."""
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
             weight = segment.weights[source]

@@ -3,10 +3,10 @@
 Megatron's indexed dataset: NAME.bin has the tokens. NAME.idx has the magic MMIDIDX and two zeros,
 the version (uint64) 1, a code of the tokens' type (uint8), numbers of sequences and of document
 places (uint64 each), then lengths of sequences (int32), their places in bytes (int64), the first
-sequence of each document, and the end (int64).
+sequence of each document, then the number of sequences (int64).
 
 Datatrove's token files, which Nanotron reads: NAME.ds has the tokens, NAME.ds.index the ends of
-documents (uint64), and NAME.ds.metadata a first line that ends with the bytes of a token.
+documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per token.
 """
 
 import hashlib

@@ -47,7 +47,7 @@ class PartRecord:
     splits: dict[str, Split]
     skipped_empty: int
     below: int
-    """Documents with a hash below this are held out."""
+    """Documents with a smaller hash are held out."""
     least: int | None
     most: int | None
     """Range of the hashes; None without documents."""

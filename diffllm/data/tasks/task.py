@@ -27,7 +27,7 @@ Count = Callable[[str], int]
 Seed = int | str
 SAMPLES = 4
 SPARE = 1.03
-"""Longest example over the longest measured one."""
+"""Assumed ratio of the longest example to the longest measured example."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
 LARGEST = 2**28
@@ -154,7 +154,7 @@ class Task(ABC):
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples; each depends only on task, level, seed and number."""
+        """Make examples; an example depends only on task, level, seed and index."""
         for i in range(number):
             yield self.example(self.generator(level, seed, i), level, count)
 
@@ -250,7 +250,7 @@ class OwnFile(Task):
         yield from self.of_level(level)[:number]
 
     def longest(self, level: Level, count: Count) -> int:
-        """Return the tokens of the shortest example: longer ones may be skipped."""
+        """Return the tokens of the shortest example: longer examples may be skipped."""
         return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
 
 

@@ -50,7 +50,7 @@ class Corpus:
 
     description: str
     identity: str
-    """Hash of the content and of the settings that cut it into documents."""
+    """Hash of the content and of the settings that define documents."""
     list_parts: Callable[[], Sequence[Part]]
     """Lists the parts, in order; raises DataError."""
     check: Callable[[], None] = lambda: None
@@ -75,7 +75,7 @@ class Corpus:
 
 
 class TextsPart(Part):
-    """Documents in memory."""
+    """A part with documents in memory."""
 
     def __init__(self, name: str, texts: Sequence[str | None]) -> None:
         size = sum(len(text) for text in texts if text)

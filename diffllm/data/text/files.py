@@ -95,7 +95,7 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
 
 
 def is_of_rows(path: Path, column: str) -> bool:
-    """Whether a .json file is an array, or its first line an object with a column of text."""
+    """Return whether a .json file is an array, or its first line an object with the column."""
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -204,7 +204,7 @@ def unreadable(error: OSError) -> None:
 
 
 def begins_with_mark(path: Path) -> bool:
-    """Whether a readable text begins with a byte order mark."""
+    """Return whether a readable text begins with a byte order mark."""
     from diffllm.data.text.readers import unpacked
 
     with suppress(OSError, ValueError), unpacked(path) as file:

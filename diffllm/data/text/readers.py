@@ -171,7 +171,7 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the bytes [start, stop) of a file, which end with a line, as blocks of whole lines."""
+    """Yield the bytes [start, stop) of a file in blocks of whole lines; `stop` must end a line."""
     with unpacked(path) as file:
         if start:
             file.seek(start)
@@ -194,7 +194,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a file, decompressed if it is compressed; a truncated file raises."""
+    """Open a file, with decompression by suffix; truncated compressed files raise at reading."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")

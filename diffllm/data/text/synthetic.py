@@ -1,5 +1,5 @@
 """Generated examples of a task as a corpus. A document is an example with its answer, or several
-with a shared context. Seeds differ from those of `diffllm evaluate`."""
+with a shared context. Seeds differ from the seeds of `diffllm evaluate`."""
 
 import re
 from collections.abc import Iterator
