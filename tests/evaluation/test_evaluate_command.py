@@ -289,9 +289,9 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={filler: [[4]]}"], "level={filler: [[4]]} must be settings like"),
         (["tasks=[mqar]", "level={}"], "level: mqar has filler, not {}"),
-        (["level={filler: 5}"], "level is of one task"),
+        (["level={filler: 5}"], "level applies to one task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
-        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
+        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
     ):
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]
@@ -309,7 +309,7 @@ def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(
     monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
     assert main(["evaluate", f"run={run}", "tasks=[needle]"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: the run's tokenizer cannot spell ' ")
+    assert error.startswith("error: the run's tokenizer cannot encode ' ")
     assert "an answer of the task needle: it makes" in error
     assert not (run / "evaluation").exists()
 

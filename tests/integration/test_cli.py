@@ -182,7 +182,7 @@ def test_a_sweep_gives_every_variant_its_directory(swept):
         assert_complete(run)
         summary = json.loads((run / "summary.json").read_text())
         assert summary["variant"] == run.name
-        loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits a byte"
+        loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits per byte"
         last = rf"^{run.relative_to(cwd)} +{loss}$"
         assert re.search(last, result.out, re.M), result.out
     assert not CONTROL.search(result.out + result.err)

@@ -74,7 +74,7 @@ def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
     told = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
 
     text = table_text(found)
-    assert f"gated: {told}.\nRuns that diverged are in no loss or gap" in text
+    assert f"gated: {told}.\nLosses and gaps exclude diverged runs" in text
     assert "2 of 3, 1 diverged" in text
     assert "standard: " not in text
     assert all(line.isascii() and len(line) <= 100 for line in text.splitlines())

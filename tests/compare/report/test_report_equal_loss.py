@@ -76,7 +76,7 @@ def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: P
     assert line.cells[1].gap.mean == pytest.approx(0, abs=1e-12)
     html = page(comparison)
     assert "outliers at equal loss" in html
-    assert "At 4.000 nats a token of the held-out sample" in html
+    assert "At 4.000 nats per token of the held-out sample" in html
     _, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
     assert float(second["outliers: top_1, gap"]) == pytest.approx(-0.5)
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)

@@ -112,7 +112,7 @@ def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(run
     (mqar,) = comparison.evaluated
     cell = mqar.lines[1].cells[1]
     assert (cell.mean.seeds, cell.gap.seeds) == (2, 2)
-    assert any("diff_v21 left out, evaluated after other tokens" in n for n in comparison.notes)
+    assert any("diff_v21, evaluated after another number of tokens" in n for n in comparison.notes)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,9 @@ def test_intervals_of_shares_hold_possible_values_alone(
     ("unit", "text"),
     [
         ("magnitude, largest of layers", "0.000 to 14.206"),
+        ("nats per token", "0.000 to 14.206"),
         ("nats a token", "0.000 to 14.206"),
-        ("change of loss, nats a token", "−11.206 to 14.206"),
+        ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
 def test_only_intervals_of_changes_contain_negative_values(
@@ -242,7 +243,7 @@ def test_report_skips_a_result_whose_scores_were_edited(runs: Path) -> None:
     comparison = compared(runs)
     (standard, _) = comparison.evaluated[0].lines[1].cells
     assert standard.mean == estimate(EASY["standard"][1:]).within(0, 1)
-    said = f"{file}: was changed after it was written: its checksum differs; it is skipped."
+    said = f"{file}: was changed after it was written: its checksum differs; skipped."
     assert said in comparison.notes
 
 

@@ -45,8 +45,8 @@ def test_a_comparison_as_text(swept, tmp_path):
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
     assert lines[4:8] == [
-        "Nats a token, means over seeds; in brackets 95% intervals.",
-        "An interval that holds 0 shows no difference.",
+        "Nats per token, means over seeds; 95% intervals in brackets.",
+        "An interval that contains 0 shows no difference.",
         "0 of 2 gaps survive Holm's correction at 0.05.",
         "",
     ]
@@ -107,7 +107,7 @@ def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_pat
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )
     text = page(compare(loaded([*sorted(swept.iterdir()), tmp_path / "longer"])))
-    assert "and the figures show the first alone" in text
+    assert "figures show only the first group" in text
     words = words_of(figures_of(text)["Held-out sample loss"])
     assert words[-3:] == ["standard steps=20", "gated steps=20", "diff_v2 steps=20"]
     assert "diff_v1 steps=40" in Reader(text).text

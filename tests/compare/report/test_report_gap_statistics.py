@@ -85,7 +85,7 @@ def test_the_first_screen_says_which_gaps_survive(four, shown):
         for column in table_columns(four.rows, four.baseline)
         if column.title == "Gap to standard"
     )
-    assert tags == ["baseline", "", "not after Holm", "no difference shown"]
+    assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
 def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
@@ -148,8 +148,8 @@ def test_a_row_that_diverged_more_is_never_better():
     lines = gap_cells(found)
     assert [line["Row"].text for line in lines] == [row.label for row in found.rows[1:]]
     assert lines[0]["Diverged, 95%, and p"].text == "1 of 4 (1% to 81%) against 0 of 4"
-    assert "in favour of the side that diverged more" in lines[0]["p, Holm"].tag
-    assert lines[2]["p, Holm"].tag == "no seed ended finite in both"
+    assert "favours the row with more diverged runs" in lines[0]["p, Holm"].tag
+    assert lines[2]["p, Holm"].tag == "no common seed with finite losses"
     expected = "1 of 2 gaps survive Holm's correction at 0.05; worse: diff_v1."
     assert holm_sentence(found.rows) == expected
     text = " ".join(Reader(page(found)).text.split())
@@ -190,7 +190,7 @@ def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
     interval = line["Documents and seeds, bootstrap, 95%"].text
     assert interval.startswith("−0.1")
     assert interval in text
-    assert "An interval over documents and seeds together is withheld" not in text
+    assert "The interval over documents and seeds is withheld" not in text
     other = document_losses(runs[0].path)
     replace(other, tokens=other.tokens + 1).save(runs[0].path, 12)
     row = compare(runs).rows[1]
@@ -206,7 +206,7 @@ def test_few_seeds_or_documents_have_no_such_interval_and_the_page_says_why(tmp_
     assert found.rows[1].documents is None
     text = " ".join(Reader(page(found)).text.split())
     assert (
-        "An interval over documents and seeds together is withheld: with fewer than 8 seeds it can "
+        "The interval over documents and seeds is withheld: with fewer than 8 seeds it can "
         "cover less than 90%." in text
     )
     few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))

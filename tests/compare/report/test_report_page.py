@@ -342,4 +342,4 @@ def test_a_logarithmic_scale_stays_one_with_a_zero():
     assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
     comparison = CASES["four variants"]()
     comparison.rows[0].runs[0].series("train/update_norm").values[7] = 0.0
-    assert "Logarithmic scale; values that are not above 0 leave a gap." in page(comparison)
+    assert "Logarithmic scale, which omits values of 0 or below." in page(comparison)

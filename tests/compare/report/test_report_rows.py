@@ -433,7 +433,7 @@ def test_unfinished_runs_are_shown_but_count_nowhere(tmp_path):
     assert gated.baseline is None
     assert diff_v2.gap.mean == pytest.approx(-0.1)
     assert len(said(found, "has not finished: step 10 of 20")) == 2
-    assert said(found, "gap of diff_v2 to standard is over seed 0 alone", "seed 1.")
+    assert said(found, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
 
 
 def test_a_loss_that_is_not_finite_is_noted_and_in_no_mean(tmp_path):
@@ -443,7 +443,7 @@ def test_a_loss_that_is_not_finite_is_noted_and_in_no_mean(tmp_path):
     (row,) = found.rows
     assert (row.loss.mean, row.loss.seeds) == (4.0, 1)
     assert row.diverged == row.values["seeds_diverged"] == 2
-    assert len(said(found, "not a finite number")) == 2
+    assert len(said(found, "is not finite")) == 2
 
 
 def test_gap_is_over_seeds_of_both_sides_and_names_the_others(tmp_path):
@@ -452,7 +452,7 @@ def test_gap_is_over_seeds_of_both_sides_and_names_the_others(tmp_path):
     found = compare(written(tmp_path, *words))
     assert row_of(found, "diff_v2").gap.seeds == 2
     assert row_of(found, "gated").gap is None
-    assert said(found, "gap of diff_v2 to standard is over seed 1, 2 alone", "seed 0, 5.")
+    assert said(found, "gap of diff_v2 to standard uses only seed 1, 2", "seed 0, 5.")
     assert said(found, "gap of gated to standard is unknown")
 
 
@@ -476,8 +476,8 @@ def test_of_two_runs_with_one_seed_the_newest_finished_counts(tmp_path, newest):
         assert [run.path.name for run in found.rows[0].runs] == [newest]
         assert found.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
         other = {"a": "b", "b": "a"}[newest]
-        assert said(found, f"{tmp_path / other} is left out", f"{tmp_path / newest} is newer")
-        assert said(found, f"{tmp_path / 'c'} is left out", "finished")
+        assert said(found, f"{tmp_path / other} is skipped", f"{tmp_path / newest} is newer")
+        assert said(found, f"{tmp_path / 'c'} is skipped", "finished")
         assert len(found.notes) == 2
 
 
@@ -511,7 +511,7 @@ def test_another_machine_is_comparable_in_all_but_speed(tmp_path, facts, named):
     assert found.differences == []
     assert found.rows[1].gap is not None
     (note,) = found.notes
-    assert note.startswith("Tokens a second and MFU are not comparable")
+    assert note.startswith("Tokens per second and MFU are not comparable")
     assert f"{named}, compile (null, true), compiled (false, true)." in note
 
 
@@ -654,8 +654,9 @@ def test_a_changed_run_is_measured_from_nothing_and_displaces_nothing(tmp_path):
     assert [row.gap for row in after.rows[:2]] == [row.gap for row in before.rows]
     assert after.rows[2].gap is None
     assert after.differences == ["changed"]
-    assert said(after, "b was changed on its way (steps 10 to 20 after step 10)")
-    assert not said(after, "is left out")
+    changed = "b has no gap: its config changed during training (steps 10 to 20 after step 10)"
+    assert said(after, changed)
+    assert not said(after, "is skipped")
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
@@ -665,7 +666,7 @@ def test_no_gap_is_measured_between_runs_changed_after_their_first_step(tmp_path
         change(path, step, **{"optim.lr": [1e-3, 2e-3]})
     found = compare(loaded(paths))
     assert gaps(found) == {"standard": None, "diff_v2": gap}
-    assert len(said(found, "it has no gap")) == (0 if gap else 2)
+    assert len(said(found, "its config changed during training")) == (0 if gap else 2)
 
 
 @pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])

@@ -84,7 +84,8 @@ def test_what_a_sweep_decides_itself_is_refused(word: str, named: str) -> None:
 
 
 def test_an_interval_has_no_single_values() -> None:
-    with pytest.raises(ConfigError, match=r"optim.lr=interval\(0,1\): a sweep needs single values"):
+    message = r"optim.lr=interval\(0,1\): a sweep needs a list of values"
+    with pytest.raises(ConfigError, match=message):
         combinations(split_overrides(["optim.lr=interval(0,1)"])[0])
 
 

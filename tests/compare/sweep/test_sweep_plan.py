@@ -95,7 +95,7 @@ def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
 
 def test_sweep_without_values_of_its_keys_is_refused() -> None:
     planned("seed=0,1")
-    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; give values of all"):
+    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set all of these"):
         planned("attention=gated,standard")
 
 
