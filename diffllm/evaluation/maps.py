@@ -126,8 +126,10 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
     widths = [side if name in layer.maps else STRIP for name in columns]
     blocks = blocks_of(len(heads), side, sum(widths))
     rows = len(heads) // blocks
-    points = min(max(side / len(labels) * 72 / 1.3, 5.0), SMALL)  # Omit labels only below this size.
-    beside = max(map(len, labels)) * points / 72 * 0.62 + 0.4  # Room for token labels and the axis name.
+    # Below 5 points, labels are omitted instead of drawn smaller.
+    points = min(max(side / len(labels) * 72 / 1.3, 5.0), SMALL)
+    # Margin for token labels and the name of the axis.
+    beside = max(map(len, labels)) * points / 72 * 0.62 + 0.4
     width = beside + blocks * (sum(widths) + 0.13 * len(widths))
     height = beside + rows * (side + 0.35) + 0.2 * len(title.splitlines()) + 0.6
     engine = ConstrainedLayoutEngine(h_pad=0.06)

@@ -129,7 +129,7 @@ def test_the_table_has_the_numbers_of_the_maps(make_run, command):
     assert len(rows) == 4
 
 
-def test_one_head_and_another_place_of_the_figure(make_run, command, tmp_path):
+def test_attention_map_draws_single_head_and_writes_to_given_path(make_run, command, tmp_path):
     run = make_run()
     code, out, _ = command(f"run={run}", "prompt=x", "head=2")
     assert code == 0
@@ -158,7 +158,7 @@ def test_one_head_and_another_place_of_the_figure(make_run, command, tmp_path):
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_a_mistake_is_one_line(make_run, command, words, named):
+def test_attention_map_prints_a_single_error_line(make_run, command, words, named):
     run = make_run()
     before = sorted(run.rglob("*"))
     code, out, err = command(f"run={run}", *words)

@@ -103,7 +103,7 @@ def test_rows_of_the_clamped_map_sum_to_1_or_to_0():
 
 
 @torch.no_grad()
-def test_the_difference_is_map_1_less_lambda_map_2():
+def test_difference_is_map_1_minus_lambda_times_map_2():
     for variant in ("diff_v1", "diff_v2", "diff_v2_no_sigmoid", "diff_v2_lambda_fixed"):
         layer = layer_maps(float64_model(variant), tokens(), layer=0)
         lam = layer.by_query["lambda"].unsqueeze(-1)
@@ -113,7 +113,7 @@ def test_the_difference_is_map_1_less_lambda_map_2():
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
-def test_the_layer_reads_what_it_reads_in_the_model(variant, index):
+def test_attention_inputs_equal_inputs_in_the_model(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
@@ -130,7 +130,7 @@ def test_the_layer_reads_what_it_reads_in_the_model(variant, index):
 
 
 @torch.no_grad()
-def test_what_goes_with_each_query(variant):
+def test_by_query_contains_lambda_gate_or_sink(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
     model = float64_model(variant)

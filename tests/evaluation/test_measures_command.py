@@ -37,7 +37,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_the_suite_is_printed_kept_and_not_made_again(
+def test_suite_is_printed_stored_and_not_repeated(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = copied(run, tmp_path / "run")
@@ -92,7 +92,7 @@ def test_outliers_are_the_numbers_of_diffllm_outliers(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_results_outlive_their_data_and_others_are_refused_in_one_line(
+def test_stored_results_need_no_data_and_changed_corpus_fails(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = data_words(tmp_path)
@@ -114,7 +114,7 @@ def test_results_outlive_their_data_and_others_are_refused_in_one_line(
         assert "has changed since training" in error
 
 
-def test_a_model_that_has_diverged_is_refused_in_one_line(
+def test_diverged_model_fails_in_a_single_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = copied(run, tmp_path / "run")

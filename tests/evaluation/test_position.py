@@ -51,7 +51,7 @@ def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -
     return found
 
 
-def test_sums_are_those_of_the_definition() -> None:
+def test_sums_equal_definition() -> None:
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -61,7 +61,7 @@ def test_sums_are_those_of_the_definition() -> None:
             assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
 
 
-def test_spans_of_a_text_that_repeats_itself() -> None:
+def test_spans_of_repeating_text() -> None:
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that the text has not had in this order
@@ -89,7 +89,7 @@ def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
 
 
 @torch.no_grad()
-def test_lines_are_those_of_documents_read_one_by_one_in_float64(
+def test_lines_equal_single_documents_in_float64(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, data = measured
@@ -156,7 +156,7 @@ def test_scores_are_totals_over_tokens_with_intervals_over_documents(
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_tokens_that_are_only_context_are_in_no_sum(tmp_path: Path) -> None:
+def test_sums_exclude_tokens_that_are_only_context(tmp_path: Path) -> None:
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=280")
     _, data = made(tmp_path / "run", *words, *more)

@@ -52,7 +52,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_rounding_is_that_of_single_values(bits: int, by_row: bool) -> None:
+def test_rounding_equals_rounding_of_single_values(bits: int, by_row: bool) -> None:
     x = torch.randn(7, 40) * 10.0 ** torch.arange(-3, 4).unsqueeze(1)
     x[0] = 0
     x[1, ::3] = 0
@@ -72,7 +72,7 @@ def test_rounding_is_that_of_single_values(bits: int, by_row: bool) -> None:
     assert not found.isnan().any()
 
 
-def test_experts_have_scales_of_their_own() -> None:
+def test_experts_have_separate_scales() -> None:
     x = torch.randn(3, 5, 16) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
     assert same_bits(rounded(x, 4, (-2, -1)), reference(x, 4, by_row=False, groups=3))
     assert same_bits(rounded(x, 4, -1), reference(x, 4, by_row=True))
@@ -170,7 +170,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @torch.no_grad()
-def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
+def test_losses_equal_models_with_individually_rounded_values(
     measured: Subject,
 ) -> None:
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}

@@ -92,7 +92,7 @@ class Letters:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
 
 
-def test_a_question_is_spelt_as_a_text_is() -> None:
+def test_question_tokens_equal_tokens_of_whole_text() -> None:
     example = Example("to be", (" ab", " ac", " b"), 1)
     question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
@@ -106,7 +106,7 @@ def test_a_question_is_spelt_as_a_text_is() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", [1, 2**18])
-def test_questions_about_one_text_read_it_once(
+def test_questions_about_common_text_read_the_text_only_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """Also where one is another's beginning, and where two texts come one after the other."""

@@ -35,12 +35,12 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("line", NOT_RECORDS)
-def test_metrics_line_that_is_no_record_of_numbers_is_none(line: str):
+def test_metrics_line_without_record_of_numbers_returns_none(line: str):
     assert read_metrics_line(line) is None
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
-def test_number_beyond_reason_reads_as_missing(tmp_path: Path, value: str):
+def test_extreme_number_reads_as_missing(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
@@ -57,7 +57,7 @@ def test_impossible_fact_of_a_run_is_refused(tmp_path: Path, fact: str):
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_metrics_keep_lines_in_order_and_count_the_others(places: list[tuple[int, int] | None]):
+def test_metrics_skip_and_count_lines_out_of_order(places: list[tuple[int, int] | None]):
     lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
     metrics = Metrics(lines)
     assert len(metrics.steps) + metrics.skipped == len(lines)
@@ -169,7 +169,7 @@ def test_forged_runs_are_read_or_refused_without_warnings(kept, tmp_path, monkey
     assert {tools.main(words) for words in commands} <= {0, 2}
 
 
-def test_skipped_lines_of_a_run_give_one_warning(kept, tmp_path, capsys):
+def test_skipped_metrics_lines_give_a_single_warning(kept, tmp_path, capsys):
     run = shutil.copytree(next((kept / "s").iterdir()), tmp_path / "a")
     lines(lambda texts, n: [*texts, *NOT_RECORDS, texts[0]])(run, 0)
     assert load_run(run).metrics.skipped == len(NOT_RECORDS) + 1

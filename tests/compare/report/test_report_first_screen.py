@@ -82,7 +82,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_facts_of_the_wrong_type_are_left_out(tmp_path, odd):
+def test_facts_of_the_wrong_type_are_omitted(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
     summary = json.loads((path / "summary.json").read_text())
@@ -95,14 +95,14 @@ def test_facts_of_the_wrong_type_are_left_out(tmp_path, odd):
 # The line that explains a variant
 
 
-def test_every_variant_is_explained_in_a_line_of_its_own():
+def test_every_variant_is_explained_in_a_separate_line():
     lines = [variant_line(name, variant_config(name)) for name in variants()]
     assert all(lines)
     assert len(set(lines)) == len(lines)
     assert max(map(len, lines)) < 160
 
 
-def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_path):
+def test_figures_show_only_first_of_incomparable_groups(swept, tmp_path):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )

@@ -50,7 +50,7 @@ def shown(four):
     return " ".join(Reader(page(four)).text.split())
 
 
-def test_every_gap_has_its_tests_in_the_table(four):
+def test_table_contains_tests_of_every_gap(four):
     lines = list(csv.DictReader(io.StringIO(csv_text(four.rows))))
     base = LOSSES["standard"]
     ps = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines[1:]]
@@ -75,7 +75,7 @@ def gap_cells(found):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_the_first_screen_says_which_gaps_survive(four, shown):
+def test_first_screen_names_gaps_that_survive_holm(four, shown):
     expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
@@ -88,7 +88,7 @@ def test_the_first_screen_says_which_gaps_survive(four, shown):
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
-def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
+def test_plot_fills_marks_of_gaps_that_survive_holm(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
@@ -99,7 +99,7 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
-def test_plot_of_gaps_from_one_seed_names_no_correction():
+def test_plot_of_gaps_from_single_seed_names_no_correction():
     found = compared({"standard": [4.0], "gated": [3.9]})
     (_, svg), *_ = figures_of(page(found)).items()
     assert "mean" in words_of(svg)
@@ -107,7 +107,7 @@ def test_plot_of_gaps_from_one_seed_names_no_correction():
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_a_gap_off_the_scale_has_an_arrow_and_its_value(four, seeds):
+def test_gap_beyond_the_scale_has_arrow_and_value(four, seeds):
     gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(5.25, 5.0, 5.5, seeds)]
     axes = draw_gaps(gaps, row_styles(four.rows)[1:3]).axes[0]
     (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
@@ -117,7 +117,7 @@ def test_a_gap_off_the_scale_has_an_arrow_and_its_value(four, seeds):
     assert legend == ["95% interval", "mean", "off the scale"]
 
 
-def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
+def test_gap_without_variance_or_from_single_seed_is_never_significant():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
     found = compared(losses)
     gated, diff_v2 = found.rows[1:]
@@ -129,7 +129,7 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     page(found)
 
 
-def test_a_row_that_diverged_more_is_never_better():
+def test_row_with_more_diverged_runs_is_never_better():
     losses = {
         "standard": [4.00, 4.10, 4.20, 4.05],
         "gated": [3.50, 3.61, 3.70, float("nan")],
@@ -201,7 +201,7 @@ def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
     assert "has no losses of held-out documents" in compare(runs).rows[1].no_documents
 
 
-def test_few_seeds_or_documents_have_no_such_interval_and_the_page_says_why(tmp_path):
+def test_page_explains_missing_interval_of_few_seeds_or_documents(tmp_path):
     found = compare(with_documents(tmp_path / "a", LEAST_SEEDS - 1), title="made")
     assert found.rows[1].documents is None
     text = " ".join(Reader(page(found)).text.split())

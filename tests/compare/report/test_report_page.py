@@ -170,7 +170,7 @@ def test_a_legend_of_many_rows_names_variants():
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
-def test_differences_and_notes_are_shown_and_leave_no_gap():
+def test_page_of_incomparable_rows_shows_differences_without_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
@@ -188,7 +188,7 @@ def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     return {column.title: column.cells for column in columns}
 
 
-def test_a_gap_says_whether_it_shows_a_difference():
+def test_tag_of_gap_reports_interval_that_contains_0():
     comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
     base, row = comparison.rows
 
@@ -222,7 +222,7 @@ def series(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 
 
-def test_a_mean_ends_where_a_seed_does():
+def test_mean_ends_at_end_of_shortest_seed():
     band = curves.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
@@ -234,7 +234,7 @@ def test_a_mean_ends_where_a_seed_does():
     assert curves.over_seeds([series(np.nan, np.nan)]) is None
 
 
-def test_a_value_that_is_not_finite_leaves_a_gap():
+def test_value_that_is_not_finite_interrupts_curve():
     band = curves.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
@@ -247,7 +247,7 @@ def test_a_value_that_is_not_finite_leaves_a_gap():
 
 
 @pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])
-def test_a_running_mean_is_one(n, points):
+def test_smoothed_equals_centred_running_mean(n, points):
     assert curves.window(n) == points
     rng = np.random.default_rng(0)
     series = Series(np.arange(n), rng.normal(size=n))
@@ -277,7 +277,7 @@ def with_baseline(comparison: Comparison) -> Comparison:
     return comparison
 
 
-def test_gaps_are_of_the_same_seeds():
+def test_gap_curves_are_paired_by_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
@@ -318,7 +318,7 @@ def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
         return draw_curves(bands, row_styles(rows), "unit", **how).axes[0]
 
 
-def test_a_spike_does_not_set_the_scale_and_a_row_above_it_is_marked():
+def test_spike_does_not_set_scale_and_row_above_scale_is_marked():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000
@@ -334,7 +334,7 @@ def test_a_spike_does_not_set_the_scale_and_a_row_above_it_is_marked():
     assert len(axes.figure.legends[0].get_texts()) == 2, "shortened names are equal"
 
 
-def test_a_logarithmic_scale_stays_one_with_a_zero():
+def test_scale_stays_logarithmic_with_zero_values():
     y = np.linspace(9, 3, 50)
     y[20] = 0
     axes = drawn([y], log=True)

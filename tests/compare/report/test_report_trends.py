@@ -89,12 +89,12 @@ def test_slope_and_interval_are_in_the_csv_and_in_the_statistics_of_the_gaps(tmp
     assert column.cells[0].text in " ".join(Reader(page(found)).text.split())
 
 
-def test_one_seed_has_a_slope_and_no_interval(tmp_path):
+def test_single_seed_has_slope_without_interval(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, seeds=1))
     assert "moves: +0.0070 nats per token per doubling of tokens (no interval from one" in said
 
 
-def test_diverged_run_and_its_pair_are_in_no_trend(tmp_path):
+def test_trend_excludes_diverged_run_and_paired_run(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, diverged=[2]))
     assert "+0.0075 nats" in said, "the mean of the first two seeds"
     assert "2 seeds" in said
@@ -107,7 +107,7 @@ def test_two_evaluations_give_no_trend(tmp_path):
     assert "per doubling" not in whole_text(found)
 
 
-def test_many_gaps_have_one_sentence_and_a_column():
+def test_many_gaps_have_a_single_sentence_and_a_column():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8
     said = sentence(found)
