@@ -77,7 +77,7 @@ class Spread:
         return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all statistics by name; `top_<k>` is None for fewer than k values."""
+        """Return all statistics by name, with None as `top_<k>` of fewer than k values."""
         top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
         percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
         rms = math.sqrt(self.sums[1].item() / self.count)

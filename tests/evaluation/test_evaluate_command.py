@@ -1,4 +1,4 @@
-"""`diffllm evaluate`: what it prints, keeps and refuses."""
+"""`diffllm evaluate`: output, stored results and errors."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_results_are_stored_by_checkpoint_and_settings(
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert asked == []
-    (directory / "icl.jsonl").write_text("{")  # as after a crash of the disk
+    (directory / "icl.jsonl").write_text("{")  # An incomplete file, as after a crash.
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert asked == ["icl"]
@@ -220,7 +220,7 @@ def test_plugin_file_defines_task(
 ) -> None:
     (tmp_path / "copied_task.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # so that it is gone at the end
+    monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "copied")
     words = ["evaluate", f"run={run}", "plugins=[copied_task]", "tasks=[copied]", "limit=6"]
     assert main([*words, "--json"]) == 0
@@ -241,7 +241,7 @@ def test_a_file_of_prompts_and_answers_is_a_task(
         tmp_path / "own.ndjson",
         *({"prompt": f"a b{i}", "answer": " c", "candidates": [" c", " d"]} for i in range(60)),
         {"prompt": "a b", "answer": " c", "level": {"kind": "open"}},
-        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # does not fit
+        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # too long
     )
     words = ["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]
     assert main(words) == 0

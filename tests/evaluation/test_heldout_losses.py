@@ -1,4 +1,4 @@
-"""The file of the losses of a run's held-out documents, and what is said of a damaged one."""
+"""The file of losses of a run's held-out documents, and errors for damaged files."""
 
 import io
 import math
@@ -45,7 +45,7 @@ def test_losses_are_separated_by_source(tmp_path: Path) -> None:
 
 
 def test_loss_and_bits_per_byte_equal_hand_calculation() -> None:
-    assert SOME.loss == 30 / 8  # of all tokens together, not the mean over documents
+    assert SOME.loss == 30 / 8  # the mean over all tokens, not over documents
     assert SOME.bits_per_byte == pytest.approx(30 / 0.6931471805599453 / 30)
     empty = replace(SOME, bytes=0 * SOME.bytes)
     assert math.isnan(empty.bits_per_byte)

@@ -1,4 +1,4 @@
-"""Results of evaluations on disk: whole, or made again with one line that says so."""
+"""Stored results of evaluations: read if complete, otherwise evaluated again with a message."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`diffllm evaluate` with position, outliers and quantise: printed, kept, and refused in a line."""
+"""`diffllm evaluate` with position, outliers and quantise: output, stored results, errors."""
 
 import json
 import shutil
@@ -24,13 +24,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(run: Path, to: Path) -> Path:
-    """The same run, without results."""
+    """Copy a run without its results."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("evaluation"))
     return to
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a command ends with."""
+    """Return the single error line of a failing command."""
     capsys.readouterr()
     assert main(list(words)) == 2
     (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error:"))

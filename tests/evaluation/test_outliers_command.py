@@ -1,4 +1,4 @@
-"""diffllm outliers on a trained run: fixed tokens, JSON alone on stdout, one-line errors."""
+"""diffllm outliers on a trained run: fixed tokens, only JSON on stdout, single-line errors."""
 
 import json
 import shutil

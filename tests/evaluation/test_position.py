@@ -22,7 +22,7 @@ Bins = dict[str, dict[str, list[float]]]
 
 
 def bin_of(number: int) -> str:
-    """The bin of a number, from a list of bins."""
+    """Find the bin of a number in a list of bins."""
     ends = [(2**k, 2 ** (k + 1) - 1) for k in range(1, 20)]
     if number < 2:
         return str(number)
@@ -30,7 +30,7 @@ def bin_of(number: int) -> str:
 
 
 def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -> Bins:
-    """Sums of a document's losses, each target by itself."""
+    """Return sums of a document's losses, computed target by target."""
     found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
     for i, token in enumerate(text):
         same = [j for j in range(i) if text[j] == token]
@@ -64,7 +64,7 @@ def test_sums_equal_definition() -> None:
 def test_spans_of_repeating_text() -> None:
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
-    #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that the text has not had in this order
+    #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
     assert found == {
         "first": [2.0 + 3 + 4 + 5 + 11, 5],
         "repeated": [6.0 + 7 + 8 + 9, 4],
@@ -98,14 +98,14 @@ def test_lines_equal_single_documents_in_float64(
     assert max(every.lengths) > 48 > 20 > min(every.lengths), "some are cut"
     lines = lines_of(subject)
     assert [line["start"] for line in lines] == every.starts.tolist()
-    for line in lines_of(subject, limit=5):  # next to other documents, with other padding
+    for line in lines_of(subject, limit=5):  # A batch with different documents and padding.
         (same,) = (each for each in lines if each["start"] == line["start"])
         assert line["all"][""] == pytest.approx(same["all"][""], rel=1e-5)
     exact = copy.deepcopy(subject.model).double()
     for line, length in zip(lines, every.lengths.tolist(), strict=True):
         text = stream.tokens(line["start"], line["start"] + min(length, 48)).tolist()
         logits = exact(torch.tensor([[eos_id, *text[:-1]]]))[0]
-        if subject.cfg.data.mask_documents:  # the EOS is the end of another document
+        if subject.cfg.data.mask_documents:  # The EOS belongs to the previous document.
             logits = torch.cat((exact(torch.tensor([[eos_id]]))[0], exact(torch.tensor([text]))[0]))
         logs = logits.log_softmax(-1)
         losses = [-logs[i, token].item() for i, token in enumerate(text)]
@@ -174,7 +174,7 @@ def test_sums_exclude_tokens_that_are_only_context(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("documents", "least"), [(8, 0.9), (60, 0.92)])
 def test_intervals_cover_the_mean_of_documents_that_differ(documents: int, least: float) -> None:
-    """Intervals are made of 400 samples of documents whose losses go with their lengths."""
+    """Simulate 400 samples of documents whose losses depend on length."""
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):

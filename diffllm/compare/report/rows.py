@@ -62,7 +62,7 @@ class Row:
     documents: Estimate | None = None
     """The gap with its interval over documents and seeds."""
     no_documents: str = ""
-    """Why `documents` is None."""
+    """The reason if `documents` is missing."""
     p_holm: float | None = None
     """p value of the gap, corrected over all gaps of the comparison."""
     diverged: int = 0

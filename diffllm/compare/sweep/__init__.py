@@ -1,1 +1,1 @@
-"""Sweeps, `train.py -m`: each combination of the swept values is a run in a separate process."""
+"""Sweeps, `train.py -m`: each combination of swept values has a separate process."""

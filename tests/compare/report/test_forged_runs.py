@@ -99,7 +99,7 @@ def test_axes_of_extreme_values_are_finite(values: list[float], log: bool):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of two arms and two seeds, with its runs in s/."""
+    """Return the directory of a study of two arms and two seeds, with runs in s/."""
     root = tmp_path_factory.mktemp("kept")
     arms = "{standard: [attention=standard], v2: [attention=diff_v2]}"
     rule = "{kind: difference, arm: v2, against: standard, below: 0.0}"
@@ -111,7 +111,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
-    """Replace fields of a JSON file; a callable value takes the run's number."""
+    """Return a change that replaces fields of a JSON file; a callable gets the run's number."""
 
     def change(run: Path, number: int) -> None:
         content = json.loads((run / name).read_text())
@@ -122,7 +122,7 @@ def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
 
 
 def lines(change: Callable[[list[str], int], list[str]]) -> Callable[[Path, int], None]:
-    """Replace the lines of metrics.jsonl."""
+    """Return a change that replaces the lines of metrics.jsonl."""
 
     def changed(run: Path, number: int) -> None:
         file = run / "metrics.jsonl"
@@ -138,7 +138,7 @@ def large(texts: list[str], number: int) -> list[str]:
 
 
 def backwards(texts: list[str], number: int) -> list[str]:
-    """Make the clock of a run go backwards."""
+    """Make the time of a run decrease over its lines."""
     line = json.loads(texts[0])
     places = [{"step": n, "tokens": 256 * n, "perf/step_ms": (-9.0) ** n} for n in (2, 3, 4)]
     return [json.dumps({**line, **place}) for place in places]

@@ -1,4 +1,4 @@
-"""`diffllm power`: what a pilot's runs say of the seeds, tokens and hours that a gap takes."""
+"""`diffllm power`: seeds, tokens and hours that a gap needs, from the runs of a pilot."""
 
 import json
 import math
@@ -20,7 +20,7 @@ POOLED = math.sqrt(0.0022 / 3)
 
 @pytest.fixture
 def power(capsys, tmp_path):
-    """Run the command on pilots below `tmp_path`: exit code, stdout, stderr."""
+    """Return a function that runs the command in `tmp_path`: exit code, stdout, stderr."""
 
     def run(*words):
         code = tools.main(["power", *(word.replace("@", f"{tmp_path}/") for word in words)])

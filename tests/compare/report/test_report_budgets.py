@@ -1,4 +1,4 @@
-"""Gaps at equal tokens, FLOPs and seconds, on curves whose values are known everywhere."""
+"""Gaps at equal tokens, FLOPs and seconds, on curves with known values."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SLOPE = 0.5
 
 
 def loss(variant, tokens, seed=0):
-    """A line over the logarithm of tokens, on which reading between evaluations is exact."""
+    """Return a line over the logarithm of tokens, for which interpolation is exact."""
     return 6 - SLOPE * math.log(tokens) - 0.1 * (variant == "gated") + 0.01 * seed
 
 
@@ -62,7 +62,7 @@ def test_gaps_at_equal_cost_equal_known_curves(tmp_path):
 
 
 KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
-"""Visible keys of the steps up to each; 10 on average."""
+"""Visible keys by logged step, over the steps since the last logged step; mean 10."""
 PER_KEY = {"standard": 1e4, "gated": 3e4}
 
 
@@ -75,7 +75,7 @@ def test_flops_of_masked_documents_use_logged_visible_keys(tmp_path):
     standard, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:
         whole, per_key = FLOPS[run.variant], PER_KEY[run.variant]
-        none = whole - per_key * (32 + 1) / 2  # per token without attention
+        none = whole - per_key * (32 + 1) / 2  # FLOPs per token without attention
         assert run.facts["flops_per_token"] == pytest.approx(none + 10 * per_key)
         spent = np.cumsum([5 * TOKENS * (none + keys * per_key) for keys in KEYS.values()])
         tokens = np.array([5, 7.5, 10, 15, 20]) * TOKENS

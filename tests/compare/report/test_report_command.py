@@ -1,4 +1,4 @@
-"""`diffllm report`: which runs it finds, where its files go, what it prints and refuses."""
+"""`diffllm report`: search for runs, location of files, output and errors."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """cmp1/ and cmp2/ with runs, in the current directory."""
+    """Create cmp1/ and cmp2/ with runs in the current directory."""
     monkeypatch.chdir(tmp_path)
     sweep(Path("cmp1"), LOSSES)
     sweep(Path("cmp2"), {"gated": [4.0]})
@@ -40,7 +40,7 @@ def files(root):
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-# Where runs are found and where files go
+# Search for runs, and location of the report
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_failed_write_keeps_existing_report(swept, monkeypatch):
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before
 
 
-# What is printed
+# Output
 
 
 # Runs that cannot be read

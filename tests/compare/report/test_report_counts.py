@@ -45,12 +45,12 @@ def test_a_rate_has_garwoods_interval(events, steps):
     assert (rate.low, rate.high) == pytest.approx(
         (1000 * low / steps if events else 0, 1000 * high / steps)
     )
-    # the ends are where so few, or so many, events have a chance of 2.5%
+    # At each end, at most or at least this many events have a probability of 2.5%.
     assert stats.poisson.cdf(events, rate.high * steps / 1000) == pytest.approx(0.025)
 
 
 def diverging(root, *, gave_up=False):
-    """standard with three good seeds; gated with two, and one that diverged."""
+    """Return runs of standard with three finite seeds, and of gated with a diverged third seed."""
     for seed in range(3):
         write_run(
             root / f"standard{seed}", "attention=standard", f"seed={seed}", loss=4.0 + seed / 10
@@ -143,7 +143,8 @@ def with_events(root, name, seed, total, judged, **more):
 
 def test_event_rate_sums_events_and_judged_steps_over_seeds(tmp_path):
     with_events(tmp_path, "standard", 0, 2.0, 300.0)
-    with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)  # its events count
+    # Events of diverged runs count.
+    with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)
     with_events(tmp_path, "gated", 0, 0.0, 500.0)
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert "All zero" not in page(found)

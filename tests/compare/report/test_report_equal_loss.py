@@ -45,7 +45,7 @@ def test_score_is_interpolated_between_neighbouring_checkpoints() -> None:
 def write(
     place: Path, seeds: int = 3, unit: str = "magnitude", lead: float = 0.5, **more: Any
 ) -> Comparison:
-    """Runs of standard that end at loss 4, and of diff_v2, which are `lead` lower at each step."""
+    """Write runs of standard that end at loss 4, and of diff_v2 with losses lower by `lead`."""
     for variant, ahead in (("standard", 0.0), ("diff_v2", lead)):
         for seed in range(seeds):
             run = place / f"{variant}{seed}"

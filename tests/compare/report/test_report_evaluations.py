@@ -1,4 +1,4 @@
-"""Results of evaluations in the report: means, gaps paired by seed, and what is left out."""
+"""Results of evaluations in the report: means, gaps paired by seed, and skipped results."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The first things that a report says: sentences, intervals, folded parts, texts and commands."""
+"""First screen of a report: sentences, intervals, folded parts, texts and commands."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
-    own = {"variant_line": "What it was on another machine."}
+    own = {"variant_line": "Description from a different machine."}
     write_run(tmp_path / "a", "attention=gated", summary=more, facts=facts)
     write_run(tmp_path / "b", "attention=diff_v1", facts=own)
     text = Reader(page(compare(loaded([tmp_path / "a", tmp_path / "b"])))).text

@@ -1,4 +1,4 @@
-"""The tests behind a report's gaps: p, Holm, Welch, correlation, divergence."""
+"""Statistical tests of gaps in a report: p, Holm, Welch, correlation, divergence."""
 
 import csv
 import io
@@ -23,14 +23,14 @@ from diffllm.statistics.estimates import Estimate
 
 LOSSES = {
     "standard": [4.00, 4.10, 4.20, 4.05],
-    "gated": [3.90, 4.01, 4.09, 3.95],  # shown
-    "diff_v1": [3.98, 4.06, 4.19, 4.03],  # alone, but not after Holm
+    "gated": [3.90, 4.01, 4.09, 3.95],  # significant
+    "diff_v1": [3.98, 4.06, 4.19, 4.03],  # significant only without Holm's correction
     "diff_v2": [4.05, 4.02, 4.20, 4.09],
 }
 
 
 def compared(losses):
-    """A comparison with these final losses: {"standard": [of seed 0, of seed 1, ...], ...}."""
+    """Return a comparison of runs with these final losses by variant, in the order of seeds."""
     runs = []
     for variant, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
@@ -46,7 +46,7 @@ def four():
 
 @pytest.fixture(scope="module")
 def shown(four):
-    """The text of its page."""
+    """Return the text of the page of `four`."""
     return " ".join(Reader(page(four)).text.split())
 
 
@@ -69,7 +69,7 @@ def test_table_contains_tests_of_every_gap(four):
 
 
 def gap_cells(found):
-    """The cells of each line of the table of tests, by the heads of their columns."""
+    """Return the cells of each line of the table of tests, by head of the column."""
     table = gap_table(found.rows, row_styles(found.rows))
     heads = [column.head for column in table.columns]
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
@@ -162,7 +162,7 @@ def test_row_with_more_diverged_runs_is_never_better():
 
 
 def with_documents(tmp_path, seeds, texts=40):
-    """Two arms whose runs kept the losses of their documents; the gap is -0.1 in every one."""
+    """Write runs of two arms with losses of documents; the gap of every document is -0.1."""
     rng, runs = np.random.default_rng(0), []
     tokens = rng.integers(20, 200, texts)
     for variant, gap in (("standard", 0.0), ("diff_v2", -0.1)):

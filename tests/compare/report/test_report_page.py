@@ -51,7 +51,7 @@ def html_of(case: str) -> str:
 
 
 class Reader(HTMLParser):
-    """Balance of tags, ids, what would be loaded, text."""
+    """Parser that checks the balance of tags, and collects ids, links, handlers and text."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -107,13 +107,13 @@ def test_the_same_input_gives_the_same_bytes():
 
 
 def figures_of(text: str) -> dict[str, str]:
-    """The SVG files of a page by their titles."""
+    """Return the SVG files of a page by title."""
     found = re.findall(r'<h3>([^<]*)</h3>\s*<div><img [^>]*;base64,([^"]*)">', text)
     return {title: base64.b64decode(data).decode() for title, data in found}
 
 
 def words_of(svg: str) -> list[str]:
-    """The texts of an SVG file in their order; it must be well-formed."""
+    """Return the texts of an SVG file in order; the file must be well-formed."""
     texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     return [(each.text or "").strip() for each in texts]
 
@@ -183,7 +183,7 @@ def test_page_of_incomparable_rows_shows_differences_without_gap():
 
 
 def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
-    """Cells of every column by its title."""
+    """Return the cells of every column by title."""
     columns = table_columns(comparison.rows, comparison.baseline)
     return {column.title: column.cells for column in columns}
 
@@ -270,7 +270,7 @@ def test_the_drawn_band_keeps_extremes():
 
 
 def with_baseline(comparison: Comparison) -> Comparison:
-    """Every row with a gap is measured from the first."""
+    """Set the first row as the baseline of every row with a gap."""
     for row in comparison.rows:
         row.baseline = comparison.rows[0] if row.gap else None
         row.is_baseline = row is comparison.rows[0]
@@ -308,7 +308,7 @@ def test_layers_show_finished_runs_or_a_common_step():
 
 
 def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
-    """The axes of curves, a row each."""
+    """Return the axes of curves, one row per curve."""
     rows = [
         Row(f"{label} {i}", {"attention": variant}, [])
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)

@@ -1,4 +1,4 @@
-"""Which runs make a row, what each is measured against, and what is said about the rest."""
+"""Rows of runs, baselines of rows, and notes about all other runs."""
 
 import csv
 import io
@@ -59,7 +59,7 @@ def row_of(comparison, label):
 
 
 def said(comparison, *parts):
-    """The notes that hold all these parts."""
+    """Return the notes that contain all of `parts`."""
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
 
@@ -95,7 +95,7 @@ def test_sweep_of_variants_and_seeds_has_a_row_per_variant(four):
 
 def test_order_of_runs_does_not_change_comparison(four):
     runs = [run for run in four if run.variant in ("standard", "diff_v2")][1:5]
-    for run in (runs[0], runs[-1]):  # repeated, and so noted
+    for run in (runs[0], runs[-1]):  # Duplicate runs, which give notes.
         runs.append(replace(run, path=run.path / "again"))
     runs[1] = replace(runs[1], summary=None)
     reports = [compare(list(order)) for order in list(permutations(runs))[::7]]
@@ -126,7 +126,7 @@ THIRD = "diff_v2_lambda_fixed model.attention.lambda_value=0.3"
 PLAIN = [("standard", 4.0), ("diff_v2", 3.9)]
 VALUES = [("diff_v2_no_lambda", 4.1), ("diff_v2_lambda_fixed", 3.8)]
 SWEPT = {
-    "a learning rate has rows and baselines of its own": (
+    "every learning rate has separate rows and baselines": (
         [
             ("standard optim.lr=1e-3", 4.0),
             ("diff_v2 optim.lr=1e-3", 3.9),
@@ -178,7 +178,7 @@ SWEPT = {
             "diff_v2 match_params_to=diff_v2": -0.05,
         },
     ),
-    "a target is measured from what is matched to it": (
+    "baseline of a target is the row matched to the target": (
         [*PLAIN, ("gated", 3.95), (f"standard {PARAMS}", 3.92)],
         None,
         {
@@ -188,7 +188,7 @@ SWEPT = {
             "diff_v2 match_params_to=diff_v2": -0.02,
         },
     ),
-    "a target of both sizes is the baseline of rows that are matched to one": (
+    "a target of both sizes is the baseline of rows matched to either size": (
         [("standard", 4.0), (f"diff_v2 {TO_STANDARD}", 3.9), (f"diff_v2 {FLOPS}", 3.93)],
         None,
         {
@@ -197,7 +197,7 @@ SWEPT = {
             "diff_v2 match_flops_to=standard match_params_to=null": -0.07,
         },
     ),
-    "unmatched rows have a gap beside matched ones": (
+    "unmatched rows have a gap next to matched rows": (
         [*PLAIN, (f"diff_v2 {TO_STANDARD}", 3.95)],
         None,
         {
@@ -274,7 +274,7 @@ def test_location_and_speed_do_not_distinguish_runs(tmp_path, override):
     assert found.differences == []
 
 
-# What forbids a comparison
+# Keys and facts that make rows incomparable
 
 INCOMPARABLE = {
     "steps=40": "steps",
@@ -326,7 +326,7 @@ def test_comparison_names_incomparable_fact(tmp_path, fact):
     changed = f"{fact}=01234567"
     (group,) = (each for each in found.groups if each.values[fact] == "01234567")
     assert [row.label for row in group.rows] == [f"standard {changed}", f"diff_v2 {changed}"]
-    assert all(row.gap is None for row in found.rows)  # the only like pair has no common seed
+    assert all(row.gap is None for row in found.rows)  # Comparable rows share no seed.
 
 
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
@@ -360,11 +360,12 @@ def test_run_without_facts_has_no_gap_to_run_with_facts(tmp_path):
     assert found.rows[2].values["parameters"] is None
     assert said(found, "d: run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
     bases = [row.gap is not None for row in compare(runs).rows]
-    assert bases == [False, True, False, True]  # both of the last pair are unknown, as if alone
+    # Both runs of the last pair lack facts, so their configs are compared.
+    assert bases == [False, True, False, True]
 
 
 def test_sample_loss_is_not_compared_with_loss_of_whole_split(tmp_path):
-    """Older versions measured `eval.sequences` samples, and noted no tokens."""
+    """Older versions measured only `eval.sequences` samples, without recording tokens."""
     variants = ("standard", "gated", "standard", "gated", "standard")
     counts = (None, None, 5000, 5000, 12_345_678_901)
     older, older_gated, whole, gated, other = written(
@@ -415,7 +416,7 @@ def test_long_labels_become_letters_of_groups_with_differing_keys(tmp_path):
     assert found.rows[1].gap.mean == pytest.approx(-0.1)
 
 
-# What is noted
+# Notes
 
 
 def test_unfinished_runs_are_shown_but_excluded_from_statistics(tmp_path):
@@ -526,7 +527,7 @@ def test_damaged_lines_are_noted_but_not_a_last_line_cut_short(tmp_path):
     lines = file.read_text().splitlines()
     huge = f'{{"step": 1, "tokens": {10**30}}}'
     broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', huge, *lines[1:3]]
-    file.write_text("\n".join(broken))  # the last line is complete but for its line break
+    file.write_text("\n".join(broken))  # The last line lacks only the line break.
     (run,) = loaded([path])
     assert (len(run.metrics.steps), run.metrics.skipped) == (3, 4)
     assert said(compare([run]), "skipped 4 damaged or misplaced lines")
@@ -636,11 +637,11 @@ def test_unrecorded_plugin_version_counts_as_different(tmp_path):
     ]
 
 
-# A run that was changed on its way
+# Runs whose config changed during training
 
 
 def change(path, step, **made):
-    """Have a run say that it was changed after a step."""
+    """Write a change of the config after a step into a run."""
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 

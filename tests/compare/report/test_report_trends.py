@@ -1,4 +1,4 @@
-"""The trend of a gap over tokens, on curves whose gaps are planted lines."""
+"""Trends of gaps over tokens, for curves whose gaps are known lines."""
 
 import csv
 import io
@@ -20,12 +20,12 @@ NOISE = (-0.001, 0.0, 0.001)
 
 
 def gap_at(step, start, slope):
-    """The gap is `start` at step 2, and 1 at step 1, which is before 10% of 20 steps."""
+    """Return a gap: 1 at step 1, which is before 10% of 20 steps, then a line from `start`."""
     return 1.0 if step == 1 else start + slope * math.log2(step / 2)
 
 
 def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diverged=()):
-    """standard and gated; the slopes of seeds differ by NOISE."""
+    """Return a comparison of standard and gated; slopes differ by NOISE between seeds."""
     for variant in ("standard", "gated"):
         for seed in range(seeds):
             lines = [
@@ -48,7 +48,7 @@ def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diver
 
 
 def sentence(found):
-    """The only sentence about a trend, which the terminal and the figure of gaps share."""
+    """Return the only sentence about a trend, which must be in the terminal and in the figure."""
     (said,) = [line for line in whole_text(found).splitlines() if "per doubling of tokens" in line]
     first, _ = page_sections(found, row_styles(found.rows))
     (caption,) = [card.caption for card in first if card.title.endswith("over training")]

@@ -1,4 +1,4 @@
-"""Gaps over tokens as a run of wandb."""
+"""Gaps over tokens in a wandb run."""
 
 import pytest
 from test_report_budgets import TOKENS, written

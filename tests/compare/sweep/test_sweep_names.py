@@ -1,4 +1,4 @@
-"""From a sweep's command line to its runs: names, values, order, and what is refused."""
+"""Overrides of a sweep to runs: names, values, order, and refused overrides."""
 
 import re
 
@@ -97,7 +97,7 @@ def test_launcher_overrides_are_separated_from_run_overrides() -> None:
 
 
 def test_long_name_is_truncated_and_unique():
-    """A file system takes 255 bytes."""
+    """File systems limit names to 255 bytes."""
     words = [f"data.sample_prompt='{'prompt ' * 9}{n}'" for n in (1, 2)]
     keys = ["data.sample_prompt", "optim.lr", "wandb.project", "wandb.entity", "wandb.group"]
     long = [f"{key}={letter * 60}" for key, letter in zip(keys[2:], "abc", strict=True)]

@@ -1,4 +1,4 @@
-"""A sweep into a directory that holds runs already, without any training."""
+"""Plans of sweeps into directories with existing runs, without training."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def planned(*words: str) -> list[dict[str, Any]]:
 
 
 def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
-    """Write what such runs leave."""
+    """Write the files of begun or finished runs."""
     for run in runs:
         path = Path(run["path"])
         path.mkdir()
@@ -56,7 +56,7 @@ def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
 
 def test_added_values_run_only_new_combinations() -> None:
     pretend(planned("attention=gated,standard", "seed=0,1"))
-    runs = planned("seed=0,2", "attention=standard,gated")  # the names keep their order
+    runs = planned("seed=0,2", "attention=standard,gated")  # Names keep the recorded order of keys.
     assert states(runs) == {
         "standard-seed0": True,
         "gated-seed0": True,
@@ -69,7 +69,7 @@ def test_added_values_run_only_new_combinations() -> None:
 def test_changed_fixed_value_is_refused_by_name() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
-    for values in ("0,1", "2,3"):  # the same runs, and others
+    for values in ("0,1", "2,3"):  # The same runs, and different runs.
         with pytest.raises(ConfigError, match=r"outputs/mine .*steps: 200 there, 300 here"):
             planned(f"seed={values}", "steps=300")
     assert Path("outputs/mine/sweep.json").read_text() == before
@@ -122,7 +122,7 @@ def test_key_with_single_value_gets_more_values_and_ended_runs_remain(
     first: list[str], more: list[str], expected: dict[str, bool]
 ) -> None:
     pretend(planned(*first))
-    for _ in range(2):  # the second plan reads what the first one has recorded
+    for _ in range(2):  # The second plan reads the record of the first plan.
         assert states(planned(*more)) == expected
     with pytest.raises(ConfigError, match=r"weight_decay: 0\.1 there, 0\.2 here"):
         planned(*more, "optim.weight_decay=0.2")
@@ -190,7 +190,7 @@ def test_invalid_job_leaves_no_files(workplace: Path) -> None:
     assert not list(workplace.iterdir())
 
 
-# Reports
+# Outcomes
 
 
 def job(path: Path, number: int = 1) -> Job:
@@ -228,7 +228,7 @@ def test_last_error_of_the_output_of_a_job(said: str, expected: str) -> None:
     assert last_error(said) == expected
 
 
-# Clusters, without one
+# Clusters, simulated
 
 
 @pytest.mark.parametrize(
@@ -276,12 +276,12 @@ def test_the_rank_that_failed_first_is_the_reason() -> None:
     assert first_failed([Ending("finished", "", 2.0)] * 2).state == "finished"
 
 
-# A stand-in for squeue
+# A fake squeue
 
 
 @pytest.fixture
 def squeue(tmp_path, monkeypatch):
-    """Puts a squeue on PATH that prints, complains and exits as told."""
+    """Return a function that puts a squeue with given stdout, stderr and exit code on PATH."""
 
     def install(out, err, code):
         script = tmp_path / "squeue"
