@@ -87,7 +87,7 @@ def compare(
     for (row, _), p in zip(tested, holm([p for _, p in tested]), strict=True):
         row.p_holm = p  # All gaps are one family of tests.
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
-    no_gap = f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys."
+    no_gap = f"No gap for {', '.join(alone)}: no run of {chosen} agrees in all other keys."
     of_scores = [no_gap] if alone and len(rows) > 1 else []
     notes += of_scores + fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
     evaluated, about = evaluations(rows, step)

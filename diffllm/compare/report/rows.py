@@ -48,6 +48,7 @@ class Row:
     runs: list[Run]
     """Sorted by seed."""
     differing: dict[str, Any] = field(default_factory=dict)
+    """Values of all swept and incomparable keys."""
     loss: Estimate | None = None
     """Final held-out loss, nats per token."""
     gap: Estimate | None = None
@@ -58,6 +59,7 @@ class Row:
     """The row that `gap` is measured from; None without a gap."""
     is_baseline: bool = False
     against: "Row | None" = None
+    """The baseline row, also without common seeds and so without a gap."""
     outcome: ArmComparison | None = None
     documents: Estimate | None = None
     """The gap with its interval over documents and seeds."""
@@ -71,6 +73,7 @@ class Row:
     trend: Trend | None = None
     """Trend of the gap over tokens, from evaluations during training."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps at equal cost, by name of the budget."""
     incomparable: list[str] = field(default_factory=list)
 
     @property

@@ -95,7 +95,7 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Send a signal: the run saves at the first one, and ends at once at a second SIGINT."""
+        """Send a signal: the first lets the run save, and a second SIGINT ends the run at once."""
         self.child.send_signal(number)
         self.signalled = True
 

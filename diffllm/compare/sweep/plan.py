@@ -215,7 +215,7 @@ def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -
     """Return the keys that name runs: the recorded keys of the sweep, then newly swept keys."""
     keys = directory.record["keys"] or []
     if not {*keys} <= {*given}:
-        raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; set all of these")
+        raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; set all these keys")
     return [*keys, *(key for key in swept if key not in keys)]
 
 
@@ -270,4 +270,4 @@ def check_runs(
                 f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():
-            raise ConfigError(f"{path} holds a run and resume=never; choose another run.sweep")
+            raise ConfigError(f"{path} contains a run, but resume=never; choose another run.sweep")

@@ -226,7 +226,7 @@ def test_every_row_has_gap_to_matching_baseline_row(tmp_path, case):
     assert [*gaps(found).items()] == [*expected.items()]
     assert found.differences == []
     alone = case.startswith("no row")
-    assert bool(said(found, "No gap of diff_v2 lr=0.002: no run of standard")) is alone
+    assert bool(said(found, "No gap for diff_v2 lr=0.002: no run of standard")) is alone
     if "target" in case and baseline is None:
         assert not said(found, "diff_v2", "makes runs of equal size")
 

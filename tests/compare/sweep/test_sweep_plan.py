@@ -95,7 +95,7 @@ def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
 
 def test_sweep_without_values_of_recorded_keys_is_refused() -> None:
     planned("seed=0,1")
-    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set all of these"):
+    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set all these keys"):
         planned("attention=gated,standard")
 
 
@@ -166,7 +166,7 @@ def test_directory_of_different_kind_is_refused_and_unchanged(
 
 def test_resume_never_is_refused_if_runs_exist() -> None:
     pretend(planned("seed=0,1")[:1])
-    with pytest.raises(ConfigError, match="mine/seed0 holds a run and resume=never"):
+    with pytest.raises(ConfigError, match="mine/seed0 contains a run, but resume=never"):
         planned("seed=0,1", "resume=never")
 
 
