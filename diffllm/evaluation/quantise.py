@@ -49,7 +49,8 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     most = 2 ** (bits - 1) - 1
     wide = x.float()
     largest = wide.abs().amax(dims, keepdim=True)
-    scale = largest / torch.full_like(largest, most)  # For a scalar, CUDA would use 1 / most.
+    # Divide by a tensor: for a number, CUDA would multiply by its rounded reciprocal.
+    scale = largest / torch.full_like(largest, most)
     level = torch.round(wide / scale).clamp(-most, most).int()
     return torch.where(scale > 0, level * scale, 0.0).to(x.dtype)
 

@@ -46,7 +46,7 @@ def test_images_are_the_maps_and_the_future_is_blank():
         assert np.array_equal(image.data[~future], weights[0, 1].double().numpy()[~future])
 
 
-def test_colours_are_comparable_and_signed_ones_symmetric():
+def test_colours_are_comparable_and_symmetric_for_signed_maps():
     layer = made_maps(length=40)
     fig = draw(layer, [0, 1], names(40), "")
     images = [axes.images[0] for axes in fig.axes if axes.images][:6]

@@ -156,7 +156,7 @@ def test_by_query_contains_lambda_gate_or_sink(variant):
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
 
 
-def test_numbers_of_a_map():
+def test_statistics_of_known_maps():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
     assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]

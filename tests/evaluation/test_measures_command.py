@@ -64,7 +64,7 @@ def test_suite_is_printed_stored_and_not_repeated(
         assert text in table
 
 
-def test_outliers_are_the_numbers_of_diffllm_outliers(
+def test_outliers_evaluation_equals_outliers_command(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["outliers", f"run={run}", f"tokens={5 * 64}", "--json"]) == 0

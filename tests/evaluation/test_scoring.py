@@ -57,7 +57,7 @@ def with_generated(model: Transformer, question: Question) -> Question:
 @pytest.mark.parametrize(
     ("cached_from", "tokens", "cache"), [(0, 200, 100), (50, 1, 1), (999, 500, 1)]
 )
-def test_batched_and_cached_equal_single(
+def test_batched_and_cached_scores_equal_single_scores(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
     monkeypatch.setattr(answers, "CACHED_FROM", cached_from)
@@ -78,7 +78,7 @@ def test_batched_and_cached_equal_single(
     assert greedy
 
 
-def test_batches_fill_by_length() -> None:
+def test_batches_contain_similar_lengths() -> None:
     batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 

@@ -112,7 +112,7 @@ def test_page_fits_the_window_and_follows_the_theme(views, width, dark):
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_pages_fit_a_phone(views, name):
+def test_unusual_pages_fit_a_phone(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["wide"] <= 360

@@ -179,7 +179,7 @@ def with_documents(tmp_path, seeds, texts=40):
     return runs
 
 
-def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
+def test_gap_has_interval_over_documents_and_seeds(tmp_path):
     runs = with_documents(tmp_path, LEAST_SEEDS)
     found = compare(runs, title="made")
     row = found.rows[1]

@@ -332,7 +332,7 @@ def test_comparison_names_incomparable_fact(tmp_path, fact):
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
-def test_without_facts_the_config_decides(tmp_path):
+def test_config_decides_without_facts(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)

@@ -84,7 +84,7 @@ def test_finished_sweep_with_more_steps_resumes() -> None:
     assert states(runs) == {"seed0": False, "seed1": False}
 
 
-def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
+def test_sweep_with_changed_plugin_code_is_extended_only_if_allowed() -> None:
     pretend(planned("seed=0,1"))
     Path("outputs/mine/seed1/run.json").write_text('{"plugin_code": {"own": "1a2b"}}')
     with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b .*in seed1; ch"):
@@ -269,7 +269,7 @@ def test_submitit_folder_below_a_file_is_refused_in_a_single_line(
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
-def test_the_rank_that_failed_first_is_the_reason() -> None:
+def test_reason_of_failed_job_is_earliest_failed_rank() -> None:
     ended = [Ending("failed", "lost a peer", 2.0), Ending("failed", "out of memory", 1.0)]
     assert first_failed(ended).reason == "out of memory"
     assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
