@@ -65,7 +65,7 @@ def test_a_prompt_of_one_token_no_new_tokens_and_no_prompts():
 @pytest.mark.parametrize("length", [0, SEQ_LEN + 1])
 def test_a_prompt_that_cannot_be_read_is_refused(length):
     unreadable = [1] * length
-    with pytest.raises(ValueError, match=rf"prompt of {length} tokens; 1 to {SEQ_LEN} are read"):
+    with pytest.raises(ValueError, match=rf"prompt of {length} tokens: must have 1 to {SEQ_LEN}"):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 

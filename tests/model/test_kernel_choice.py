@@ -93,8 +93,8 @@ def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
         ((12, 0), ("triton", *V4), 128, Kernel.varlen, "documents"),
         (BLACKWELL, ("triton",), 64, Kernel.flex, "not measured"),
         (HOPPER, ("triton", *V2), 128, Kernel.flex, "flash-attn-4 is not installed"),
-        (HOPPER, ("triton",), 256, Kernel.varlen, "heads 256 wide"),
-        (HOPPER, ("triton",), 16, Kernel.varlen, "heads 16 wide"),
+        (HOPPER, ("triton",), 256, Kernel.varlen, "head width 256"),
+        (HOPPER, ("triton",), 16, Kernel.varlen, "head width 16"),
         (HOPPER, (), 128, Kernel.varlen, "triton is not installed"),
         (HOPPER, ("triton", *V4), 128, Kernel.varlen_4, "not measured"),
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
@@ -233,9 +233,9 @@ def on(backend):
 @pytest.mark.parametrize(
     ("variant", "refused", "reason"),
     [
-        ("diff_v1_clamped", ("flash", "flex"), "no clamped map; choose sdpa"),
-        ("standard_sink", ("flex",), "no sink=learned; choose sdpa, flash"),
-        ("standard_off_by_one", ("flex",), "no sink=one; choose sdpa, flash"),
+        ("diff_v1_clamped", ("flash", "flex"), "clamp=true; choose sdpa"),
+        ("standard_sink", ("flex",), "sink=learned; choose sdpa, flash"),
+        ("standard_off_by_one", ("flex",), "sink=one; choose sdpa, flash"),
     ],
 )
 def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reason):
@@ -243,7 +243,7 @@ def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reas
         if backend.name not in refused:
             small_config(variant, extra=on(backend.name))
             continue
-        with pytest.raises(ConfigError, match=rf"backend={backend.name} has {reason}"):
+        with pytest.raises(ConfigError, match=rf"backend={backend.name} does not support {reason}"):
             small_config(variant, extra=on(backend.name))
 
 
@@ -278,7 +278,7 @@ def test_flash_4_is_refused_for_documents_where_torch_has_no_backward_pass_for_i
     assert calls == [("tried", 64, True)]
 
 
-NOT_INSTALLED = "needs the flash-attn package, which is not installed"
+NOT_INSTALLED = "needs the flash-attn package: install version 2"
 
 
 @pytest.mark.parametrize(

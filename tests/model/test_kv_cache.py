@@ -136,7 +136,7 @@ def test_positions_beyond_the_models_are_refused():
         held.truncate([31, 5])
     step = torch.zeros(2, 1, dtype=torch.int64)
     model(step, caches=caches)
-    with pytest.raises(ValueError, match=r"33 positions, but model\.seq_len is 32"):
+    with pytest.raises(ValueError, match=r"33 positions exceed model\.seq_len=32"):
         model(step, caches=caches)
 
 
