@@ -48,5 +48,5 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
             model_writer=model, vocab_size=40, model_type="unigram", minloglevel=2,
         )  # fmt: skip
     assert SentencePieceProcessor(model_file=str(tmp_path / "unigram.model"))
-    with pytest.raises(DataError, match="only BPE models become fast tokenizers"):
+    with pytest.raises(DataError, match="only BPE models can be exported"):
         fast_tokenizer(tmp_path / "unigram.model")

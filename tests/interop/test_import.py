@@ -278,7 +278,7 @@ def test_arguments_that_cannot_be(make_run, tmp_path, capsys):
         ([f"hf={run}", out, "attention=diff_v2"], "needs softmax without a sink"),
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
-        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is for attention=diff_v2"),
+        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 needs attention=diff_v2"),
     ):
         assert main(["import", *words]) == 2
         error = capsys.readouterr().err

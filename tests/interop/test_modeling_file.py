@@ -233,7 +233,10 @@ def test_settings_that_do_not_exist_are_refused():
             {"attention": {"variant": "diff_v2"}, "num_key_value_heads": 4},
             "num_key_value_heads=4 must divide num_attention_heads=4 / 2$",
         ),
-        ({"sliding_window": 4}, "sliding_window=4, but every layer attends to all tokens"),
+        (
+            {"sliding_window": 4},
+            "sliding_window=4 is not supported: all layers attend to all tokens",
+        ),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4' must be a number above 0"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -68,7 +68,7 @@ def test_flops_of_masked_documents_follow_the_stated_visible_keys():
     }
     assert shown == {"whole": [], "unstated": [(2048.5, False)], "stated": [(512.5, True)]}
     (said,) = [each.why for each in unstated.assumptions if each.key == "data.visible_keys"]
-    assert said == "whole sequences; masked documents have fewer FLOPs"
+    assert said == "whole sequences; masked documents need fewer FLOPs"
 
 
 @pytest.mark.slow
