@@ -103,7 +103,7 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_damaged_model_directory_has_the_shapes_of_its_config_or_is_refused(tmp_path, name):
+def test_damaged_model_directory_has_shapes_of_config_or_is_refused(tmp_path, name):
     directory = write(tmp_path / "hf", LAYOUTS["llama"])
     file = directory / name
     whole = file.read_bytes()
@@ -150,7 +150,7 @@ def test_index_with_odd_content_is_refused(tmp_path, index, said):
         ModelDirectory(path)
 
 
-def test_files_that_are_links_are_read_as_in_the_cache_of_the_hub(tmp_path):
+def test_symbolic_links_are_read_as_in_hub_cache(tmp_path):
     path, links = write(tmp_path / "hf", LAYOUTS["llama"]), tmp_path / "links"
     links.mkdir()
     for file in path.iterdir():

@@ -113,7 +113,7 @@ def test_continuous_batching_gives_tokens_of_generate(opened, name, implementati
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_attentions_have_one_map_per_head_and_key(opened, name):
+def test_attentions_have_a_map_per_head_and_key(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -192,7 +192,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_tables_are_those_of_training_bit_for_bit(kind):
+def test_rotary_tables_equal_training_bit_for_bit(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
@@ -264,7 +264,7 @@ def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope, said):
         DiffLLMForCausalLM(config)
 
 
-def test_older_transformers_is_refused_in_one_line(opened, tmp_path):
+def test_older_transformers_is_refused_with_single_line(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
     config = json.loads((directory / "config.json").read_text())

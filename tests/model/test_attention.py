@@ -38,7 +38,7 @@ def reference(variant, attention, x, theta, layer_idx):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forward_and_every_gradient_equal_the_reference(variant, shape):
+def test_forward_and_all_gradients_equal_reference(variant, shape):
     if refused(variant, *shape[:2]):
         with pytest.raises(ConfigError, match=r"must be (even|a multiple)"):
             small_config(variant, *shape)
@@ -46,7 +46,7 @@ def test_forward_and_every_gradient_equal_the_reference(variant, shape):
     assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
 
 
-def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others():
+def test_variants_refuse_exactly_unsupported_head_counts():
     for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
         for variant in ("standard", "gated", "diff_v2"):
             assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
@@ -58,7 +58,7 @@ def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others()
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_a_factor_on_the_context_is_one_on_wo(variant):
+def test_context_scale_scales_output_and_statistics(variant):
     """And statistics see it; a factor of 1 is no operation at all."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
@@ -73,13 +73,13 @@ def test_a_factor_on_the_context_is_one_on_wo(variant):
 
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_any_length_equals_the_reference(variant, length):
+def test_forward_equals_reference_at_any_length(variant, length):
     assert_equals_the_reference(variant, *layer_of(variant, 4, 2, 8), length)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
-def test_diff_v1_over_split_values_equals_the_same_reference(variant, shape):
+def test_diff_v1_with_split_values_equals_reference(variant, shape):
     layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
     assert_equals_the_reference(variant, *layer, length=7)
 
@@ -103,7 +103,7 @@ def assert_equals_the_reference(variant, attention, tables, theta, length):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
-def test_worked_example_of_the_clamped_map():
+def test_clamped_map_equals_worked_example():
     """Q, K, V in full, not causal, scale sqrt(2), lambda 0.4; to the four decimals given."""
     q = torch.tensor([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1.0]])
     k = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]])
@@ -127,7 +127,7 @@ def test_worked_example_of_the_clamped_map():
     torch.testing.assert_close(weights, clamp_and_renormalise(first - 0.4 * second))
 
 
-def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients():
+def test_clamped_row_without_positive_weight_is_zero_with_finite_gradients():
     weights = torch.tensor([[-0.2, -0.1], [0.5, -0.5]], dtype=torch.float64, requires_grad=True)
     out = clamped(weights)
     assert out.tolist() == [[0, 0], [1, 0]]
@@ -145,6 +145,6 @@ def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients(
         ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* must be a multiple"),
     ],
 )
-def test_fields_that_cannot_or_would_not_matter_are_refused(variant, fields, message):
+def test_invalid_or_unused_attention_fields_are_refused(variant, fields, message):
     with pytest.raises(ConfigError, match=message):
         small_config(variant, extra=tuple(f"model.attention.{field}" for field in fields))

@@ -38,7 +38,7 @@ ADAPTED = [(shape, wide) for shape in SHAPES for wide in (1, 2) if shape[1] % wi
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("shape", "wide"), slow_but(ADAPTED[:2], ADAPTED))
-def test_flex_attends_as_sdpa_does(monkeypatch, shape, wide, masked):
+def test_flex_equals_sdpa(monkeypatch, shape, wide, masked):
     """FlexAttention itself, uncompiled: it computes the forward pass on a CPU."""
     monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
     q, k, v = heads(shape, wide)
@@ -120,7 +120,7 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_packed_documents_meet_the_contract_of_a_stand_in_and_equal_sdpa(
+def test_packed_documents_call_varlen_kernel_correctly_and_equal_sdpa(
     ran, shape, wide, backend, called
 ):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
@@ -133,7 +133,7 @@ def test_packed_documents_meet_the_contract_of_a_stand_in_and_equal_sdpa(
 
 
 @torch.no_grad()
-def test_packed_documents_go_through_torch_where_its_kernels_are_flash_4(ran, monkeypatch):
+def test_packed_documents_use_torch_varlen_with_active_flash_4(ran, monkeypatch):
     monkeypatch.setattr(ops, "sdpa_is_flash_4", lambda: True)
     q, k, v = heads((8, 2, 8), dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
@@ -144,7 +144,7 @@ def test_packed_documents_go_through_torch_where_its_kernels_are_flash_4(ran, mo
 
 @torch.no_grad()
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_flash_meets_the_contract_of_a_stand_in_and_equals_sdpa(ran, shape, wide):
+def test_flash_calls_package_correctly_and_equals_sdpa(ran, shape, wide):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     out = attend(q, k, v, None, Backend.flash)
     assert ran == ["flash_attn_func"]
@@ -153,7 +153,7 @@ def test_flash_meets_the_contract_of_a_stand_in_and_equals_sdpa(ran, shape, wide
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["flash", "flex", "sdpa"])
-def test_a_decoding_step_goes_through_sdpa_whatever_the_backend(ran, backend, monkeypatch):
+def test_decoding_step_uses_sdpa_for_every_backend(ran, backend, monkeypatch):
     monkeypatch.setattr(ops, "flex", lambda *_: pytest.fail("flex was called"))
     q, k, v = heads((4, 2, 8), length=9)
     out = attend(q[:, -1:], k, v, None, Backend[backend])
@@ -162,7 +162,7 @@ def test_a_decoding_step_goes_through_sdpa_whatever_the_backend(ran, backend, mo
 
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_a_gpu_gets_what_a_fused_kernel_takes(monkeypatch, masked, half, d):
+def test_sdpa_on_gpu_gets_arguments_of_fused_kernels(monkeypatch, masked, half, d):
     """FlashAttention: one width, no mask, half precision. Else equally many heads."""
     seen = {}
 

@@ -51,7 +51,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FAST, CASES))
-def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant, extra):
+def test_compiled_block_has_no_graph_break_and_equals_uncompiled_block(variant, extra):
     """With statistics and without, with documents masked and without."""
     model = build_model(small_config(variant, extra=extra).model)
     block, tokens = model.layers[1], torch.randint(0, 5, (2, 12))
@@ -68,7 +68,7 @@ def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant, e
 @pytest.mark.parametrize(
     "variant", slow_but(["diff_v1"], ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
 )
-def test_all_layers_share_one_graph(variant):
+def test_all_layers_share_a_graph(variant):
     """Also where layers have constants of their own; else compiling would take longer by layer."""
     model = build_model(small_config(variant, extra=("model.n_layers=4",)).model)
     counter = CompileCounterWithBackend("eager")
@@ -155,7 +155,7 @@ def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
-def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant):
+def test_batches_with_any_number_of_documents_share_a_graph(monkeypatch, variant):
     """And compute what a boolean mask does, forward and backward."""
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
@@ -175,7 +175,7 @@ def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_block_masks_of_any_number_of_documents_share_one_graph():
+def test_block_masks_with_any_number_of_documents_share_a_graph():
     model = build_model(small_config("diff_v2", extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("eager")

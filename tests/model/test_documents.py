@@ -51,7 +51,7 @@ def documents_of(tokens, end=END):
     ),
     st.integers(0, 4),
 )
-def test_documents_are_those_of_a_plain_loop(rows, end):
+def test_documents_equal_plain_loop(rows, end):
     tokens = torch.tensor(rows)
     batch, length = tokens.shape
     documents = Documents.of(tokens, end)
@@ -88,7 +88,7 @@ def grads_of(model, scalar):
 
 @pytest.mark.parametrize(("variant", "extra"), EVERY)
 @pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
-def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape):
+def test_masked_documents_equal_separate_forward_passes(variant, extra, shape):
     """In logits, in the loss and in every gradient of it."""
     model = shared_model(variant, *shape, extra)
     targets = torch.randint(0, 64, TOKENS.shape)
@@ -111,7 +111,7 @@ def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape)
         assert (mine - other).abs().max() < atol, name
 
 
-def test_positions_start_anew_in_every_document():
+def test_positions_restart_in_every_document():
     """Attention only sees differences of positions, so no output would tell."""
     model = shared_model("diff_v2")
     documents = Documents.of(TOKENS, END)
@@ -123,7 +123,7 @@ def test_positions_start_anew_in_every_document():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FEW, EVERY))
-def test_explicit_maps_equal_the_kernel(variant, extra, masked):
+def test_explicit_maps_equal_sdpa_with_documents(variant, extra, masked):
     """backend=reference against backend=sdpa, forward and gradients."""
     documents = Documents.of(TOKENS, END) if masked else None
     weights = torch.randn(*TOKENS.shape, 64, dtype=torch.float64)

@@ -161,7 +161,7 @@ def close(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+def test_diff_v2_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
@@ -177,7 +177,7 @@ def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_a_standard_model_of_2h_heads_computes_diff_v2_at_any_constant_lambda(shape, lam):
+def test_standard_with_2h_heads_equals_diff_v2_at_any_constant_lambda(shape, lam):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
     wide = layer_of("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
@@ -190,7 +190,7 @@ def test_a_standard_model_of_2h_heads_computes_diff_v2_at_any_constant_lambda(sh
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_constant_lambdas_are_one_family(shape, lam):
+def test_forms_of_constant_lambda_agree(shape, lam):
     """none is fixed at 1, scalar at a logit of 0 fixed at 0.5, and fixed is linear in lambda."""
     x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
@@ -206,7 +206,7 @@ def test_constant_lambdas_are_one_family(shape, lam):
 
 @given(shape=shapes())
 @many
-def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
+def test_pairings_agree_exactly_for_a_single_kv_head(shape):
     """Only then do heads i and H + i share key and value, as 2i and 2i + 1 always do."""
     assume(shape.tokens > 1)
     adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
@@ -221,7 +221,7 @@ def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
 @pytest.mark.parametrize("variant", V1)
 @given(data=st.data())
 @few
-def test_diff_v1_without_lambda_vectors_has_exactly_lambda_init(variant, data):
+def test_diff_v1_with_zero_lambda_vectors_has_exactly_lambda_init(variant, data):
     shape = data.draw(shapes(variant))
     attention = layer_of(variant, shape)
     for name in ("lambda_q1", "lambda_k2"):  # one factor of each product is enough
@@ -244,14 +244,14 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+def test_diff_v1_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
     aux, halves = equal_pairs("diff_v1", shape)
     close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
+def test_diff_v1_clamped_of_equal_pairs_equals_attention_or_zero(shape):
     """(1 - lambda) times a map has one sign: renormalised it is the map, or a row of zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
@@ -261,7 +261,7 @@ def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_a_gate_and_its_opposite_add_up_to_standard_attention(variant, data):
+def test_gate_plus_negated_gate_equals_standard_attention(variant, data):
     shape = data.draw(shapes())
     attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
     copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
@@ -273,7 +273,7 @@ def test_a_gate_and_its_opposite_add_up_to_standard_attention(variant, data):
 
 @given(shape=shapes())
 @many
-def test_a_headwise_gate_is_an_elementwise_one_repeated_over_a_heads_channels(shape):
+def test_headwise_gate_equals_elementwise_gate_repeated_over_channels(shape):
     headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
@@ -291,7 +291,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_a_sink_of_minus_infinity_is_standard_attention_and_one_of_zero_is_off_by_one(shape):
+def test_sink_logit_minus_infinity_equals_standard_and_zero_equals_unit_sink(shape):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
         other = layer_of(variant, shape)
@@ -345,7 +345,7 @@ def test_appending_tokens_never_changes_earlier_logits(variant, data):
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(data=st.data())
 @few
-def test_shifting_all_positions_changes_nothing(variant, data):
+def test_shift_of_all_positions_does_not_change_output(variant, data):
     shape = data.draw(shapes(variant))
     start = data.draw(st.integers(1, SEQ_LEN - shape.tokens))
     attention, x = layer_of(variant, shape), x_of(shape)
@@ -387,7 +387,7 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_standard_attention_lies_between_one_over_root_n_and_one(shape, sharpness):
+def test_context_rms_of_standard_is_between_inverse_root_n_and_1(shape, sharpness):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
@@ -397,7 +397,7 @@ def test_context_rms_of_standard_attention_lies_between_one_over_root_n_and_one(
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_context_rms_with_a_gate_or_a_sink_lies_between_0_and_1(variant, data):
+def test_context_rms_with_gate_or_sink_is_between_0_and_1(variant, data):
     shape = data.draw(shapes(variant, **WIDE))
     values, _ = context_rms(variant, shape, data.draw(SHARPNESS))
     assert ((values > 0) & (values < 1)).all()
@@ -405,7 +405,7 @@ def test_context_rms_with_a_gate_or_a_sink_lies_between_0_and_1(variant, data):
 
 @given(shape=shapes(**WIDE))
 @many
-def test_context_rms_with_a_sink_falls_below_that_of_uniform_attention(shape):
+def test_context_rms_with_sink_falls_below_uniform_attention(shape):
     """Which standard attention cannot do: off by one over n equal scores weighs 1 / (n + 1)."""
     values, _ = context_rms("standard_off_by_one", shape, 0.0)
     n = positions(shape)
@@ -414,7 +414,7 @@ def test_context_rms_with_a_sink_falls_below_that_of_uniform_attention(shape):
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
+def test_context_rms_of_diff_v2_is_between_0_and_root_2(shape, sharpness):
     values, aux = context_rms("diff_v2", shape, sharpness)
     lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
@@ -424,7 +424,7 @@ def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n(shape, lam):
+def test_head_norm_of_diff_v1_scales_uniform_head_by_root_n(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

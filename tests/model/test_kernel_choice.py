@@ -68,7 +68,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
     ],
 )
-def test_the_kernel_follows_from_backend_device_dtype_and_width(
+def test_kernel_choice_by_backend_device_dtype_and_width(
     machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
@@ -100,7 +100,7 @@ def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
     ],
 )
-def test_masked_documents_get_the_better_kernel_that_is_there(
+def test_masked_documents_use_best_available_kernel(
     machine, capability, packages, width, expected, reason
 ):
     done = machine(capability, packages)
@@ -111,7 +111,7 @@ def test_masked_documents_get_the_better_kernel_that_is_there(
     assert done == (["activated", ("tried", width, True)] if tried else [])
 
 
-def test_flash_4_is_tried_once_and_put_away_when_it_fails(machine):
+def test_failing_flash_4_is_tried_once_and_deactivated(machine):
     done = machine(packages=("triton", *V4), fails="no kernel\nfor this")
     for _ in range(3):
         found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
@@ -120,7 +120,7 @@ def test_flash_4_is_tried_once_and_put_away_when_it_fails(machine):
     assert done == ["activated", ("tried", 128, True), "restored"]
 
 
-def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine):
+def test_flash_4_stays_inactive_if_torch_cannot_mask_documents(machine):
     done = machine(packages=("triton", *V4), torch_takes_it=False)
     found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
     assert found.value is Kernel.flex
@@ -144,7 +144,7 @@ class Blocks:
         ("reference", CUDA, BF16, False, torch.Tensor),
     ],
 )
-def test_documents_come_in_the_form_the_kernel_reads(
+def test_training_mask_has_form_of_chosen_kernel(
     machine, monkeypatch, backend, device, dtype, explicit, kind
 ):
     machine(AMPERE)
@@ -164,7 +164,7 @@ def test_documents_come_in_the_form_the_kernel_reads(
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
-def test_the_width_that_a_kernel_gets_is_the_variants():
+def test_kernel_width_follows_variant_and_layout():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
         return cfg.model.attention.kernel_width(cfg.model, device)
@@ -206,7 +206,7 @@ def enabled(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_nothing_with_a_cache_goes_through_cudnn(enabled, variant, device):
+def test_forward_pass_with_cache_disables_cudnn(enabled, variant, device):
     """Neither prompts nor single tokens; training does as ever, and so does the CPU."""
     seen, entered = enabled(device)
     model = build_model(small_config(variant).model)
@@ -238,7 +238,7 @@ def on(backend):
         ("standard_off_by_one", ("flex",), "sink=one; choose sdpa, flash"),
     ],
 )
-def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reason):
+def test_backend_without_support_for_variant_is_refused(variant, refused, reason):
     for backend in Backend:
         if backend.name not in refused:
             small_config(variant, extra=on(backend.name))
@@ -258,13 +258,13 @@ def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reas
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_takes_the_newest_version_that_the_gpu_runs(machine, packages, capability, activated):
+def test_flash_uses_newest_version_for_gpu(machine, packages, capability, activated):
     calls = machine(capability, packages)
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
     assert calls == [*activated, ("tried", 64, False)]
 
 
-def test_flash_4_is_refused_for_documents_where_torch_has_no_backward_pass_for_it(machine):
+def test_flash_4_with_documents_is_refused_if_torch_lacks_backward_pass(machine):
     """torch 2.11 raises there for any window, and being causal is one."""
     calls = machine(packages=V4, torch_takes_it=False)
     expected = r"backend=flash with data.mask_documents=true: flash-attn-4 with document masks"
@@ -289,9 +289,7 @@ NOT_INSTALLED = "needs the flash-attn package: install version 2"
         (V2, HOPPER, FLOAT32, "backend=flash needs precision=bf16"),
     ],
 )
-def test_flash_without_its_package_or_in_float32_is_refused(
-    machine, packages, capability, dtype, said
-):
+def test_flash_without_package_or_in_float32_is_refused(machine, packages, capability, dtype, said):
     machine(capability, packages)
     with pytest.raises(ConfigError, match=said):
         prepare_backend(Backend.flash, CUDA, 64, dtype)
@@ -299,7 +297,7 @@ def test_flash_without_its_package_or_in_float32_is_refused(
         prepare_backend(backend, CUDA, 512, FLOAT32)
 
 
-def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monkeypatch, tmp_path):
+def test_flash_package_with_import_error_is_refused_with_reason(monkeypatch, tmp_path):
     """As one built for another torch."""
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")

@@ -72,7 +72,7 @@ def agrees_with_explicit_maps(backend, model, masked, compiled):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("variant", MAIN)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compiled):
+def test_all_backends_agree_with_explicit_maps(backend, variant, masked, compiled):
     available(backend, documents=masked)
     agrees_with_explicit_maps(backend, bf16_model(variant, 64), masked, compiled)
 
@@ -83,7 +83,7 @@ def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compi
     [("standard", ()), ("diff_v2", ()), *(("diff_v1", (layout,)) for layout in LAYOUTS)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
+def test_head_width_128_agrees_with_explicit_maps(backend, variant, extra, masked):
     """V1's values are 256 wide there, or lie in halves."""
     model = bf16_model(variant, 128, *extra)
     available(backend, model.cfg.attention.kernel_width(model.cfg, CUDA), masked)
@@ -92,7 +92,7 @@ def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex])
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_either_kernel_for_documents_agrees_with_explicit_maps(monkeypatch, variant, kernel):
+def test_document_kernels_agree_with_explicit_maps(monkeypatch, variant, kernel):
     """Those that the default backend could choose where flash-attn-4 is missing."""
     monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
@@ -144,7 +144,7 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
-def test_documents_of_any_number_share_one_graph(monkeypatch, kernel):
+def test_any_number_of_documents_shares_a_graph(monkeypatch, kernel):
     """Forward and backward, compiled for the GPU; None: the kernel that is chosen here."""
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
@@ -173,7 +173,7 @@ def kernels_run(run):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", MAIN)
-def test_generation_makes_no_plan_of_cudnn(variant):
+def test_generation_does_not_use_cudnn(variant):
     """For a prompt and for single tokens, which get what a whole forward pass gives."""
     model = bf16_model(variant, 128)
     tokens = torch.randint(0, 64, (2, 80), device=CUDA)

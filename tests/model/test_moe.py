@@ -103,7 +103,7 @@ def test_every_routing_option_equals_the_reference(score, renormalise, scaling, 
 
 
 @pytest.mark.parametrize("score", Score)
-def test_experts_without_tokens_get_gradients_of_zero(score):
+def test_experts_without_tokens_get_zero_gradients(score):
     moe = layer(score=score, n_experts=9)
     moe.router.bias[[0, 4, 8]] = -100
     counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
@@ -111,14 +111,14 @@ def test_experts_without_tokens_get_gradients_of_zero(score):
 
 
 @pytest.mark.parametrize("favourite", [0, 2, 4])
-def test_one_expert_takes_everything(favourite):
+def test_single_expert_gets_all_tokens(favourite):
     moe = layer(top_k=1, renormalise=False)
     moe.router.bias[favourite] = 100
     counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
     assert counts.tolist() == [10 * (e == favourite) for e in range(EXPERTS)]
 
 
-def test_ties_go_to_distinct_experts_the_same_each_time():
+def test_ties_choose_distinct_experts_deterministically():
     """Which of equal experts is open; the output is that of the ones that were taken."""
     moe = layer(n_experts=6, top_k=3)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def assert_close(found, wanted, tolerance, name="", floor=0.1):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_products_equal_looped_ones(monkeypatch, dtype, crowded):
+def test_grouped_products_equal_looped_products(monkeypatch, dtype, crowded):
     """Also with experts that get nothing, and with one that gets all it can."""
     moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
     if crowded:
@@ -216,7 +216,7 @@ def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_
 
 @pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
 @pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
-def test_losses_and_their_gradients_equal_the_formulas(loss, score, biased):
+def test_router_losses_and_gradients_equal_formulas(loss, score, biased):
     weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}
     over = Balance.global_batch if loss == "z" else Balance(loss)
     moe = layer(score=score, biased=biased, balance_over=over, **weights)
@@ -239,7 +239,7 @@ def test_losses_and_their_gradients_equal_the_formulas(loss, score, biased):
         torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
 
 
-def test_the_bias_moves_by_its_rate_towards_balance_and_a_skipped_step_moves_nothing():
+def test_bias_moves_towards_balance_except_in_skipped_steps():
     router = Router(DIM, MoEConfig(n_experts=EXPERTS, top_k=TOP_K, bias_update_rate=0.25))
     router.bias.zero_()
     router.load.fill_(1)

@@ -76,7 +76,7 @@ def reduced_with_nan(values):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_nan_on_one_rank_is_seen_on_all(rank, tmp_path):
+def test_nan_on_a_single_rank_reaches_all_ranks(rank, tmp_path):
     values = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     values[rank][0] = values[rank][2] = math.nan
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):

@@ -23,7 +23,7 @@ def as_json(capsys, *words):
     return json.loads(out)
 
 
-def test_json_holds_memory_communication_time_and_assumptions(capsys):
+def test_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
     out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast)
     memory, time = out["memory"], out["time"]
@@ -72,7 +72,7 @@ def test_flops_of_masked_documents_follow_the_stated_visible_keys():
 
 
 @pytest.mark.slow
-def test_a_step_takes_the_longer_of_computing_and_sending(capsys):
+def test_step_time_is_maximum_of_computation_and_communication(capsys):
     words = [*SMALL, "gpus=16", "tokens=1e9"]
     time = as_json(capsys, *words, "mfu=0.5", "network_gbs=1e-3")["time"]
     assert time["communication_seconds"] > 10 * time["compute_seconds"]
@@ -82,7 +82,7 @@ def test_a_step_takes_the_longer_of_computing_and_sending(capsys):
     assert f"an MFU of {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
 
 
-def test_text_says_what_fits_and_what_is_assumed(capsys):
+def test_text_reports_fit_and_assumptions(capsys):
     out = said(capsys, *SMALL, "gpus=2")
     assert out.startswith("diff_v2 / tiny: ")
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "set tokens= for", "optimizer"):
@@ -92,7 +92,7 @@ def test_text_says_what_fits_and_what_is_assumed(capsys):
 
 
 @pytest.mark.slow
-def test_text_says_that_no_change_fits(capsys):
+def test_text_reports_that_no_change_fits(capsys):
     words = [*SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0"]
     assert tools.main(["plan", *words]) == 0
     out, progress = capsys.readouterr()
@@ -114,7 +114,7 @@ def test_text_says_that_no_change_fits(capsys):
         (["gpus=3", "global_batch_size=8"], "must be a multiple of 3 ranks"),
     ],
 )
-def test_mistakes_end_in_one_line(words, message, capsys):
+def test_mistakes_give_single_error_line(words, message, capsys):
     assert tools.main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -39,7 +39,7 @@ def held(function, *shapes):
     return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 
-def test_only_what_products_read_is_kept_and_nothing_of_what_kernels_fuse():
+def test_backward_keeps_inputs_of_products_but_no_fused_results():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
     forward, kept, backward, found = held(gated, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])
@@ -52,7 +52,7 @@ def test_only_what_products_read_is_kept_and_nothing_of_what_kernels_fuse():
     assert backward == 4 * product + 2 * weight + 3 * out
 
 
-def test_what_is_computed_elementwise_takes_no_memory_on_the_way():
+def test_elementwise_chain_allocates_no_intermediate_results():
     def chain(x, w):
         return (((x.float() * 2).sin() + 1).exp().bfloat16()) @ w
 
@@ -84,7 +84,7 @@ def kept_by_a_block(cfg, x, rope):
     "overrides",
     [["model=small_125m", "attention=diff_v2"], ["model=moe_tiny", "attention=standard"]],
 )
-def test_a_block_keeps_what_the_default_backend_keeps(overrides):
+def test_block_keeps_same_bytes_as_default_backend(overrides):
     cfg = load_config([*overrides, "seq_len=256", "data.vocab_size=512"]).model
     x = torch.randn(1, 256, cfg.dim, dtype=torch.bfloat16, requires_grad=True)
     rotary = RotaryEmbedding(cfg.head_dim, cfg.seq_len, cfg.rope)

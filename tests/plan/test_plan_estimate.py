@@ -53,7 +53,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("gpus", "overrides", "words"), slow_but(CHANGES[:1], CHANGES))
-def test_plan_that_does_not_fit_names_the_nearest_change_that_does(gpus, overrides, words):
+def test_plan_that_does_not_fit_suggests_nearest_change_that_fits(gpus, overrides, words):
     overrides = [*SMALL, *overrides]
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9
     made = limited(room, overrides, gpus=gpus)
@@ -65,7 +65,7 @@ def test_plan_that_does_not_fit_names_the_nearest_change_that_does(gpus, overrid
     assert change.words == words
 
 
-def test_what_cannot_be_is_not_what_is_too_big():
+def test_invalid_change_differs_from_change_that_does_not_fit():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_not_what_is_too_big():
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_an_uneven_group_waits_for_the_node_with_the_fewest_of_its_ranks():
+def test_time_of_uneven_group_follows_node_with_fewest_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4

@@ -114,7 +114,7 @@ REAL_STEPS = [  # of one and two micro-batches
 
 
 @pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
-def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
+def test_peak_equals_step_on_real_tensors(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
     with fake_world(0, 2):  # gloo makes copies of its own, which no GPU would have
@@ -126,7 +126,7 @@ def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_path):
+def test_activations_and_collectives_equal_real_processes(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
@@ -134,7 +134,7 @@ def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCE)
-def test_two_micro_batches_stand_for_any_number(reduce, monkeypatch):
+def test_two_simulated_micro_batches_represent_any_number(reduce, monkeypatch):
     reduce = f"parallel.reduce={reduce}"
     overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
     cfg = load_config(overrides)
@@ -154,7 +154,7 @@ def sent(step, kind):
 
 
 @pytest.mark.parametrize(("reduce", "times"), [("every", 3), ("last", 1)])
-def test_what_a_small_sharded_model_sends_is_what_a_hand_computes(reduce, times):
+def test_traffic_of_small_sharded_model_equals_hand_computation(reduce, times):
     words = ["model.vocab_size=100", "global_batch_size=12", f"parallel.reduce={reduce}"]
     cfg = load_config([*SMALL, "attention=standard", *words])
     step = simulate(cfg, 4)  # three micro-batches
