@@ -1,4 +1,4 @@
-"""A fast tokenizer gives the ids of the sentencepiece model that it was made of."""
+"""A fast tokenizer gives the same ids as its sentencepiece model."""
 
 import random
 
@@ -18,7 +18,7 @@ PIECES = (
 
 
 def drawn(rng: random.Random) -> str:
-    """A text of odd pieces, of any characters, or of runs of one."""
+    """Draw a text of odd pieces, of any characters, or of repeated characters."""
     kind, size = rng.randrange(4), rng.randrange(30)
     if kind == 0:
         return "".join(rng.choices(PIECES, k=size))

@@ -1,4 +1,4 @@
-"""Directories of models from elsewhere with odd files: read, or refused with a known error."""
+"""Model directories of other libraries with odd files are read or refused with a known error."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def config_of(found: Layout) -> dict[str, Any]:
 
 
 def keys_of(found: Layout) -> Iterator[tuple[str, ...]]:
-    """List the keys of a config, of the objects inside it, and all keys that have a type."""
+    """List the keys of a config and of nested objects, and all keys with a checked type."""
     config = config_of(found)
     for key in sorted({*config, *(key for _, keys in KINDS.values() for key in keys)}):
         yield (key,)
@@ -92,7 +92,7 @@ def test_config_value_of_wrong_type_is_named(key, value, said):
 
 
 def write(directory: Path, found: Layout, **changes: Any) -> Path:
-    """Write a directory of a layout, with tensors of ones."""
+    """Write a model directory with tensors of ones."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({**config_of(found), **changes}))
     ours = dict(without_storage(model_of(config_of(found))[1]).named_parameters())
@@ -125,7 +125,7 @@ def test_fifo_in_place_of_weights_is_refused(tmp_path, name):
     path = write(tmp_path / "hf", LAYOUTS["llama"])
     (path / "model.safetensors").unlink()
     os.mkfifo(path / name)
-    writer = os.open(path / name, os.O_RDWR | os.O_NONBLOCK)  # a reader would not wait
+    writer = os.open(path / name, os.O_RDWR | os.O_NONBLOCK)  # a reader must not block
     with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         ModelDirectory(path)
     os.close(writer)
@@ -163,6 +163,6 @@ def test_symbolic_links_are_read_as_in_hub_cache(tmp_path):
     [("llama", {"num_hidden_layers": 90}, 90), ("qwen3_moe", {"num_experts": 65536}, 131072)],
 )
 def test_config_with_more_layers_or_experts_than_tensors_is_refused(tmp_path, kind, change, least):
-    """Without this check, the names of billions of tensors could be listed."""
+    """Without this check, reading could list the names of billions of tensors."""
     with pytest.raises(CheckpointError, match=f"not {least} or more"):
         ModelDirectory(write(tmp_path / "hf", LAYOUTS[kind], **change))

@@ -1,4 +1,4 @@
-"""Models of transformers come in as they are, go out again, and become DIFF V2 and back."""
+"""Import of models of transformers, export after import, and conversion to DIFF V2 and back."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ FOREIGN = {
 
 
 def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn.Module:
-    """Save a model of transformers with random weights, and its tokenizer; return it."""
+    """Save a model of transformers with random weights and a tokenizer; return the model."""
     family, settings = FOREIGN[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
@@ -118,7 +118,7 @@ def test_export_then_import_keeps_model_bit_for_bit(make_run, tmp_path, name):
     assert main(["export", f"run={run}", f"out={out}", *own]) == 0
     assert main(["import", f"hf={out}", f"out={back}"]) == 0
     before, after = parameters(run), parameters(back)
-    if architecture == "Qwen3MoeForCausalLM":  # which has no place for what our routers count
+    if architecture == "Qwen3MoeForCausalLM":  # Qwen3MoE has no bias and load of routers
         before = {key: value for key, value in before.items() if ".router.load" not in key}
         before = {key: value for key, value in before.items() if ".router.bias" not in key}
     for key, tensor in before.items():

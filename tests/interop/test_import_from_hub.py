@@ -1,4 +1,4 @@
-"""A model of a hub comes in at one commit, with no code and no pickle of its repository."""
+"""Import from a hub downloads files of one commit, without code and pickle files."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""The modelling file of an export does what models of transformers do: it computes the same under
-every attention implementation, in continuous batching, exported and compiled."""
+"""The modelling file supports the features of transformers with equal results: all attention
+implementations, continuous batching, torch.export and compilation."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ NAMES = (
     "standard", "gated", "diff_v1", "diff_v2", "standard_sink", "standard_off_by_one",
     "diff_v1_clamped", "mixture",
 )  # fmt: skip
-"""Cases that differ in the code of the modelling file."""
+"""Cases that run different code of the modelling file."""
 WITH_MAPS = ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
 IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(0))
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -42,7 +42,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
 @pytest.fixture
 def opened(make_run, tmp_path):
-    """A function that exports a run of a case and opens the export, each time anew."""
+    """Return a function that exports the run of a case and loads the export."""
 
     def make(name: str, **options: object) -> nn.Module:
         if not (tmp_path / "hf" / name).exists():
@@ -90,7 +90,7 @@ def test_implementation_that_cannot_compute_the_variant_is_refused(opened, name)
     with pytest.raises(ValueError, match="does not support Flash Attention"):
         opened(name, attn_implementation="flash_attention_2")
     model = opened(name)
-    for implementation in ("flash_attention_2", "flex_attention"):  # as a user may write it
+    for implementation in ("flash_attention_2", "flex_attention"):  # set directly, as users may do
         model.config._attn_implementation = implementation
         with pytest.raises(ValueError, match=f"attn_implementation='{implementation}' cannot"):
             model(IDS)
@@ -124,7 +124,7 @@ def test_attentions_have_a_map_per_head_and_key(opened, name):
     ones = torch.ones_like(sums[0])
     for total in sums:
         if name in ("standard_sink", "standard_off_by_one"):
-            assert (total < 1).all()  # the rest is the sink's
+            assert (total < 1).all()  # the sink has the remaining weight
         else:
             close(total, ones, name)
     again = model.generate(IDS, **GREEDY, output_attentions=True, return_dict_in_generate=True)
@@ -147,7 +147,7 @@ def test_torch_export_leaves_batch_size_free(opened, name):
 
 
 def compiled(model: nn.Module, backend: str) -> list[list[int]]:
-    """Generate with a static cache and one graph per step, on the CPU, too."""
+    """Generate with a static cache and one graph per step, also on a CPU."""
     config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Exports and imports that cannot be: one line, and nothing left behind."""
+"""Failed exports and imports print one error line and leave no files."""
 
 import pytest
 from disks import small_disk

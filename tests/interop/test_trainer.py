@@ -1,4 +1,4 @@
-"""transformers' Trainer trains exports, in a process that has no diffllm."""
+"""Trainer of transformers trains exports, in a process without diffllm."""
 
 import json
 import subprocess

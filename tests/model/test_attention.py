@@ -1,4 +1,4 @@
-"""Each variant against a float64 reference with explicit maps, and the identities it must obey."""
+"""Attention variants against a float64 reference with explicit maps."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ from diffllm.model.attention.ops import attention_weights
 def layer_of(variant, heads, kv_heads, head_dim, index=1, extra=()):
     cfg = small_config(variant, heads, kv_heads, head_dim, extra)
     model = build_model(cfg.model).double()
-    model.reset_parameters()  # tables and constants in float64
+    model.reset_parameters()  # computes RoPE tables and constants in float64
     return model.layers[index].attention, model.rope, cfg.model.rope.theta
 
 
 def reference(variant, attention, x, theta, layer_idx):
-    """The variant's output from the equations and the module's weights."""
+    """Return the output of a variant by its equations, with the weights of the module."""
     d = attention.head_dim
     q = rope((x @ attention.wq.weight.T).unflatten(-1, (-1, d)), theta)
     k = rope((x @ attention.wk.weight.T).unflatten(-1, (-1, d)), theta)
@@ -59,7 +59,7 @@ def test_variants_refuse_exactly_unsupported_head_counts():
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_context_scale_scales_output_and_statistics(variant):
-    """And statistics see it; a factor of 1 is no operation at all."""
+    """Statistics measure the scaled context."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
     shown, scaled = {}, {}
@@ -85,8 +85,8 @@ def test_diff_v1_with_split_values_equals_reference(variant, shape):
 
 
 def assert_equals_the_reference(variant, attention, tables, theta, length):
-    """Output and the gradients of the input and of every parameter."""
-    with torch.no_grad():  # away from values at which a wrong formula could look right
+    """Compare the output and the gradients of input and all parameters."""
+    with torch.no_grad():  # initial values could hide a wrong formula
         for name, param in attention.named_parameters():
             if param.ndim == 1:
                 param.add_(0.3 * torch.randn_like(param))
@@ -104,7 +104,7 @@ def assert_equals_the_reference(variant, attention, tables, theta, length):
 
 
 def test_clamped_map_equals_worked_example():
-    """Q, K, V in full, not causal, scale sqrt(2), lambda 0.4; to the four decimals given."""
+    """Non-causal example with scale sqrt(2) and lambda 0.4; expected values have 4 decimals."""
     q = torch.tensor([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1.0]])
     k = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]])
     v = torch.cat((torch.eye(4), torch.full((1, 4), 0.5))).double()

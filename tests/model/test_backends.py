@@ -1,7 +1,7 @@
-"""Attention backends: every adapter calls its kernel rightly.
+"""Attention backends call their kernels correctly.
 
-Kernels that need a GPU are replaced by stand-ins that check the calling convention and compute
-explicit maps; the kernels themselves run in test_kernels_on_gpu.py.
+Replacements of GPU kernels check the calling convention and compute explicit maps. The real kernels
+run in test_kernels_on_gpu.py.
 """
 
 import inspect
@@ -39,7 +39,7 @@ ADAPTED = [(shape, wide) for shape in SHAPES for wide in (1, 2) if shape[1] % wi
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("shape", "wide"), slow_but(ADAPTED[:2], ADAPTED))
 def test_flex_equals_sdpa(monkeypatch, shape, wide, masked):
-    """FlexAttention itself, uncompiled: it computes the forward pass on a CPU."""
+    """Uncompiled FlexAttention computes the forward pass on a CPU."""
     monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
     q, k, v = heads(shape, wide)
     documents = Documents.of(tokens_with_documents(), END) if masked else None
@@ -56,7 +56,9 @@ def stand_in_for_varlen_attn(calls, *args, **kwargs):
     a = bound.arguments
     assert a["window_size"] == (-1, 0), "causal"
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), "what flash-attn-4 does not stand in for"
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), (
+        "arguments that flash-attn-4 does not support"
+    )
     if "enable_gqa" in a:
         assert a["enable_gqa"] or a["query"].shape[1] == a["key"].shape[1]
     assert a["return_aux"] is None
@@ -68,7 +70,7 @@ def stand_in_for_varlen_attn(calls, *args, **kwargs):
 
 
 def stand_in_for_flash_attn(calls):
-    """flash-attn 2 as its README documents it."""
+    """Replace flash-attn 2, with the calling convention of its README."""
     module = ModuleType("flash_attn")
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
@@ -77,7 +79,7 @@ def stand_in_for_flash_attn(calls):
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16
         assert q.ndim == k.ndim == v.ndim == 4
         assert q.shape[1] == k.shape[1] == v.shape[1], "(batch, tokens, heads, width)"
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one width for all"
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1], "q, k and v must have the same width"
         assert q.shape[2] % k.shape[2] == 0
         assert k.shape[2] == v.shape[2]
         calls.append("flash_attn_func")
@@ -108,7 +110,7 @@ def stand_in_for_flash_attn(calls):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Stand-ins for torch's and flash-attn's kernels; the names of those that were called."""
+    """Replace the kernels of torch and flash-attn; return the list of called kernels."""
     calls = []
     monkeypatch.setattr(varlen, "varlen_attn", partial(stand_in_for_varlen_attn, calls))
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_for_flash_attn(calls))
@@ -163,7 +165,7 @@ def test_decoding_step_uses_sdpa_for_every_backend(ran, backend, monkeypatch):
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
 def test_sdpa_on_gpu_gets_arguments_of_fused_kernels(monkeypatch, masked, half, d):
-    """FlashAttention: one width, no mask, half precision. Else equally many heads."""
+    """FlashAttention needs one width, half precision and no mask, other kernels equal heads."""
     seen = {}
 
     def record(q, k, v, attn_mask, enable_gqa, **rest):

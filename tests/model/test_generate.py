@@ -1,4 +1,4 @@
-"""Decoding: batches and caches change nothing, and sampling draws from the distribution it says."""
+"""Generation: independence of batch and cache, and the distribution of samples."""
 
 import math
 from functools import cache
@@ -16,7 +16,7 @@ DRAWS = 40_000
 
 
 shared_model = cache(small_model)
-"""In float64, so that how a batch is computed does not decide between two tokens."""
+"""Float64, so that rounding in a batch cannot change the most likely token."""
 
 
 @pytest.fixture(params=MAIN)
@@ -41,7 +41,7 @@ def greedily(model, prompt, count):
 
 
 def said(prompts, texts):
-    """Every token that was added to a prompt."""
+    """Return the generated tokens of all texts in one list."""
     return [
         token for prompt, text in zip(prompts, texts, strict=True) for token in text[len(prompt) :]
     ]
@@ -52,7 +52,7 @@ def test_greedy_equals_repeated_full_forward_passes(model):
     out = generate(model, prompt, 27, temperature=0)
     assert out == [greedily(model, row, 27) for row in prompt]
     assert [len(text) for text in out] == [SEQ_LEN] * 3
-    assert len(set(said(prompt, out))) > 3  # not a constant
+    assert len(set(said(prompt, out))) > 3  # the continuation must not be constant
 
 
 def test_generate_accepts_single_token_zero_new_tokens_and_zero_prompts():
@@ -75,7 +75,7 @@ def test_sampling_depends_only_on_seed():
     torch.manual_seed(999)
     before = torch.get_rng_state()
     assert generate(model, prompt, 20, seed=3) == first
-    assert torch.equal(torch.get_rng_state(), before)  # sampling does not disturb training
+    assert torch.equal(torch.get_rng_state(), before)  # sampling must not use the global generator
     assert generate(model, prompt, 20, seed=4) != first
 
 
@@ -96,7 +96,7 @@ def alone(model, prompts, *args, **kwargs):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_batched_prompts_of_any_lengths_equal_single_prompts(variant, temperature):
-    """Also where some have room for two tokens or for none, and some stop early."""
+    """Some prompts have room for only two or zero tokens, and some continuations stop early."""
     model, count = shared_model(variant), 12
     lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
     texts = [prompts(1, length)[0] for length in lengths]
@@ -139,7 +139,7 @@ def draws(logits, temperature=1.0, top_p=1.0, seed=0):
 
 
 def assert_drawn_from(probs, drawn):
-    """Every frequency within 5 standard deviations of its expectation; never one of weight 0."""
+    """Check that frequencies are within 5 standard deviations of `probs`, and 0 for 0."""
     counts = torch.bincount(drawn, minlength=len(probs))
     assert len(counts) == len(probs)
     total = len(drawn)
@@ -180,7 +180,7 @@ def test_top_p_keeps_fewest_tokens_with_enough_probability(top_p, kept):
 
 
 def test_top_p_applies_after_temperature():
-    # at temperature 2 the weights are sqrt: .387 .632 .224 .548 .316, shares .18 .30 .11 .26 .15
+    # At temperature 2, weights are sqrt: .387 .632 .224 .548 .316, shares .18 .30 .11 .26 .15.
     drawn = draws(torch.tensor(PROBS).log(), temperature=2.0, top_p=0.41)
     weights = torch.tensor([math.sqrt(p) if i in (1, 3) else 0.0 for i, p in enumerate(PROBS)])
     assert_drawn_from(weights / weights.sum(), drawn)

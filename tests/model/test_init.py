@@ -1,4 +1,4 @@
-"""Initial values depend on (seed, name) only."""
+"""Initial values depend only on the seed and the parameter's name."""
 
 import hashlib
 
@@ -21,7 +21,7 @@ def test_variants_share_initial_values_of_equal_names_and_shapes():
     for variant in ("gated", "diff_v1", "diff_v2"):
         other = parameters([f"attention={variant}"])
         same = [n for n in standard if n in other and standard[n].shape == other[n].shape]
-        assert len(same) >= len(standard) - 2  # diff_v2 has wider wq
+        assert len(same) >= len(standard) - 2  # wq of diff_v2 has another shape
         for name in same:
             assert torch.equal(standard[name], other[name]), name
 
@@ -37,14 +37,14 @@ def test_variants_share_initial_values_of_equal_names_and_shapes():
     ],
 )
 def test_rank_with_local_block_draws_values_of_single_process(block):
-    full = torch.empty(5, 90, 500)  # four blocks of generators
+    full = torch.empty(5, 90, 500)  # four blocks, each with a generator
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty_like(full[block], memory_format=torch.contiguous_format)
     first = tuple(part.start for part in block)
     init = Initializer(0, {part: "w"}, lambda p: (p, first, full.shape))
     init.normal_(part, 0.02, truncate=3)
     assert torch.equal(part, full[block])
-    assert full.unique().numel() > 0.9 * full.numel(), "blocks repeat each other"
+    assert full.unique().numel() > 0.9 * full.numel(), "blocks must have different values"
 
 
 def test_matrices_are_truncated_normal_with_depth_scaled_outputs():
@@ -64,7 +64,7 @@ def drawn(shape, dtype=torch.float32, truncate=3):
 
 
 def by_definition(shape, truncate):
-    """Block by block, all of a block redrawn until nothing is missing."""
+    """Draw block by block; redraw full blocks to replace values beyond the bound."""
     rows = max(1, BLOCK // shape[-1])
     values = []
     for block, part in enumerate(torch.empty(shape).flatten(0, -2).split(rows)):

@@ -1,4 +1,4 @@
-"""`model.init_match=write`: at first, attention of any variant writes what `standard` writes."""
+"""`model.init_match=write`: initial attention of any variant writes the RMS of `standard`."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WORDS += ["model.vocab_size=64", "data.vocab_size=64", "model.n_layers=3"]
 
 
 def writes(model, tokens, documents=None):
-    """RMS of what each layer's attention adds to the residual stream."""
+    """Return the RMS that attention adds to the residual stream in each layer."""
     return model(tokens, tokens, diagnose=True, documents=documents).stats["attn_write_rms"]
 
 

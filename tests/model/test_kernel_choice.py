@@ -1,6 +1,6 @@
-"""Which kernel attends, decided in one place, and the masks and layouts that follow from it.
+"""Choice of the attention kernel, and the resulting masks and layouts.
 
-The device's type, its capability and what is installed are made up; no kernel of a GPU runs.
+Tests fake the device, its compute capability and the installed packages; no GPU kernel runs.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes up a GPU and its packages, as far as a choice asks; lists what flash-attn-4 is told."""
+    """Return a function that fakes a GPU and packages, and returns a log of flash-attn actions."""
 
     def make(capability=HOPPER, packages=("triton",), fails=None, torch_takes_it=True):
         def try_flash(device, width, documents):
@@ -129,7 +129,7 @@ def test_flash_4_stays_inactive_if_torch_cannot_mask_documents(machine):
 
 
 class Blocks:
-    """Stands for a block mask."""
+    """Replacement of BlockMask."""
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,9 @@ def test_training_mask_has_form_of_chosen_kernel(
         monkeypatch.setattr(kernels, maker, lambda *_: Blocks())
     tokens = tokens_with_documents()
     documents = Documents.of(tokens, END)
-    batch = SimpleNamespace(shape=tokens.shape, device=device)  # all that is asked of tokens
+    batch = SimpleNamespace(
+        shape=tokens.shape, device=device
+    )  # the only attributes of tokens in use
     mask = mask_for(documents, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(mask, kind)
     if kind is Packed:
@@ -181,7 +183,7 @@ def test_kernel_width_follows_variant_and_layout():
 
 @pytest.fixture
 def enabled(monkeypatch):
-    """Whether cuDNN was enabled at each call of SDPA; x counts as on `device`."""
+    """Return a function that fakes a device and records if cuDNN is enabled in SDPA calls."""
 
     def watch(device):
         real, entered = ops.sdpa_for_any_length, []
@@ -207,7 +209,7 @@ def enabled(monkeypatch):
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_forward_pass_with_cache_disables_cudnn(enabled, variant, device):
-    """Neither prompts nor single tokens; training does as ever, and so does the CPU."""
+    """Prompts and single tokens disable cuDNN on a GPU; training and the CPU do not."""
     seen, entered = enabled(device)
     model = build_model(small_config(variant).model)
     tokens = torch.randint(0, 64, (2, 12))
@@ -222,8 +224,8 @@ def test_forward_pass_with_cache_disables_cudnn(enabled, variant, device):
             model(part, caches=caches)
             assert seen
             assert not any(seen) if device is CUDA else all(seen)
-    assert len(entered) == 3, "once a forward pass, not once a layer"
-    assert torch.backends.cuda.cudnn_sdp_enabled(), "put back"
+    assert len(entered) == 3, "once per forward pass, not per layer"
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "cuDNN must be enabled again"
 
 
 def on(backend):
@@ -265,7 +267,7 @@ def test_flash_uses_newest_version_for_gpu(machine, packages, capability, activa
 
 
 def test_flash_4_with_documents_is_refused_if_torch_lacks_backward_pass(machine):
-    """torch 2.11 raises there for any window, and being causal is one."""
+    """Torch 2.11 raises for any window in this backward pass, and causal attention is a window."""
     calls = machine(packages=V4, torch_takes_it=False)
     expected = r"backend=flash with data.mask_documents=true: flash-attn-4 with document masks"
     with pytest.raises(ConfigError, match=expected) as caught:
@@ -273,7 +275,7 @@ def test_flash_4_with_documents_is_refused_if_torch_lacks_backward_pass(machine)
     assert "\n" not in str(caught.value)
     assert calls == []
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
-    calls = machine(packages=V2)  # version 2 has its own functions
+    calls = machine(packages=V2)  # version 2 does not use torch's dispatcher
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
     assert calls == [("tried", 64, True)]
 
@@ -298,7 +300,7 @@ def test_flash_without_package_or_in_float32_is_refused(machine, packages, capab
 
 
 def test_flash_package_with_import_error_is_refused_with_reason(monkeypatch, tmp_path):
-    """As one built for another torch."""
+    """For example, a package built for another version of torch."""
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The KV cache: what it holds and forgets, and that decoding reads it in place, once."""
+"""The KV cache: contents, truncation, and decoding steps that read the cache once, in place."""
 
 from functools import cache
 
@@ -21,7 +21,7 @@ shared_model = cache(small_model)
 
 
 def filled(lengths=(4, 4), room=6):
-    """A cache of 3 key heads of width 2 and 1 value head of width 5, and what went in."""
+    """Return a cache (3 key heads of width 2, 1 value head of width 5) and the appended tensors."""
     batch, length = len(lengths), max(lengths)
     held = KVCache((batch, 3, room, 2), (batch, 1, room, 5), torch.float64)
     k, v = new(batch, length)
@@ -88,7 +88,7 @@ def test_decoding_in_chunks_and_ragged_rows_equals_full_forward(variant, shape, 
     lengths = torch.tensor([9, 2, 12])
     for held in caches:
         held.truncate(lengths.tolist())
-    others = torch.randint(0, 64, (3, 16))  # what was read behind the cut must not matter
+    others = torch.randint(0, 64, (3, 16))  # positions after the cut must not matter
     tokens = torch.where(torch.arange(16) < lengths[:, None], tokens, others)
     whole = model(tokens)
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_decoding_in_chunks_and_ragged_rows_equals_full_forward(variant, shape, 
 )
 @torch.no_grad()
 def test_decoding_after_truncation_equals_full_forward(variant, lengths, cuts):
-    """Rows are read, cut at any place and continued with other tokens, some of them dropped."""
+    """Truncate rows at any position, drop some rows, and continue with other tokens."""
     model, batch = shared_model(variant), len(lengths)
     read = torch.randint(0, 64, (batch, max(lengths)))
     caches = model.new_caches(batch, 16)
@@ -158,7 +158,7 @@ def test_no_variant_has_larger_cache_than_standard(shape):
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """(q, k, v, other arguments) of every call of the kernel."""
+    """Record (q, k, v, other arguments) of all kernel calls."""
     calls = []
     kernel = F.scaled_dot_product_attention
 
@@ -171,7 +171,7 @@ def kernel_calls(monkeypatch):
 
 
 def decoding(model, ragged, batch=3):
-    """Caches behind seven tokens, of which rows hold different numbers where `ragged`."""
+    """Return caches after seven tokens; with `ragged`, rows have different lengths."""
     caches = model.new_caches(batch, 12)
     model(torch.randint(0, 64, (batch, 7)), caches=caches)
     for held in caches:
@@ -180,7 +180,7 @@ def decoding(model, ragged, batch=3):
 
 
 def assert_read_in_place(part, cached, heads, width, positions):
-    """A view of the cache: of these heads and positions, each once, no position copied."""
+    """Check that a tensor is a view of the cache without repeated heads or positions."""
     assert part.shape == (3, heads, positions, width)
     assert part.untyped_storage().data_ptr() == cached.untyped_storage().data_ptr()
     assert part.stride() == cached.stride()
@@ -201,7 +201,7 @@ def test_decoding_step_reads_keys_and_values_of_every_group_once(
     assert queries == {"diff_v2": 2 * heads, "standard_1p5x_heads": 1.5 * heads}.get(
         "diff_v2" if variant.startswith("diff_v2") else variant, heads
     )
-    assert len(kernel_calls) == len(caches), "more than one kernel call a layer"
+    assert len(kernel_calls) == len(caches), "more than one kernel call per layer"
     for held, (q, k, v, options) in zip(caches, kernel_calls, strict=True):
         assert q.shape == (3, kv_heads, queries // kv_heads, d)
         assert_read_in_place(k, held.k, kv_heads, d, 8)

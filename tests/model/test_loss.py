@@ -25,7 +25,7 @@ def torch_objective(hidden, weight, targets, z_weight):
 
 
 def problem(n, vocab, dim, dtype, device="cpu"):
-    """Hidden states, weight and targets, of which every fifth is ignored."""
+    """Return hidden states, weight and targets; every fifth target is ignored."""
     hidden = torch.randn(n, dim, dtype=dtype, device=device).requires_grad_()
     weight = torch.randn(vocab, dim, dtype=dtype, device=device).requires_grad_()
     targets = torch.randint(0, vocab, (n,), device=device)
@@ -34,7 +34,7 @@ def problem(n, vocab, dim, dtype, device="cpu"):
 
 
 def exact(hidden, weight, targets, z_weight, scale):
-    """Objective, and the gradients of `scale` times it, in float64."""
+    """Return the objective and the gradients of scale * objective, in float64."""
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     objective, _, _ = torch_objective(*wide, targets, z_weight)
     return objective.detach(), torch.autograd.grad(objective * scale, wide)
@@ -56,7 +56,7 @@ def test_float64_loss_is_exact_for_any_chunk(chunk):
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])
 def test_bf16_gradients_are_scaled_in_float32(chunk):
-    """0.3349 is 0.3340 in bf16: gradients that are 0.3% too small everywhere."""
+    """The scale 0.3349 rounds to 0.3340 in bf16, so all gradients would be 0.3% too small."""
     hidden, weight, targets = problem(512, 32, 16, torch.bfloat16)
     total, _ = chunked_cross_entropy(hidden, weight, targets, 1e-3, chunk)
     once = torch.autograd.grad(total, (hidden, weight), retain_graph=True)

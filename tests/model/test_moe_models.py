@@ -54,7 +54,7 @@ def test_first_layers_are_dense():
 
 
 def test_mixture_and_dense_model_share_initial_values():
-    """Also where only the number of experts differs: an expert's values are its own."""
+    """The number of experts does not matter; experts of one layer have different values."""
     dense, four, six = (
         dict(build_model(small_config("diff_v2", extra=extra).model).named_parameters())
         for extra in ((), MIXTURE, (*MIXTURE, "model.moe.n_experts=6"))

@@ -1,4 +1,4 @@
-"""The router's product on bf16 units against float64; CUDA's product has a stand-in here."""
+"""The router's product on bf16 units against float64; tests without a GPU replace the product."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TOKENS, DIM, EXPERTS, TOP_K = 4096, 512, 64, 8
 
 
 def stand_in(a, b):
-    """bf16 products are exact in float32."""
+    """Multiply in float32, where bf16 products are exact."""
     assert a.dtype == b.dtype == torch.bfloat16
     return a.float() @ b.float()
 
@@ -47,7 +47,7 @@ def test_three_bf16_numbers_represent_a_float32(numbers):
 
 
 def test_logits_are_as_exact_as_float32_and_choose_the_same_experts(no_cuda):
-    """A weight rounded to bf16, the cheaper way, sends one token in a hundred elsewhere."""
+    """With a weight rounded to bf16, 1% of tokens would choose other experts."""
     x, weight = tokens_and_weight()
     exact = x.double() @ weight.double().T
     ways = {
@@ -70,7 +70,7 @@ def chosen_of(logits):
 
 
 def test_weight_gradient_is_exact_and_input_gradient_is_bf16_product(no_cuda):
-    """The weight's as float32 gives it; that of x as a product of bf16 numbers does."""
+    """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()
     weight.requires_grad_()
@@ -86,7 +86,7 @@ def test_weight_gradient_is_exact_and_input_gradient_is_bf16_product(no_cuda):
 
 @pytest.mark.slow
 def test_compiled_split_equals_uncompiled_split(no_cuda):
-    """It drops a rounding to bf16 and back, which would make all parts but the first zero."""
+    """Compilers drop a conversion to bf16 and back, which would make later parts zero."""
     torch._dynamo.reset()
     x, weight = tokens_and_weight()
     x, weight = x[:64].requires_grad_(), weight.requires_grad_()

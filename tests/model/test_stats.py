@@ -1,4 +1,4 @@
-"""In-block statistics: values of theory, dtypes, and NaN on one of two ranks."""
+"""Block statistics: theoretical values, dtypes, and NaN on one of two ranks."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_diagnosing_changes_neither_objective_nor_gradients(variant):
 
 
 def reduced_with_nan(values):
-    """Reduce a statistic of each kind over two ranks, NaN on one of them only."""
+    """Reduce a statistic of each kind over two ranks, with NaN on one rank."""
     own = torch.tensor(values[torch.distributed.get_rank()])
     stats = {
         name: own.clone()

@@ -1,4 +1,4 @@
-"""`diffllm plan`: what it prints, what it assumes, what it suggests, what it refuses."""
+"""`diffllm plan`: output, assumptions, suggestions and errors."""
 
 import json
 

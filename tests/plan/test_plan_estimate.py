@@ -1,4 +1,4 @@
-"""A plan on a cluster: nearest changes that fit, and the cost of shared nodes."""
+"""Plans on a cluster: nearest changes that fit, and times of collectives across nodes."""
 
 import pytest
 from tiers import slow_but
@@ -17,7 +17,7 @@ ONE = "micro_batch_size=1"
 
 
 def limited(gib, overrides, words=(), gpus=2):
-    """A plan on GPUs of that much memory, with the words of a change."""
+    """Plan a run on GPUs with `gib` of memory, with the overrides of a change."""
     changed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     gpus = int(changed.pop("gpus", gpus))
     kept = [word for word in overrides if word.partition("=")[0] not in changed]
@@ -32,7 +32,7 @@ CHANGES = [
     (2, [*EAGER, "micro_batch_size=8"], ("micro_batch_size=4", "global_batch_size=16")),
     (2, [], ("gpus=8",)),
     (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
-    (  # the batch is enough for eight
+    (  # the batch has sequences for eight GPUs
         4,
         ["parallel.shard=2", "parallel.replicate=2", "global_batch_size=8", ONE],
         ("parallel.replicate=1", "parallel.shard=-1", "gpus=8"),
@@ -43,7 +43,7 @@ CHANGES = [
         ["global_batch_size=8", ONE, "parallel.shard=2"],
         ("gpus=8", "parallel.shard=-1"),
     ),
-    # Alone, more GPUs would have half a micro-batch each; 32 of them not one sequence.
+    # More GPUs alone would get less than one micro-batch of 4 sequences each.
     (
         2,
         ["global_batch_size=8", "micro_batch_size=4"],
@@ -82,7 +82,7 @@ def test_time_of_uneven_group_follows_node_with_fewest_ranks():
     def seconds(kind):
         return cluster.seconds(Call(kind, 12 * 10**9, ranks))
 
-    # Four cards carry the rings of the smaller node, whose ranks send 8 of 12 parts out of it.
+    # The smaller node has 4 network cards; each of its ranks sends 8 of 12 parts out of the node.
     assert seconds(Collective.all_gather) == pytest.approx(11 / (4 * 50))
     assert seconds(Collective.all_to_all) == pytest.approx(8 / 50)
 
