@@ -131,6 +131,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
     """Make a step with learning rate `lr` unless `skip`, a float32 scalar on the device, is 1.0."""
     set_learning_rate(optimizer, lr)
+    # Fused AdamW skips the update on the device if `found_inf` is 1.
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
 

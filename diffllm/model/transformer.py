@@ -315,6 +315,7 @@ def write_factors(
     factor exists.
     """
     device = tokens.device
+    # SDPA, because flash-attn does not support float32.
     own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
     other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
 

@@ -242,6 +242,7 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
     try:
         cfg = load_config(overrides)
     except ConfigError as error:
+        # An unknown key may be a misspelt key of the cluster.
         unknown = re.match(r"unknown key (\w+);", str(error))
         if unknown and (close := did_you_mean(unknown[1], OWN_KEYS)):
             raise ConfigError(f"unknown key {unknown[1]}{close}") from error
@@ -329,6 +330,7 @@ def options(plan: RunPlan) -> list[list[Words]]:
     micro, count = cfg.micro_batches(gpus)
     waits = count > 1 and cfg.parallel.reduce is not Reduce.every
     batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
+    # Without a given batch size, a smaller micro-batch would reduce the batch.
     same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
     shard, replicas = cfg.parallel.shard, cfg.parallel.replicate
 

@@ -203,6 +203,7 @@ class Observer(TorchDispatchMode):
         for tensor in tensors_in(out):
             if tensor.device.type != "meta":
                 self.memory.block(tensor)
+        # Operations of FSDP copy tensors to and from buffers of collectives.
         moves = getattr(func, "namespace", None) == "fsdp"
         if call := call_of(func, args, out):
             self.calls.append(call)

@@ -49,7 +49,7 @@ class AttentionConfig:
     backend: Backend = Backend.sdpa
     """Kernel of training; decoding uses SDPA, or explicit maps with `reference`."""
     context_scale: float = bounded(1.0, above=0)
-    """Fixed factor on the input of `wo`: a control for how much attention writes."""
+    """Fixed factor on the input of `wo`: a control for the magnitude of attention's output."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """Return the module of layer `layer_idx` (from 0)."""
@@ -176,7 +176,7 @@ class Attention(nn.Module):
     fp32_parameters: tuple[str, ...] = ()
     """Names of parameters that mixed precision must keep in float32."""
     maps_note: str = ""
-    """Remark on the maps, printed below figures; empty if their names are enough."""
+    """Remark on the maps, shown with figures; empty if the names of the maps are enough."""
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None

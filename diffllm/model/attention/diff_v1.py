@@ -88,10 +88,13 @@ class DiffV1Config(AttentionConfig):
                 "choose sdpa or reference"
             )
         if self.clamp and self.values is Values.split:
-            raise ConfigError("model.attention.values=split has no effect with clamp=true")
+            raise ConfigError(
+                "model.attention.values=split has no effect with clamp=true: remove values=split"
+            )
         if self.lambda_init == 1:
             raise ConfigError(
-                "model.attention.lambda_init=1 makes all contexts zero (factor 1 - lambda_init)"
+                "model.attention.lambda_init=1 makes all contexts zero (factor 1 - lambda_init): "
+                "choose another value"
             )
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
@@ -164,6 +167,7 @@ class DiffV1Attention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         layout = values_layout(self.cfg.values, self.head_dim, q.device).value
+        # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)
         low, high = (repeated(half, k) for half in v.chunk(2, dim=-1))

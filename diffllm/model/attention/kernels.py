@@ -147,7 +147,8 @@ def prepare_backend(
         raise
     except Exception as error:  # a package built for another torch or GPU may raise any exception
         raise ConfigError(
-            f"{name}: flash-attn fails with torch {torch.__version__} at width {width}: {error}"
+            f"{name}: flash-attn fails with torch {torch.__version__} at width {width} "
+            f"(choose sdpa or flex): {error}"
         ) from error
 
 

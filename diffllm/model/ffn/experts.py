@@ -85,7 +85,7 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Return whether the kernel may leave gradients of experts without rows uninitialised."""
+    """Return whether gradients of experts without rows may be uninitialised, as on Blackwell."""
     return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 

@@ -67,6 +67,7 @@ class MoE(nn.Module):
         routing = self.router(rows)
         if aux is not None:
             aux["router"] = routing.shares.detach()
+        # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(

@@ -141,6 +141,7 @@ class Router(nn.Module):
         missing = counts.sum() - len(counts) * counts  # integers, so exactly 0 at the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
         load = counts * (len(counts) / counts.sum())
+        # torch.where, because reading `skipped` would wait for the device.
         keep = skipped > 0
         self.bias.copy_(torch.where(keep, self.bias, moved))
         self.load.copy_(torch.where(keep, self.load, load))
