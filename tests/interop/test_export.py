@@ -34,7 +34,7 @@ TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
     ],
 )
 @torch.no_grad()
-def test_transformers_reads_export_as_model_of_run(make_run, tmp_path, names, new):
+def test_export_in_transformers_equals_model_of_run(make_run, tmp_path, names, new):
     requests, mine = [], []
     for name in names:
         run = make_run(name, *CASES[name][1])

@@ -86,7 +86,7 @@ def test_config_with_odd_value_is_read_or_refused(data, kind, odd):
         ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
     ],
 )
-def test_config_value_of_wrong_type_is_named(key, value, said):
+def test_config_value_of_wrong_type_raises_error_with_key(key, value, said):
     with pytest.raises(ValueError, match=said):
         model_of({**config_of(LAYOUTS["own"]), key: value})
 

@@ -135,7 +135,7 @@ def test_attentions_have_a_map_per_head_and_key(opened, name):
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_torch_export_leaves_batch_size_free(opened, name):
+def test_torch_export_keeps_batch_size_dynamic(opened, name):
     model = opened(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
@@ -215,7 +215,7 @@ def test_missing_settings_have_defaults_of_training(variant):
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 
-def test_settings_that_do_not_exist_are_refused():
+def test_unknown_settings_are_refused():
     assert set(SETTINGS) == set(VARIANTS)
     for settings, said in (
         ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),

@@ -31,7 +31,7 @@ def batch(size=4):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_statistics_are_detached_and_float32_from_bf16():
+def test_statistics_of_bf16_tensors_are_detached_float32():
     x = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     shown = {"context": x.view(1, 4, 2, 4) * 1, "lambda": x.mean(-1)}
     for name, value in block_stats(x, shown).items():
