@@ -257,8 +257,8 @@ def eager_attention_forward(
     """Attend with explicit maps; return contexts (B, T, H, d) and maps (B, H, T, S).
 
     The mask (B, 1, T, S) is bool or added to the logits. exp(s_aux), (H,), is added to the softmax
-    denominators. With `clamp`, the first member of a pair gets the context of the clamped
-    difference (negative weights 0, rows with sum 1), the second member gets 0.
+    denominators. With `clamp`, the difference of a pair of maps is clamped at 0 and its rows are
+    scaled to sum 1. The first member of the pair gets the resulting context, the second gets 0.
     """
     groups = module.num_key_value_groups
     logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
@@ -294,7 +294,7 @@ def needs_maps(settings: dict[str, Any]) -> bool:
 def stored(
     cache: Any, k: Tensor, v: Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Append keys and values to the cache of continuous batching; return those of all requests.
+    """Append keys and values to the cache of continuous batching; return all cached tensors.
 
     For transformers before 5.24.
     """
@@ -407,8 +407,8 @@ class GatedAttention(Attention):
 class DiffV1Attention(Attention):
     """Differential attention, first version (Ye et al., arXiv 2410.05258).
 
-    Heads 2i and 2i + 1 form a pair. For the kernel, the keys and the values of a pair are
-    concatenated to width 2d, and each query is padded with zeros for the other member.
+    Heads 2i and 2i + 1 form a pair. For the kernel, keys and values of a pair are concatenated to
+    width 2d. Zeros pad each query at the place of the other member.
     """
 
     members = 2

@@ -1,7 +1,7 @@
 """Initial values that depend on (seed, parameter name) only.
 
-Each block of rows of a tensor has a separate generator, so a rank can draw only its local rows and
-get the values of a single process. A row runs along the last of two or more dimensions.
+Each block of rows of a tensor has a separate generator. A rank can therefore draw only its local
+rows and get the values of a single process. A row runs along the last of two or more dimensions.
 """
 
 import hashlib

@@ -86,8 +86,10 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy that computes gradients in the forward pass, chunk by chunk, so that only one
-    chunk of logits exists at a time."""
+    """Cross-entropy that computes gradients in the forward pass, chunk by chunk.
+
+    Only one chunk of logits exists at a time.
+    """
 
     @staticmethod
     def forward(

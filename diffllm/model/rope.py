@@ -120,8 +120,8 @@ def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
     """Return the kept share of each frequency, linear in the index of its channel pair.
 
-    The share falls from 1 at the pair with beta_fast turns to 0 at the pair with beta_slow turns,
-    both rounded outwards (section 3.2 of the YaRN paper).
+    The share is 1 at the pair with beta_fast turns and 0 at the pair with beta_slow turns. Both
+    indices are rounded outwards (section 3.2 of the YaRN paper).
     """
     head_dim = 2 * len(original)
 

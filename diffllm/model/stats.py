@@ -23,10 +23,10 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
     """Compute the statistics of a block, float32 scalars, from its output x (B, T, D).
 
-    `aux` contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), "router" (N, E),
-    each token's shares of the experts, "lambda" and "gate" if the variant has them, and
-    "residual", "attn_write" and "ffn_write" (B, T, D), the block's input and the two additions.
-    Without `aux`, the result is empty.
+    `aux` contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), and three
+    tensors (B, T, D): the block's input "residual", and the additions "attn_write" and "ffn_write".
+    Some variants add "lambda" and "gate"; MoE layers add "router" (N, E), the shares of experts per
+    token. Without `aux`, return no statistics.
     """
     if aux is None:
         return {}

@@ -290,8 +290,8 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
 def idealised(cfg: TrainConfig) -> dict[str, str]:
     """Return the idealisations of the plan that no key can change, by topic."""
     found = {
-        "collectives": "at line rate, without latency, one at a time, hidden by the computation "
-        "if they take less time",
+        "collectives": "at line rate, without latency, one at a time; hidden if faster than the "
+        "computation",
     }
     if cfg.data.mask_documents:
         found["documents"] = "memory excludes document masks"

@@ -3,9 +3,8 @@
     python serving.py REQUESTS.json OUT.json
 
 A request is a directory, prompts of token ids, and whether vLLM compiles the model. The results are
-the log-probabilities of the tokens of prompts and of 16 greedy tokens after each prompt, the
-log-probabilities of a repeated prompt with cached tokens, and the capacity of the KV cache in
-tokens.
+log-probabilities of the tokens of prompts and of 16 greedy tokens after each prompt. They also
+contain the log-probabilities of a repeated prompt, and the capacity of the KV cache in tokens.
 """
 
 import json

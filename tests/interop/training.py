@@ -2,8 +2,8 @@
 
     python training.py DIRECTORY... OUT.json
 
-The results per directory are the losses of ten steps on one repeated batch, and the largest changes
-of logits by gradient checkpointing, by eager attention, and by saving and loading the model.
+The results per directory are the losses of ten steps on one repeated batch. They also contain the
+largest changes of logits by gradient checkpointing, eager attention, and saving and loading.
 """
 
 import json

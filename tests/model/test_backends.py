@@ -165,7 +165,7 @@ def test_decoding_step_uses_sdpa_for_every_backend(ran, backend, monkeypatch):
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
 def test_sdpa_on_gpu_gets_arguments_of_fused_kernels(monkeypatch, masked, half, d):
-    """FlashAttention needs one width, half precision and no mask, other kernels equal heads."""
+    """FlashAttention needs equal widths, half precision and no mask. Others need equal heads."""
     seen = {}
 
     def record(q, k, v, attn_mask, enable_gqa, **rest):

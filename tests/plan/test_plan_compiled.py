@@ -22,9 +22,8 @@ def gated(x, w1, w3, w2):
 def held(function, *shapes):
     """Compile a function without data, and measure its memory in bytes, without the inputs.
 
-    Returns the peak of the forward pass, the bytes kept after the forward pass (result included),
-    the peak of the backward pass (gradient of the result included), and the shapes of the result
-    and the gradients.
+    Returns the peak of the forward pass, the bytes kept after it (result included), the peak of the
+    backward pass (gradient of the result included), and the shapes of result and gradients.
     """
     observer = Observer()
     memory = observer.memory

@@ -72,8 +72,8 @@ class AttentionConfig:
     ) -> dict[str, AutoSetting]:
         """Return the settings chosen for `device` in training, by name; "attention" is the kernel.
 
-        `dtype` is the dtype of queries and keys; `documents` tells whether queries see only keys of
-        the same document.
+        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
+        same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 

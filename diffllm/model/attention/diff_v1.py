@@ -123,8 +123,8 @@ class DiffV1Config(AttentionConfig):
 class DiffV1Attention(Attention):
     """context = nn.RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
 
-    Adjacent heads form a pair: differential head i uses q[2i], q[2i+1] and, with j = i // (H/K),
-    k[2j], k[2j+1] and v[j] of width 2d, as in the FlashAttention files of the reference.
+    Adjacent heads form a pair, as in the FlashAttention files of the reference. Differential head i
+    uses q[2i] and q[2i+1]. With j = i // (H/K), it uses k[2j], k[2j+1] and v[j] of width 2d.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")

@@ -1,7 +1,7 @@
 """Choice of the attention kernel of training, the form of its mask, and flash-attn.
 
-In all functions, `dtype` is the dtype of queries and keys, `width` the largest width of queries,
-keys and values, and `documents` tells whether queries see only keys of the same document.
+In all functions, `dtype` is the dtype of queries and keys, and `width` is the largest width of
+queries, keys and values. With `documents`, queries see only keys of the same document.
 """
 
 import functools

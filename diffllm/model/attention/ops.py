@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from diffllm.core.torch_versions import CPU, VARLEN_GQA
 
 NARROW = 32
-"""Largest head width at which the fused kernel is faster in float32 than in bf16 on CPUs with fast
-bf16 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; from width 64, slower)."""
+"""Largest head width at which float32 is faster than bf16 in the fused kernel, on CPUs with fast
+bf16. Forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; from width 64, slower."""
 SLOW_BF16 = "Intel" in str(CPU.get("cpu_name")) and not CPU.get("amx_bf16")
 """Whether bf16 products take twice as long as float32 products (Intel CPUs without AMX). If so, the
 fused kernel is faster in float32 at all tested head widths (64 to 256: 1.4 to 2 times)."""

@@ -105,8 +105,8 @@ def with_sink(
 
     The sink is an additional first key with value zero, so any kernel computes the sink and its
     gradient. A key of zeros has logit 0. For a learned logit, q and k get additional channels: one
-    of them gives the sink the logit, and is zero for all other keys. With a mask, or as many
-    queries as keys, an additional first query keeps the causal mask square.
+    channel of q contains the logit, and only the sink has a 1 in this channel of k. With a mask, or
+    as many queries as keys, an additional first query keeps the causal mask square.
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv). logit: (H,) or None.

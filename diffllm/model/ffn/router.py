@@ -54,8 +54,8 @@ class MoEConfig:
     """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
     bias_update_rate: float = bounded(1e-3, least=0)
     """Change of the balancing bias per optimizer step; 0: no bias. Wang et al., arXiv 2408.15664.
-    The default suits sigmoid scores. Softmax scores are 1 / n_experts on average, so from 32
-    experts on, one step of the default would be several percent of a score."""
+    The default suits sigmoid scores. Softmax scores average 1 / n_experts: from 32 experts on, a
+    step of the default is several percent of a score."""
     balance_loss: float = bounded(0.0, least=0)
     """Weight of the load-balancing loss per layer; losses are summed over layers."""
     balance_over: Balance = Balance.global_batch
@@ -106,8 +106,8 @@ class Router(nn.Module):
     """A linear layer that chooses the top k experts by score plus bias, and weights them by score.
 
     The bias affects only the choice of experts, so it has no gradient. After each optimizer step,
-    the bias of an expert with fewer tokens than the mean rises, and the bias of an expert with more
-    tokens falls (Wang et al., arXiv 2408.15664).
+    the bias rises for experts with fewer tokens than the mean, and falls for experts with more
+    (Wang et al., arXiv 2408.15664).
     """
 
     fp32_parameters = ("weight",)
