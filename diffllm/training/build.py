@@ -27,7 +27,7 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     meshes: Meshes
-    model: Any  # a Transformer, on several ranks an FSDPModule too
+    model: Any  # A Transformer; on several ranks also an FSDPModule.
     weights: Weights
     params: dict[str, Tensor]
     """The float32 parameters by name: sharded, replicated or whole."""
@@ -44,14 +44,14 @@ class Training:
     documents: Callable[[Tensor], Documents] | None = None
     """Finds the documents of a batch (b, T), both on the CPU; None if they are not masked."""
     ignores_targets: bool = False
-    """Whether some targets may be negative, so that a step must count the others."""
+    """Whether targets may be negative (ignored); a step then counts the remaining targets."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.choices["precision"].value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds as tensors, by flat name."""
+        """Return all tensors of a checkpoint by flat name, `model.*` and `optim.*`."""
         model = {**self.params, **self.model.router_state()}
         optim = optimizer_tensors(self.optimizer, self.params)
         tensors = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
@@ -76,8 +76,9 @@ def build(
     """Build the sharded, initialised model and its optimizer; needs a process group.
 
     Args:
-        document_end: the token that ends a document; None: documents are not masked.
-        compile: whether to compile; chosen as for a short run by default.
+        document_end: id of the token that ends documents; None does not mask documents.
+        ignores_targets: as in `Training`.
+        compile: whether to compile, with the reason; None chooses as for a short run.
     """
     sharded = sharded_model(cfg, device, compile=compile)
     t = allocated(cfg, device, sharded, document_end, ignores_targets)
@@ -94,7 +95,7 @@ def sharded_model(
 ) -> ShardedModel:
     """Make the model on the meta device, wrapped for training on `device`; needs a process group.
 
-    `splits` returns the number of rows that experts get from other ranks.
+    `splits` returns the number of rows that ranks exchange for their experts.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -170,7 +171,7 @@ def chosen_compile(
 
     Args:
         flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
-        kept: the choice in the checkpoint that the run resumes, which a CPU keeps.
+        kept: the choice in the resumed checkpoint, which a run on a CPU keeps.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
@@ -186,9 +187,13 @@ def chosen_compile(
 
 
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
-    """Decide whether to compile, alike for all variants of a shape. Every rank must call this."""
+    """Decide whether to compile; all variants of a shape get the same answer.
+
+    Every rank must call this. `kept` is the choice in the resumed checkpoint, if any.
+    """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
-    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about
+    # An estimate from the shape alone, so that all variants of the shape decide alike.
+    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim
     flops = 6 * tokens * weights / dist.get_world_size()
     choice = chosen_compile(cfg.compile, device, flops, kept)
     everywhere = torch.tensor(int(choice.value), device=device)
@@ -199,10 +204,10 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
 
 
 def compiler_fault() -> str:
-    """Say why Inductor cannot compile for this CPU, in one line; empty if it can."""
+    """Return in one line why Inductor cannot compile for this CPU; "" if it can."""
     try:
         torch.compile(torch.sin, fullgraph=True)(torch.ones(1))
-    except Exception as error:  # no compiler, a broken one, no headers, a full disk
+    except Exception as error:  # For example a missing compiler, missing headers or a full disk.
         cause = str(error).strip().splitlines() or [repr(error)]
         return f"torch.compile fails: {cause[0]}"
     return ""

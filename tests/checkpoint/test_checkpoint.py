@@ -206,7 +206,8 @@ def test_a_failed_final_save_is_an_error_that_names_what_is_left(checkpointer, g
         checkpointer.wait()
     assert str(caught.value) == (
         f"step 2 could not be saved under {tmp_path}: rank 0: No space left on device; "
-        "the newest checkpoint is step-00000001; make room, then the same command continues from it"
+        "the newest checkpoint is step-00000001; free disk space, then the same command resumes "
+        "from it"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

@@ -54,7 +54,7 @@ DAMAGES = {
     "missing": (lambda file: file.unlink(), "is missing"),
     "short": (lambda file: os.truncate(file, 10), "has 10 bytes, not"),
     "longer": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "bytes, not"),
-    "a bit": (flip_bit, "has another checksum"),
+    "a bit": (flip_bit, "has a wrong checksum"),
     "a directory": (lambda file: (file.unlink(), file.mkdir()), "is not a regular file"),
 }
 
@@ -97,9 +97,9 @@ def test_damaged_ones_are_named_skipped_and_left_alone(three, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("warning: damaged checkpoint ") for line in lines)
-    assert "step-00000030 (.metadata has another checksum)" in lines[0]
+    assert "step-00000030 (.metadata has a wrong checksum)" in lines[0]
     assert "step-00000020 (state.json is missing)" in lines[1]
-    assert all("continuing from step-00000010" in line for line in lines)
+    assert all("using step-00000010" in line for line in lines)
     assert (content(three[2]), content(three[1])) == before
 
 
@@ -109,16 +109,16 @@ def test_nothing_is_begun_anew_where_all_are_damaged(three, capfd):
     with pytest.raises(CheckpointError) as caught:
         auto(three)
     assert all(path.name in str(caught.value) for path in three)
-    assert str(caught.value).count("state.json has another checksum") == 3
+    assert str(caught.value).count("state.json has a wrong checksum") == 3
     assert capfd.readouterr().err == ""
     assert auto([]) is None
 
 
 def test_a_damaged_one_that_is_asked_for_by_name_is_an_error(three):
     flip_bit(three[2] / "state.json")
-    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has another"):
+    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has a wrong"):
         resume_checkpoint(load_config(["model=tiny", f"resume={three[2]}"]), [])
-    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has another"):
+    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has a wrong"):
         find_checkpoint(three[0].parents[1], 30)
 
 
@@ -157,8 +157,8 @@ def test_a_skipped_one_neither_counts_nor_goes_until_its_step_comes(tmp_path, ca
     aside = tmp_path / "damaged-step-00000030"
     assert list(content(aside).values()) == list(damaged.values())
     assert capfd.readouterr().err == (
-        f"warning: {tmp_path / 'step-00000030'} was in the way of a new checkpoint; "
-        "it is now damaged-step-00000030\n"
+        f"warning: renamed {tmp_path / 'step-00000030'} to damaged-step-00000030: "
+        "a new checkpoint needs the name\n"
     )
     save_steps(tmp_path, 40, start=30, keep_last=2)
     assert kept(tmp_path) == [30, 40]
@@ -170,7 +170,7 @@ def test_too_little_space_costs_a_warning_before_anything_is_written(tmp_path, c
     save_steps(tmp_path, 10)
     said = capfd.readouterr().err
     assert "step 10 could not be saved" in said
-    assert "it needs 10," in said
+    assert "a checkpoint needs 10," in said
     assert "8,000 are free" in said
     assert list(tmp_path.iterdir()) == []
 
@@ -230,11 +230,11 @@ def test_the_command_lists_and_verifies(tmp_path, capfd):
     code, rows = listed(tmp_path, capfd)
     assert code == 1
     assert [row["state"] for row in rows] == ["good", "damaged", "good", "incomplete"]
-    assert rows[1]["problems"] == ["__0_0.distcp has another checksum"]
+    assert rows[1]["problems"] == ["__0_0.distcp has a wrong checksum"]
     code, rows = listed(tmp_path, capfd, "verify=false")
     assert (code, rows[1]["state"], rows[1]["checksums"]) == (0, "good", False)
 
     assert main(["checkpoints", f"run={tmp_path}"]) == 1
     table = capfd.readouterr().out
-    assert "damaged: __0_0.distcp has another checksum" in table
+    assert "damaged: __0_0.distcp has a wrong checksum" in table
     assert "incomplete" in table

@@ -139,9 +139,9 @@ def test_state_with_a_missing_or_forged_field_is_a_fault(run, name, value):
 def test_a_checkpoint_under_the_name_of_another_step_is_none(run, capfd):
     newest(run).rename(run / "checkpoints" / "step-00000007")
     (fault,) = faults(run / "checkpoints" / "step-00000007")
-    assert fault == "manifest.json is of step 3, not of the 7 in its name"
+    assert fault == "manifest.json has step 3, but the directory name has 7"
     assert main(["checkpoints", f"run={run}"]) == 1
-    assert "is of step 3" in capfd.readouterr().out
+    assert "has step 3" in capfd.readouterr().out
     paths = [run / "checkpoints" / f"step-{step:08d}" for step in (1, 7)]
     assert newest_good(paths) == paths[0]
 
@@ -150,7 +150,7 @@ def test_a_state_of_another_step_than_the_manifest_is_a_fault(run):
     file = newest(run) / "state.json"
     file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
     sign(newest(run))
-    assert faults(newest(run)) == ["state.json is of step 2, not of the 3 in its name"]
+    assert faults(newest(run)) == ["state.json has step 2, but the directory name has 3"]
 
 
 def test_config_of_a_run_with_endless_aliases_is_refused(run, capfd):

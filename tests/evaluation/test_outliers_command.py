@@ -61,7 +61,7 @@ def test_tables_show_every_layer_and_map(trained, outliers):
     ("words", "named"),
     [
         (["run=gone"], "gone"),
-        (["run={run}", "step=4"], "no checkpoint of step 4; there are [3, 6]"),
+        (["run={run}", "step=4"], "no checkpoint of step 4; available steps: [3, 6]"),
         (["run={run}", "tokens=0"], "tokens=0 must be at least 1"),
         (["run={run}", "prompt=a"], "unknown argument 'prompt=a'"),
     ],

@@ -25,8 +25,8 @@ def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
 
     output = finish(corpus, broken, *WORDS)
     (skipped, moved) = [line for line in output.splitlines() if line.startswith("warning: ")]
-    assert f"damaged checkpoint {newest} (__0_0.distcp has another checksum)" in skipped
-    assert "continuing from step-00000008" in skipped
+    assert f"damaged checkpoint {newest} (__0_0.distcp has a wrong checksum)" in skipped
+    assert "using step-00000008" in skipped
     assert "continues after step 8" in output
     assert moved.endswith("it is now damaged-step-00000016")
     names = {path.name for path in (broken / "checkpoints").iterdir()}

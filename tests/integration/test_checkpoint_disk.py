@@ -82,7 +82,7 @@ def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tm
     assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
     assert (f"error: step {LAST} " in error) == (how == "the last step")
     newest = list_checkpoints(run / "checkpoints")[-1]
-    assert f"the newest checkpoint is {newest.name}; make room, then the same command" in error
+    assert f"the newest checkpoint is {newest.name}; free disk space, then" in error
     assert step_of(newest) == 4
     assert_clean(run, output)
     assert not (run / "summary.json").exists()

@@ -50,7 +50,7 @@ def test_a_finished_run_says_so_and_is_left_alone(workplace, finished_run, tiny,
     again = train(words, workplace, environment)
     assert (again.code, again.err) == (0, "")
     assert re.fullmatch(
-        r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; more steps= .*\n",
+        r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; to train further, .*\n",
         again.out,
     )
     assert not changes(before, snapshot(workplace))

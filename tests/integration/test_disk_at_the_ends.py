@@ -85,5 +85,5 @@ def test_a_directory_that_is_removed_ends_its_run(corpus, tmp_path, ranks, inste
         run.mkdir()
     codes = process.codes()
     assert set(codes) == {2}, process.text()
-    assert "the run's directory has been removed" in the_error(process.text())
+    assert "the run directory was removed" in the_error(process.text())
     assert not list(tmp_path.rglob("summary.json"))

@@ -50,7 +50,7 @@ def test_a_diverged_run_ends_as_one(corpus, shape, tmp_path):
     assert summary["diverged"] is True
     assert summary["heldout_loss"] is None
     assert summary["sample"]
-    assert "is finished: 8 steps, it diverged" in run(shape, 8, corpus, path)
+    assert "is finished: 8 steps, the run diverged" in run(shape, 8, corpus, path)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def goes_on(corpus: Path, run: Path, *changed: str) -> None:
     more = [f"steps={STEPS + 2}", "eval.interval=100", "run.allow_changes=[steps]"]
     refused = start(corpus, run, *more).finish(2)
     error = the_error(refused)
-    assert "the checkpoint belongs to another order of data" in error
+    assert "the checkpoint has a different order of data" in error
     assert all(f"{key}: " in error for key in changed)
     allowed = f"run.allow_changes=[steps,{','.join(changed)}]"
     assert error.endswith(allowed)

@@ -84,7 +84,7 @@ def test_a_signal_while_it_measures_stops_all_ranks(corpus, straight, tmp_path, 
     run = tmp_path / "run"
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
-    assert f"stopped by {number.name} after step {STEPS}, saved; the same command continues" in said
+    assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
     assert json.loads((run / "requeue").read_text()) == {"signal": number.name, "step": STEPS}
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)

@@ -13,7 +13,7 @@ from runs.planted_train import Fault
 TIMEOUT = 12
 """Seconds after which a rank is missing, in tests where one is."""
 SLOW = pytest.mark.slow
-GONE = "killed, stopped or cut off"
+GONE = "killed, stopped or disconnected"
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
         pytest.param("hang", 0, "rank 0 is missing: it hangs at step 8", marks=SLOW),
         pytest.param("hang", 2, "rank 2 is missing: it hangs at step 8", marks=SLOW),
         pytest.param(
-            "start", 1, "rank 1 is missing: it hangs at the building of the model", marks=SLOW
+            "start", 1, "rank 1 is missing: it hangs at the construction of the model", marks=SLOW
         ),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind
     assert said in error
     assert "Traceback" not in run.text()
     others = {0, 1, 2} - {rank}
-    place = "step 8" if kind != "start" else "the building of the model"
+    place = "step 8" if kind != "start" else "the construction of the model"
     if rank:  # the store is in rank 0's process
         assert all(f"rank {r} waits at {place} in gloo:" in error for r in others), error
     traces = run_directory / "traces"
@@ -122,13 +122,13 @@ def test_a_rank_may_end_after_rank_0(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("seed", "the ranks do not agree on their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
+        ("seed", "the ranks differ in their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
         pytest.param(
             "code",
-            "the ranks do not agree on their code: diffllm is another on rank 2, ",
+            "the ranks differ in their code: diffllm is another on rank 2, ",
             marks=SLOW,
         ),
-        ("corpus", "the ranks do not agree on their corpus: tokens is others on rank 2, "),
+        ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
 def test_a_rank_that_differs_at_the_start_is_named(corpus, tmp_path, kind, said):
@@ -144,4 +144,4 @@ def test_a_rank_with_other_values_is_named_with_the_tensor(corpus, tmp_path):
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:
         error = error_of(run, code=2)
-    assert "do not hold the same values: model.layers.1.attention.wq.weight on rank" in error
+    assert "have different values: model.layers.1.attention.wq.weight on rank" in error

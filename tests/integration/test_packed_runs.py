@@ -128,7 +128,7 @@ def test_a_sample_with_nothing_to_predict_is_refused_before_the_first_step(tmp_p
     prompts += ["data.vocab_size=400", "data.heldout_fraction=0.2", "eval.interval=2"]
     refused = ForkedRun([*prompts, "eval.sequences=1"], 1, tmp_path / "said")
     assert refused.codes() == [2]
-    assert "has 1 sequences and nothing to predict" in the_error(refused.text())
+    assert "has 1 sequences but no targets" in the_error(refused.text())
     assert not run.exists()
     ForkedRun([*prompts, "eval.sequences=16"], 1, tmp_path / "said").finish()
     losses = [line["eval/loss"] for line in metric_lines(run) if "eval/loss" in line]

@@ -150,7 +150,7 @@ def test_a_change_that_the_checkpoint_cannot_take_changes_nothing(corpus, tmp_pa
     wider = ["steps=4", "model.ffn_dim=256", "run.allow_changes=[steps,model]"]
     refused = ForkedRun([*short, *wider], 2, tmp_path / "refused")
     assert refused.codes() == [2, 2]
-    assert "is a checkpoint of another model" in refused.text()
+    assert "is a checkpoint of a different model" in refused.text()
     assert {path: path.read_bytes() for path in kept} == before
     assert not (run / "changes.jsonl").exists()
 

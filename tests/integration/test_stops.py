@@ -26,7 +26,7 @@ from tiers import slow_but
 from diffllm import cli
 from diffllm.checkpoint.directory import list_checkpoints
 
-FIRST = "stopping after this step; press again to stop now\n"
+FIRST = "stopping after this step; press Ctrl-C again to stop now\n"
 SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
 HANGING = """
 import time
@@ -67,7 +67,10 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, ra
 
 @pytest.mark.parametrize(
     ("interval", "saved"),
-    [(2, "the newest checkpoint is {run}/checkpoints/step-00000002"), (1000, "nothing is saved")],
+    [
+        (2, "the newest checkpoint is {run}/checkpoints/step-00000002"),
+        (1000, "no checkpoint is saved"),
+    ],
 )
 def test_second_ctrl_c_stops_at_once_and_names_newest_checkpoint(corpus, tmp_path, interval, saved):
     run = tmp_path / "run"
@@ -80,7 +83,7 @@ def test_second_ctrl_c_stops_at_once_and_names_newest_checkpoint(corpus, tmp_pat
     process.wait_for(lambda: process.text().endswith(FIRST), "first line")
     process.signal(signal.SIGINT)
     said = process.finish(130)
-    assert said.endswith(f"{FIRST}stopped at once; {saved.format(run=run)}\n")
+    assert said.endswith(f"{FIRST}stopped immediately; {saved.format(run=run)}\n")
     assert "Traceback" not in said
 
 

@@ -77,5 +77,5 @@ def test_the_next_one_is_read(run, tmp_path, monkeypatch, capfd, command, module
 
 def test_one_that_was_asked_for_by_its_step_is_named(run, monkeypatch):
     vanishing(monkeypatch, run, reader, "read_index")
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; there are"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; available steps:"):
         load_model(run, 4)

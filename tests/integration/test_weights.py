@@ -76,7 +76,7 @@ def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ra
     facts = json.loads((tmp_path / "run" / "run.json").read_text())["weights"]
     steps = {"run": 4, "checkpoint": 4, "export": None, "import": 0, "converted": 0}
     assert facts["step"] == steps[name]
-    assert "optimizer and data begin anew" in said
+    assert "optimizer and data start from the beginning" in said
     assert ("trained on an unknown corpus" in said) == (name not in ("run", "checkpoint"))
 
 
@@ -139,15 +139,19 @@ NO_FITS = {
         ["attention=diff_v2"],
         "diffllm import 'hf={run}' attention=diff_v2",
     ),
-    "layers": ("weights:{export}", ["model.n_layers=1"], "of another model: layers.1"),
+    "layers": ("weights:{export}", ["model.n_layers=1"], "of different model: layers.1"),
     "scaled": ("weights:{run}", ["model.init_match=write"], "needs model.init_match=none"),
     "tokens": (
         "weights:{run}",
         ["data.tokenizer=null", "data.vocab_size=310"],
-        "of another tokenizer than",
+        "has a different tokenizer than",
     ),
     "nothing": ("weights:{run}/none", [], "neither a run, one of its checkpoints"),
-    "parameters": ("{import}", [], "holds parameters alone; 'resume=weights:{import}/checkpoints"),
+    "parameters": (
+        "{import}",
+        [],
+        "only parameters; to start from these parameters: 'resume=weights:{import}/checkpoints",
+    ),
 }
 
 

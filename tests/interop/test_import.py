@@ -213,13 +213,13 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: changed_config(d, rope_theta=5.0),
         "has two values of rope_theta: 5.0 and 10000.0",
     ),
-    "bias": (lambda d: changed_config(d, attention_bias=True), "only False is computed here"),
+    "bias": (lambda d: changed_config(d, attention_bias=True), "only False is supported"),
     "no size": (lambda d: changed_config(d, hidden_size=None), "has no hidden_size"),
     "no config": (lambda d: (d / "config.json").unlink(), "neither a run"),
-    "missing": (lambda d: changed_tensors(d, lambda t: t.pop(Q)), f"lacks {Q}"),
+    "missing": (lambda d: changed_tensors(d, lambda t: t.pop(Q)), f"lacks tensors: {Q}"),
     "extra": (
         lambda d: changed_tensors(d, lambda t: t.update(more=torch.ones(2))),
-        "tensors that are not known here: more",
+        "unknown tensors: more",
     ),
     "shape": (
         lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(2, 3)})),
@@ -265,7 +265,7 @@ def test_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path, tokenizer, ca
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     saved("llama", tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
-    assert "400 pieces, more than the 300 rows" in capsys.readouterr().err
+    assert "400 pieces, more than the vocabulary of 300" in capsys.readouterr().err
 
 
 def test_invalid_import_arguments_are_refused(make_run, tmp_path, capsys):

@@ -64,7 +64,7 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 def test_a_directory_that_is_refused_keeps_no_lock(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("another's")
     directory = RunDirectory(tmp_path, tiny())
-    with pytest.raises(ConfigError, match="not a run of ours"):
+    with pytest.raises(ConfigError, match=r"but no config\.yaml"):
         directory.check()
     assert directory.has_run
     directory.withdraw()
@@ -224,7 +224,7 @@ def test_a_finished_run_is_neither_shortened_nor_made_otherwise(begun, change):
     directory = RunDirectory(begun, tiny("run.allow_changes=[steps,optim,eval,seed]", change))
     directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
     before = snapshot(begun)
-    with pytest.raises(ConfigError, match=r"has made \d+ steps, and nothing of it"):
+    with pytest.raises(ConfigError, match=r"is already at step \d+; these settings"):
         directory.check()
     assert snapshot(begun) == before
 
@@ -235,7 +235,7 @@ def test_a_run_beside_those_of_a_sweep_needs_a_name(tmp_path, monkeypatch):
     assert choose_path(cfg).parent == Path("outputs/first")
     Path("outputs/first").mkdir(parents=True)
     Path("outputs/first/sweep.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"run\.sweep=first is a sweep; -m resumes it"):
+    with pytest.raises(ConfigError, match=r"run\.sweep=first already exists; to resume .* add -m"):
         choose_path(cfg)
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
 

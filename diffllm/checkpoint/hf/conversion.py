@@ -37,7 +37,7 @@ def converted(
     if target == "diff_v2":
         return to_diff_v2(model, perturb, seed)
     if perturb:
-        raise ConfigError(f"perturb={perturb} is for attention=diff_v2")
+        raise ConfigError(f"perturb={perturb} needs attention=diff_v2")
     return to_standard(model)
 
 

@@ -96,9 +96,9 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
         raise ValueError(f"names the architecture {name}, which is not one of {', '.join(READERS)}")
     for key, computed in COMPUTED.items():
         if config.get(key, computed) != computed:
-            raise ValueError(f"says {key}={config[key]}, and only {computed} is computed here")
+            raise ValueError(f"has {key}={config[key]}, but only {computed} is supported")
     if others := set(config.get("layer_types", ())) - {"full_attention"}:
-        raise ValueError(f"has layers of {', '.join(others)}, which are not known here")
+        raise ValueError(f"has layer_types {', '.join(others)}; only full_attention is supported")
     model = READERS[name](config)
     model.validate()
     return name, model
@@ -136,7 +136,7 @@ def qwen3(config: Config) -> ModelConfig:
 def qwen3_moe(config: Config) -> ModelConfig:
     dense = config.get("mlp_only_layers", [])
     if dense != list(range(len(dense))):
-        raise ValueError(f"says mlp_only_layers={dense}; only the first layers may be dense")
+        raise ValueError(f"has mlp_only_layers={dense}, but only the first layers may be dense")
     if "num_local_experts" in config:  # as transformers 5 saves it
         config = Config({"num_experts": config["num_local_experts"], **config})
     moe = MoEConfig(
@@ -193,12 +193,12 @@ def rope_of(config: Config) -> RopeConfig:
     """Read the frequencies, as transformers 5 or an older one writes them."""
     said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
     if any(isinstance(value, dict) for value in said.values()):
-        raise ValueError("has settings of RoPE that differ by layer")
+        raise ValueError("has RoPE settings that differ by layer, which is not supported")
     kind = said.get("rope_type", said.get("type", "default"))
     if kind not in ROPES:
         raise ValueError(f"has RoPE of type {kind}, which is not one of {', '.join(ROPES)}")
     if others := [key for key in said if key not in ROPE_KEYS]:
-        raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
+        raise ValueError(f"has unknown RoPE settings: {', '.join(others)}")
     older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}
     for key, value in older.items():  # transformers 4 reads the older settings
         if value is not None and {"type": kind, "rope_type": kind, **said}.get(key, value) != value:
@@ -206,7 +206,8 @@ def rope_of(config: Config) -> RopeConfig:
     theta = config.get("rope_theta", 10_000.0)
     rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
     if said.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rotates a part of each head's channels, which is not computed here")
+        factor = said["partial_rotary_factor"]
+        raise ValueError(f"has partial_rotary_factor={factor}, but only 1 is supported")
     if kind != "default":
         rope.factor = said["factor"]
     if kind in ("llama3", "yarn"):
@@ -225,11 +226,11 @@ def rope_of(config: Config) -> RopeConfig:
 
 def config_from_values(cls: type[T], values: Any, where: str) -> T:
     if "${" in str(values):  # OmegaConf would resolve ${oc.env:...}, which reads the environment
-        raise ValueError(f"has an interpolation in its settings of {where}")
+        raise ValueError(f"has an interpolation in its {where} settings")
     try:
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except (OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"has settings of {where} that cannot be: {error}") from error
+        raise ValueError(f"has invalid {where} settings: {error}") from error
     assert isinstance(made, cls)
     return made
 
@@ -255,7 +256,7 @@ class ModelDirectory:
         if self.architecture != ARCHITECTURE:  # an expert has tensors of its own
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
         if len(self._places) < least:  # a forged config could describe billions
-            raise CheckpointError(f"{path} has {len(self._places)} tensors, not {least} or more")
+            raise CheckpointError(f"{path} has {len(self._places)} tensors, fewer than {least}")
         layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
         self._made = {tensor.name: tensor for tensor in layout.imported}
         self._check({tensor.name: tensor for tensor in layout.exported})
@@ -285,7 +286,9 @@ class ModelDirectory:
                 refused = str(error)
                 continue
             if pieces > most:
-                raise CheckpointError(f"{file} has {pieces:,} pieces, more than the {most:,} rows")
+                raise CheckpointError(
+                    f"{file} has {pieces:,} pieces, more than the vocabulary of {most:,}"
+                )
             return file
         raise CheckpointError(refused)
 
@@ -303,7 +306,7 @@ class ModelDirectory:
                     raise ValueError("has no weight_map")
                 for name in files.values():
                     if not isinstance(name, str) or name != os.path.basename(name):
-                        raise ValueError(f"has {name!r} in its weight_map, which is no file name")
+                        raise ValueError(f"has {name!r} in its weight_map: not a file name")
             names = sorted(set(files.values()))
         places: dict[str, Any] = {}
         for name in names:
@@ -325,9 +328,9 @@ class ModelDirectory:
         others = self._places.keys() - expected.keys() - tied
         extra = [n for n in self._places if n in others and not n.endswith(".inv_freq")]
         missing = [name for name in expected if name not in self._places]
-        for what, names in (("lacks", missing), ("has tensors that are not known here:", extra)):
+        for fault, names in (("lacks tensors:", missing), ("has unknown tensors:", extra)):
             if names:
-                raise CheckpointError(f"{self.path} {what} {listed(names)}")
+                raise CheckpointError(f"{self.path} {fault} {listed(names)}")
         for name, shape in expected.items():
             found = self._places[name].get_slice(name)
             if found.get_shape() != shape or found.get_dtype() not in FLOATS:

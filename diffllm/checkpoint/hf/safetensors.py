@@ -30,7 +30,7 @@ def check_form(dtype: str, max_shard_size: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):
-        raise ConfigError(f"max_shard_size={max_shard_size} must be a size above 0, as 500MB")
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a size above 0, such as 500MB")
 
 
 @contextmanager
