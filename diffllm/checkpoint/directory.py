@@ -29,7 +29,7 @@ class CheckpointConfig:
     keep_last: int = bounded(2, least=0)
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every: int = bounded(0, least=0)
-    """Checkpoints at multiples of this step are never deleted; 0 turns this off."""
+    """Checkpoints at multiples of this number of steps are never deleted; 0 turns this off."""
 
     @property
     def steps(self) -> int:
@@ -109,7 +109,7 @@ def check_checkpoint(path: Path) -> None:
 def find_checkpoint(run: Path, step: int = 0) -> Path:
     """Find a good checkpoint of a run: the newest (step 0), or the checkpoint of `step`.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if the run has no such checkpoint.
     """
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:

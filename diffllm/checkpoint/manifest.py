@@ -128,7 +128,7 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{path} is not a checkpoint: ")]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Hashing releases the GIL.
         found = pool.map(lambda name: fault(path / name, manifest[name], checksums), manifest)
         return [problem for problem in found if problem]
 

@@ -51,7 +51,7 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     the forward pass stays the same: it takes this rank's tokens for all E experts, rows (M, D)
     sorted by expert, weights (M,) and counts (E,), and returns (M, D).
     """
-    from torch.distributed.tensor import DTensor, Shard  # half a second
+    from torch.distributed.tensor import DTensor, Shard  # A slow import: half a second.
 
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
@@ -69,7 +69,7 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         order = expert.argsort(stable=True)
         back = order.argsort()
         rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
-        # Not `torch.func.functional_call`, which would run the module's hooks a second time.
+        # `torch.func.functional_call` would run the hooks of `experts` a second time.
         params: dict[str, Any] = experts._parameters
         whole = dict(params)
         params.update({name: param.to_local() for name, param in whole.items()})

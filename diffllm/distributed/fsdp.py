@@ -245,7 +245,7 @@ def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting
     """Return the config's choice; by default, reduce once per step if gradients fit into memory."""
     if asked is not None:
         return AutoSetting(asked, ASKED)
-    # A rank has gradients only of its own experts.
+    # Each rank has gradients only for its share of the experts.
     size = 4 * sum(param.numel() // expert_ranks(param) for param in params)
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
     return AutoSetting(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)

@@ -142,7 +142,7 @@ def mode_in_force() -> str:
 
 
 def keep_mode(recorded: str) -> str:
-    """Set the MKL mode of the resumed run if this CPU supports it; return the mode in force."""
+    """Set the MKL mode of the resumed run if this CPU supports it; return the active mode."""
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)
     return mode_in_force()

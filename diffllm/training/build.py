@@ -42,7 +42,7 @@ class Training:
     """Tokens of the global batch, ignored targets included."""
     compiled: bool
     documents: Callable[[Tensor], Documents] | None = None
-    """Finds the documents of a batch (b, T), both on the CPU; None if they are not masked."""
+    """Finds the documents in inputs (b, T) on the CPU; None if documents are not masked."""
     ignores_targets: bool = False
     """Whether targets may be negative (ignored); a step then counts the remaining targets."""
 
@@ -73,7 +73,7 @@ def build(
     ignores_targets: bool = False,
     compile: AutoSetting | None = None,
 ) -> Training:
-    """Build the sharded, initialised model and its optimizer; needs a process group.
+    """Build the sharded, initialised model and its optimizer. Every rank must call this.
 
     Args:
         document_end: id of the token that ends documents; None does not mask documents.
@@ -93,9 +93,9 @@ def sharded_model(
     splits: Splits = exchanged_splits,
     compile: AutoSetting | None = None,
 ) -> ShardedModel:
-    """Make the model on the meta device, wrapped for training on `device`; needs a process group.
+    """Create the model on the meta device, wrapped for training on `device`.
 
-    `splits` returns the number of rows that ranks exchange for their experts.
+    Every rank must call this. `splits` sizes the exchange of rows between ranks with experts.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -112,7 +112,10 @@ def allocated(
     document_end: int | None = None,
     ignores_targets: bool = False,
 ) -> Training:
-    """Allocate the model on `device`, with uninitialised parameters, and its optimizer."""
+    """Allocate the uninitialised parameters of `sharded` on `device`, and the optimizer.
+
+    Other arguments are as in `build`.
+    """
     model, meshes, choices = sharded
     model.to_empty(device=device)
     dtype: torch.dtype = choices["precision"].value

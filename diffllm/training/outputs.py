@@ -39,7 +39,7 @@ def open_outputs(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
     """Describe the run on disk and in wandb, and open all outputs. Every rank must call this."""
-    from diffllm.checkpoint.writer import Checkpointer  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
     _, sinks = here.world.broadcast_and_keep(
         "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))

@@ -97,7 +97,7 @@ VARIABLES = re.compile(
     r"|SLURM_(JOB_ID|JOB_NAME|JOB_NODELIST|NNODES|NTASKS)|(LOCAL_)?WORLD_SIZE"
     r"|HF_HOME|HF_\w*OFFLINE|WANDB_MODE"
 )
-"""Names of environment variables that affect a run; none holds a secret."""
+"""Names of environment variables that affect a run and contain no secrets."""
 SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
 
 

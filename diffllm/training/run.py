@@ -121,7 +121,7 @@ def train_claimed(
         trained = train_loop(t, state, data, here, out, tasks)
         if trained.diverged:
             here.display.print(
-                f"diverged: stopped after step {state.step}, saved: {trained.diverged}; "
+                f"diverged: {trained.diverged}; stopped after step {state.step}, saved; "
                 "try a smaller optim.lr"
             )
         elif not trained.stopped:

@@ -225,7 +225,7 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state; return facts for run.json. Every rank must call this."""
-    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     origin = origin_of(path)
     tensors = {**t.params, **t.model.router_state()}

@@ -83,7 +83,7 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     A rank at or above `ranks`, the world size of the checkpoint, keeps its generators. Raises
     CheckpointError.
     """
-    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})

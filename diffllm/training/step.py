@@ -125,7 +125,9 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
     grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
-    if mesh.size(0) > 1:  # replicas' norms may differ by rounding; the decision must not
+    if (
+        mesh.size(0) > 1
+    ):  # Norms of replicas may differ by rounding, but all ranks must decide alike.
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = copies(t.params) if due.update else None
     update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
