@@ -215,7 +215,7 @@ def test_tokenizer_that_does_not_fit_is_refused_at_once(workspace, code_corpus, 
 
 def test_checkpoint_of_another_model(workspace, finished_run):
     words = ["attention=diff_v2", f"resume={finished_run}", "run.name=new"]
-    named = ["step-00000004", "another model", "attention.w_lambda.weight", "absent"]
+    named = ["step-00000004", "different model", "attention.w_lambda.weight", "absent"]
     workspace.rejects_data(words, *named)
 
 
