@@ -1,4 +1,4 @@
-"""The smallest p that an exact permutation test can reach with a number of seeds."""
+"""Smallest p of an exact permutation test for a given number of seeds."""
 
 import math
 
@@ -9,8 +9,8 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
     """Return the p of the clearest possible result. A two-sided p is twice the one-sided p.
 
     Args:
-        test: "paired" flips the signs of the differences of pairs, "welch" and "log_rank" permute
-            the labels of both arms.
+        test: "paired" flips the signs of paired differences; "welch" and "log_rank" permute the
+            labels of both arms.
     """
     if test == "paired":
         assignments = 2 ** min(own_seeds, base_seeds)

@@ -172,7 +172,7 @@ ERRORS = {
     ),
     "a metric that is there": (
         "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
-        "the metric train/loss is there already",
+        "metric train/loss exists already",
     ),
 }
 

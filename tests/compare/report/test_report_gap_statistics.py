@@ -210,4 +210,4 @@ def test_page_explains_missing_interval_of_few_seeds_or_documents(tmp_path):
         "cover less than 90%." in text
     )
     few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))
-    assert "it takes 20 documents, these are 5" in few.rows[1].no_documents
+    assert "needs 20 documents, has 5" in few.rows[1].no_documents
