@@ -21,8 +21,8 @@ MERGE: dict[str, Any] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-"""Operations that merge two micro-batches. Means are summed and divided in `reduce_stats`; hypot
-does the same for squares."""
+"""Operations that merge two micro-batches. "mean" and "rms" accumulate sums and roots of sums of
+squares; `reduce_stats` divides by the number of micro-batches and ranks."""
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 

@@ -128,6 +128,7 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
     if not isinstance(line, dict) or {type(v) for v in line.values()} - {int, float, type(None)}:
         return None
     place = {k: line[k] for k in ("step", "tokens") if type(line.get(k)) is int}
+    # Larger integers are not exact in float64.
     if len(place) < 2 or not all(0 <= count < 2**53 for count in place.values()):
         return None
     return {k: finite(v) for k, v in line.items()} | place

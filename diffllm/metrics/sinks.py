@@ -108,7 +108,7 @@ class MetricsFile:
                     raise OSError("the line was only partly written")
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    self.file.truncate(self.size)
+                    self.file.truncate(self.size)  # remove an incomplete line
                 return error.strerror or str(error)
             self.size += len(line)
             self.waiting.pop(0)

@@ -59,6 +59,7 @@ class SpikeCounter:
         if self.two_sided:
             deviation = abs(deviation)
         bound = self.sigmas * window.std()
+        # In a constant window the bound is 0, and an equal value must not be a spike.
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
@@ -200,6 +201,7 @@ class EventCounter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in COUNTS:
             setattr(self, name, state[name])
+        # JSON turns tuples into lists.
         self.points = deque(((step, value) for step, value in state["points"]), TREND)
         self.distances = deque(state["distances"], SCALE)
 

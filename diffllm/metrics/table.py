@@ -82,11 +82,11 @@ def spikes(definition: str, series: str, what: str) -> Metric:
     number = "Share" if what.endswith("score") else "Number"
     meaning = f"{number} of steps {since} with a {value} {rule}"
     if what == "judged":
-        meaning = f"Number of steps {since} after enough steps to judge the {value}"
+        meaning = f"Number of steps {since} that could be judged by the {value}"
     elif definition == EVENTS:
-        of = ", divided by the number of judged steps" if what == "score" else ""
-        meaning = f"Events {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
-        meaning += f"; spikes with fewer than 8 quiet steps between them are one event{of}"
+        each = " per judged step" if what == "score" else ""
+        meaning = f"Events{each} {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
+        meaning += "; spikes with fewer than 8 quiet steps between them are one event"
     column = None if what.startswith("rolling") else Column("last", "max", "mean")
     return Metric(f"{definition}/{series}_{what}", SPIKES, meaning, column=column)
 

@@ -92,6 +92,7 @@ def drawn_gaps(
     weights = np.asarray(tokens, np.float64)
     rng, found = np.random.default_rng(0), []
     for texts in drawn_documents(rng, len(weights), draws):
+        # Paired arms share one draw of seeds, because `drawn * 2` repeats the single entry.
         drawn = [seeds_drawn(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
         losses = [(texts @ side.T) / (texts @ weights)[:, None] for side in sides]
         first, second = (
@@ -142,6 +143,7 @@ def of_columns(
         found = np.concatenate([(texts @ sums) / (texts @ weights) for texts in draw])
     low, high = central(found, expanded((1 - CONFIDENCE) / 2, len(sums) - 1))
     pairs = zip(low.tolist(), high.tolist(), strict=True)
+    # Without weight a mean is NaN, for which the comparison is false.
     return [pair if pair[0] <= pair[1] else None for pair in pairs]
 
 

@@ -143,5 +143,6 @@ class Times:
         from scipy.stats import ecdf
 
         missing = ecdf(self.censored).sf
+        # The tolerance includes a survival function that is 0.5 except for rounding.
         half = missing.quantiles[missing.probabilities <= 0.5 + 1e-12]
         return float(half[0]) if len(half) else None

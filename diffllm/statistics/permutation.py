@@ -69,6 +69,7 @@ def share_as_large(values: Array, assignments: Array) -> float:
 def signs(n: int) -> Array:
     """Return sign assignments (count, n), the observed assignment first."""
     if 2**n <= DRAWS:
+        # Bit j of row i is the sign of difference j; row 0 has only positive signs.
         return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
     drawn = np.random.default_rng(n).integers(0, 2, (DRAWS, n))
     return np.concatenate([np.ones((1, n)), 1.0 - 2.0 * drawn])
