@@ -110,14 +110,16 @@ class Victim:
                 self.refused += 1
                 self.start()
             elif code:
-                raise SystemExit(f"the run ended with {code}:\n{self.log.read_text()[-3000:]}")
+                text = self.log.read_text()[-3000:]
+                raise SystemExit(f"error: the run exited with code {code}:\n{text}")
             elif code == 0:
                 return False
             if time.monotonic() > deadline:
                 before, made = made, self.steps_made()
                 deadline = time.monotonic() + PATIENCE_S
                 if made == before:
-                    raise SystemExit(f"no {what}:\n{self.log.read_text()[-3000:]}")
+                    text = self.log.read_text()[-3000:]
+                    raise SystemExit(f"error: no step in {PATIENCE_S} s before the {what}:\n{text}")
             time.sleep(0.0005)
         return True
 
@@ -208,7 +210,7 @@ def disturb(args: argparse.Namespace, victim: Victim, disk: Disk) -> dict[str, i
         made = victim.steps_made()
         if not victim.wait(lambda made=made: victim.steps_made() > made, "step"):
             raise SystemExit(
-                f"the run ended after {one + everything} kills: increase --every or reduce --kills"
+                f"error: the run ended after {one + everything} kills; increase --every"
             )
         time.sleep(rng.random() * 0.3)  # the run can save several checkpoints in this time
         if args.faults and rng.random() < 0.3:
@@ -218,7 +220,7 @@ def disturb(args: argparse.Namespace, victim: Victim, disk: Disk) -> dict[str, i
                 disk.free()
         if rng.random() < 0.6 and not disk.is_full:
             if not victim.wait(victim.saving, "save"):
-                raise SystemExit("the run ended before the last kill: increase --every")
+                raise SystemExit("error: the run ended before the last kill; increase --every")
             time.sleep(rng.random() * 0.03)
         of_one = args.ranks > 1 and rng.random() < 0.5 and victim.rank_pids()
         if of_one:

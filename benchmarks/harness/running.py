@@ -104,7 +104,7 @@ def table(folder: Path) -> str:
             others.append([name, cell(line["result"])])
     tables = {group: compared(results) for group, results in groups.items()}
     tables["Others"] = Table.of(["", "result"], others)
-    tables["Failed"] = Table.of(["", "how", "why"], failed)
+    tables["Failed"] = Table.of(["", "status", "reason"], failed)
     sections += [f"## {name}\n\n{each.markdown()}\n" for name, each in tables.items() if each.rows]
     return "\n".join(sections)
 

@@ -176,14 +176,15 @@ METRICS: list[Metric] = [
         "Largest magnitude in a block's output, over tokens and channels", "|value|",
         combine="max", summary="max",
         plots=(Layers("Largest magnitude, by layer", log=True),
-               Curve("Largest magnitude, highest layer", log=True)),
+               Curve("Largest magnitude, maximum over layers", log=True)),
         column=Column("all", "max", "max", "Outlier", "largest |value|"),
     ),
     Metric(
         "hidden_kurtosis/*", OUTLIERS,
         "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal distribution",
         "kurtosis", combine="mean", summary="max",
-        plots=(Layers("Kurtosis, by layer", mark=3), Curve("Kurtosis, highest layer", mark=3)),
+        plots=(Layers("Kurtosis, by layer", mark=3),
+               Curve("Kurtosis, maximum over layers", mark=3)),
         column=Column("last", "max", "mean", "Kurtosis", "over channels"),
     ),
 
@@ -303,7 +304,7 @@ METRICS: list[Metric] = [
         "expert_load_max/*", EXPERTS,
         "Load of the busiest expert in the global batch", "load",
         summary="max",
-        plots=(Curve("Load of the busiest expert, highest layer", log=True),
+        plots=(Curve("Load of the busiest expert, maximum over layers", log=True),
                Layers("Load of the busiest expert, by layer")),
     ),
     Metric(

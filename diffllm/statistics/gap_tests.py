@@ -166,7 +166,7 @@ def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
     """Return float64 values in order of their seeds; raise ValueError unless all are finite."""
     found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
     if not np.isfinite(found).all():
-        raise ValueError("a loss that is not finite belongs to a diverged run; use compare_arms")
+        raise ValueError("a loss is not finite; use compare_arms for arms with diverged runs")
     return found
 
 

@@ -17,7 +17,7 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
     elif test in ("welch", "log_rank"):
         assignments = math.comb(own_seeds + base_seeds, own_seeds)
     else:
-        raise ValueError(f"test={test} is not one of paired, welch, log_rank")
+        raise ValueError(f"test={test} must be paired, welch or log_rank")
     one_sided = 1 / assignments if assignments <= DRAWS else 1 / (1 + DRAWS)
     return min(1.0, sides * one_sided)
 

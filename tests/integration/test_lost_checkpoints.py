@@ -22,7 +22,7 @@ def empty(checkpoints: Path) -> None:
     checkpoints.mkdir()
 
 
-def in_the_way(checkpoints: Path) -> None:
+def replaced_by_file(checkpoints: Path) -> None:
     shutil.rmtree(checkpoints)
     checkpoints.write_text("a file")
 
@@ -31,7 +31,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
     "removed": shutil.rmtree,
     "empty": empty,
     "not mounted": unmounted,
-    "a file": in_the_way,
+    "a file": replaced_by_file,
 }
 
 

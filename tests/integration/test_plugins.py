@@ -165,7 +165,7 @@ def test_package_provides_plugin_by_entry_point(tmp_path, environment):
 ERRORS = {
     "a syntax error": ("def", "SyntaxError", 'bad.py", line 1'),
     "an error": ("x = 1\nx / 0", "ZeroDivisionError: division by zero", "bad.py, line 2"),
-    "a name of diffllm": (
+    "an existing variant": (
         "from diffllm.core.registry import schema\n@schema('attention', 'gated')\nclass A: ...",
         "the attention gated is registered twice, by diffllm.model.attention.gated.GatedConfig and "
         "bad.A",

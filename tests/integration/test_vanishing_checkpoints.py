@@ -15,13 +15,13 @@ from diffllm.evaluation.load import load_model
 
 @pytest.fixture
 def run(finished_run: Path, tmp_path: Path) -> Path:
-    """Return a run with one checkpoint of step 4, which `next_one` replaces by step 8."""
+    """Return a run with one checkpoint of step 4, for `save_next_checkpoint`."""
     run = shutil.copytree(finished_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     return run
 
 
-def next_one(run: Path) -> None:
+def save_next_checkpoint(run: Path) -> None:
     """Replace the checkpoint of step 4 by a checkpoint of step 8, as if saved meanwhile."""
     from runs.one_rank import sign
 
@@ -40,7 +40,7 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, run: Path, module: object, name: 
 
     def late(path: Path, *args: object, **more: object) -> object:
         called.append(name)
-        next_one(run)
+        save_next_checkpoint(run)
         return real(path, *args, **more)
 
     monkeypatch.setattr(module, name, late)

@@ -136,7 +136,7 @@ def test_unwritten_lines_are_counted_in_warning_at_close(tmp_path, monkeypatch):
 NAMES = [metric.name for metric in METRICS]
 
 
-def has_whole(metric):
+def has_total(metric):
     """Return whether a metric has a total in the table, as eval/loss/* has eval/loss."""
     return metric.name.endswith("/*") and metric.quantity in NAMES
 
@@ -146,7 +146,7 @@ def test_full_name_belongs_to_row_with_matching_pattern():
         for name in examples(metric.name):
             assert metric_of(name) is metric
             assert [other for other in METRICS if other.covers(name)] == [metric]
-        if not has_whole(metric):
+        if not has_total(metric):
             assert metric_of(metric.quantity) is metric
 
 

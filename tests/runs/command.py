@@ -99,8 +99,10 @@ class ForkedRun:
         """Poll until `condition()`; fail if a rank ends first."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert all(p.is_alive() for p in self.processes), f"ended before {what}: {self.text()}"
-            assert time.monotonic() < deadline, f"no {what}: {self.text()}"
+            assert all(p.is_alive() for p in self.processes), (
+                f"a rank ended before {what}: {self.text()}"
+            )
+            assert time.monotonic() < deadline, f"{what} not in {seconds} s: {self.text()}"
             time.sleep(0.005)
 
     def stop_at(self, gate: "Gate", number: int = signal.SIGTERM, *ranks: int) -> str:
