@@ -116,7 +116,7 @@ def run_cases(code: Path, place: Path, cases: list[str]) -> None:
     write_corpus(place / "a.jsonl", "times")
     write_corpus(place / "b.jsonl", "plus")
     env = os.environ | {"PYTHONPATH": f"{code.resolve()}:plugin", "OMP_NUM_THREADS": "1"}
-    env |= {"TORCH_FR_BUFFER_SIZE": "20000"}  # entries of torch's record of collectives
+    env |= {"TORCH_FR_BUFFER_SIZE": "20000"}  # enough entries to record all collectives of a case
     for name in cases:
         ranks, words = CASES[name]
         launcher = [sys.executable]

@@ -46,7 +46,7 @@ KEYS = {
 SEGMENTS = ("A:fp32:eager", "A:fp32:compiled", "A:bf16:eager", "A:bf16:compiled",
             "B:bf16:eager", "B:bf16:compiled")  # fmt: skip
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-LIMIT_S = 900  # for one measurement
+LIMIT_S = 900  # time limit of one measurement
 Row = dict[str, Any]
 
 
@@ -246,7 +246,7 @@ def nanochat(job: Job) -> None:
     model = GPT(GPTConfig(**sizes, window_pattern="L"))
     model.init_weights()
     model = job.compile(model)
-    torch_loop(job, model, model, autocast=False)  # the model casts its weights itself
+    torch_loop(job, model, model, autocast=False)  # nanochat's layers cast their weights
 
 
 OURS, TRAINER = "diffllm", "diffllm trainer"

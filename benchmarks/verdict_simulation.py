@@ -138,7 +138,7 @@ def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm],
                 documents = losses_of(value + texts[i])
                 value = documents.loss
             if scenario.kind == "log_rank":
-                reach = 1000 * math.exp((value - 4) / SD / 2)  # a larger value is a later step
+                reach = 1000 * math.exp((value - 4) / SD / 2)  # a larger value is reached later
                 curve = Series(EVALUATIONS, np.where(reach <= EVALUATIONS, 0.95, 0.3))
             number = None if lost[seed] else float(value)
             runs.append(StudyRun(name, seed, 1e-3, number, number, 2000, 4096, curve, documents))

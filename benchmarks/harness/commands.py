@@ -37,7 +37,7 @@ def tests(file: str, limit: float, at_once: int) -> dict[str, Any]:
             ended = f"killed after {limit:.0f} s"
         output.seek(0)
         text = output.read()
-    print(text, flush=True)  # to the log
+    print(text, flush=True)  # `harness.process` writes stdout to the log
     outcomes = test_outcomes(text)
     failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (\S+) - (.{,200})", text, re.MULTILINE))

@@ -17,7 +17,7 @@ from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, Transformer, without_storage
 from harness.machine import seconds, the_device
 
-TURN = 8  # tokens per time
+TURN = 8  # tokens per measured time
 WARMUP = 4  # untimed tokens before each range
 
 
@@ -72,7 +72,8 @@ def decoding(words: list[str], lengths: list[int], tokens: int, batch: int) -> d
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(load_config(words).model, device, dtype).eval()
     weights = model.active_parameters()
-    weights -= 0 if model.cfg.tie_embeddings else model.tok_embeddings.weight.numel()  # one row
+    # A step reads only one row of separate input embeddings.
+    weights -= 0 if model.cfg.tie_embeddings else model.tok_embeddings.weight.numel()
     found = {}
     for length in lengths:
         try:

@@ -164,7 +164,8 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
     t = build(cfg, device, DOCUMENT_END if document_length else None)
-    where = torch.device("cpu") if document_length else device  # the host finds documents
+    # The boundaries of documents are computed on the host.
+    where = torch.device("cpu") if document_length else device
 
     def step() -> None:
         train_step(t, iter(micro_batches(cfg, where, document_length)), 0)
@@ -235,8 +236,8 @@ def peer_step(
 def flops_per_token(model: ModelConfig) -> dict[str, float]:
     """Return training FLOPs per token at a model's seq_len by two conventions.
 
-    "causal" counts attention over the mean (S + 1) / 2 keys of a query, as perf/mfu does; "full"
-    counts it over all S keys, as torchtitan and others do.
+    "causal" counts attention over the mean of (S + 1) / 2 keys per query, like perf/mfu. "full"
+    counts attention over all S keys, like torchtitan and other frameworks.
     """
     with torch.device("meta"):
         built = Transformer(model)

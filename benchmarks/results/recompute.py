@@ -325,7 +325,7 @@ class Page:
         for rule, p in zip(self.rules, self.adjusted, strict=True):
             found += rule.line(p)
             words.append(f"alpha {rule.alpha:g}): {rule.verdict(p)};")
-        found.append(95)  # the head of the table
+        found.append(95)  # the confidence in the head of the table
         for name, values in self.values.items():
             diverged, rates = self.arms[name]["diverged"], self.arms[name]["rates"]
             found += [*interval(values), len(values), diverged, len(values), *rates]

@@ -80,7 +80,7 @@ class StepProfiler:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.is_symlink():
-                self.file.unlink()  # never write through a link
+                self.file.unlink()  # otherwise the trace would overwrite the link's target
             traced.export_chrome_trace(str(self.file))
         except (OSError, RuntimeError) as error:
             to_stderr(f"warning: cannot write {self.file}, training continues: {error}")

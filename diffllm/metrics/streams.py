@@ -70,7 +70,7 @@ def open_closed_descriptors() -> None:
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # the system returns the lowest free number
             os.set_inheritable(opened, True)
 
 

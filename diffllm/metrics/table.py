@@ -71,7 +71,7 @@ DEFINITIONS = {
 }
 """Definitions of a spike, by the first part of a metric's name."""
 EVENTS = "spikes_detrended"
-"""The definition that counts events: spikes with fewer than 8 quiet steps between them are one."""
+"""The definition that counts events; an event can contain several close spikes."""
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:

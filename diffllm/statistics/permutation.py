@@ -59,7 +59,7 @@ def log_rank(own: Times, base: Times) -> float | None:
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
-    """Return the share of assignments whose sum is at least that of the first, the observed one."""
+    """Return the share of assignments whose sum is at least the observed sum, which is first."""
     sums = assignments @ values
     enough = sums[0] - ROUNDING * np.abs(values).sum()
     return float((sums >= enough).mean())

@@ -80,7 +80,7 @@ def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float =
 
 
 def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return `welch_equivalence_power` for paired tests; `sd` is that of paired differences."""
+    """Return the power of paired equivalence tests; `sd` is the deviation of paired differences."""
     df = seeds - 1
     return two_tests_power(margin / (sd / math.sqrt(seeds)), df, np.array([df]), alpha)
 

@@ -68,7 +68,7 @@ class Pairs:
 
     differences: SeedSpread
     correlation: float | None
-    """Pearson's correlation of arms over seeds, pooled over arms; None if nothing varies."""
+    """Pearson's correlation of arms over seeds, pooled over arms; None without any variance."""
     seeds: int
 
 

@@ -86,7 +86,7 @@ def test_tensorboard_without_package_is_refused(tmp_path, monkeypatch):
 
 
 def test_invalid_profile_steps_are_refused():
-    words = ["model=tiny", "max_tokens=42000"]  # 10 steps
+    words = ["model=tiny", "max_tokens=42000"]  # a run of 10 steps
     for steps in ("[3]", "[0,2]", "[3,2]", "[1,2,3]"):
         with pytest.raises(ConfigError, match=r"must be \[first,last\]"):
             load_config([*words, f"profile.steps={steps}"])

@@ -43,7 +43,7 @@ def unusable_paths(place: Path) -> dict[str, str]:
         "a loop": f"{place}/loop",
         "bytes that are no text": f"{place}/\udcff",
     }
-    if os.geteuid():  # root may enter every directory
+    if os.geteuid():  # root can enter every directory
         found["a forbidden directory"] = f"{place}/forbidden/run"
     return found
 

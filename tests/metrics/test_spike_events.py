@@ -91,8 +91,8 @@ def test_as_normal_approximates_tail_of_students_t(degrees, t):
 def test_spikes_with_fewer_than_eight_quiet_steps_between_are_single_event():
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 300)
-    values[[100, 105, 113]] = 50  # 4 and 7 quiet steps apart
-    values[[150, 159]] = 50  # 8 apart: two
+    values[[100, 105, 113]] = 50  # one event: 4 and 7 quiet steps between spikes
+    values[[150, 159]] = 50  # two events: 8 quiet steps between spikes
     values[200] = NAN
     values[201] = INF
     spikes, counter = flags(values.tolist())
