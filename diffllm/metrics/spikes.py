@@ -224,7 +224,7 @@ class SpikeMonitor:
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0
         self.longest_skip = 0
-        """Largest number of consecutive skipped updates since `forget_skips`."""
+        """Largest number of consecutive skipped updates since the last `forget_skips`."""
         self.loss, self.grad = window128(), window128()
         self.counters: dict[str, SpikeCounter | EventCounter] = {
             "spikes/loss": self.loss,

@@ -26,7 +26,7 @@ class VisibleKeys:
         self.queries += queries
 
     def log(self) -> float:
-        """Return the mean since the last call, with at least one query counted since then."""
+        """Return the mean since the last call; requires at least one query since then."""
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries
         return keys / queries

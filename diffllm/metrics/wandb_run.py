@@ -197,7 +197,7 @@ def start(mode: str, options: dict[str, Any]) -> Any:
 
 
 def tear_down() -> None:
-    """Stop wandb's service; if it has died, wandb's exit hook would print a traceback."""
+    """Stop wandb's service; for a dead service, wandb's exit hook would print a traceback."""
     with contextlib.suppress(Exception, SystemExit):
         import wandb
 

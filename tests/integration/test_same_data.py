@@ -21,7 +21,7 @@ def words(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 def samples(run: Path) -> dict[int, list[str]]:
-    """Return the sorted samples of each step over all ranks; a repeated step counts once."""
+    """Return the sorted samples of each step over all ranks, from its last execution."""
     by_rank: list[dict[int, list[str]]] = []
     for file in run.glob("samples-*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
