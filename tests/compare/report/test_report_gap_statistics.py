@@ -206,8 +206,8 @@ def test_page_explains_missing_interval_of_few_seeds_or_documents(tmp_path):
     assert found.rows[1].documents is None
     text = " ".join(Reader(page(found)).text.split())
     assert (
-        "An interval over documents and seeds together is withheld: with fewer than 8 seeds its "
-        "coverage can be below 90%." in text
+        "The interval over documents and seeds is withheld: with fewer than 8 seeds its coverage "
+        "can be below 90%." in text
     )
     few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))
     assert "needs 20 documents, has 5" in few.rows[1].no_documents
