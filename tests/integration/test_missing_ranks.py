@@ -63,7 +63,7 @@ def test_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind, 
     assert said in error
     assert "Traceback" not in run.text()
     others = {0, 1, 2} - {rank}
-    place = "step 8" if kind != "start" else "the building of the model"
+    place = "step 8" if kind != "start" else "the construction of the model"
     if rank:  # without rank 0's store, ranks cannot read where other ranks wait
         assert all(f"rank {r} waits at {place} in gloo:" in error for r in others), error
     traces = run_directory / "traces"
