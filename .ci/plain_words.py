@@ -20,16 +20,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BOUNDS = Path(__file__).with_name("plain_words.json")
 UNIT = "token|step|rank|second|layer|head|document|run|seed|node|process|parameter|minute|hour"
+COUNTED = (
+    "tokens|bytes|FLOPs|GiB|MiB|seconds|ms|calls?|reads?|writes?|loss|nats|lines?|process(es)?|"
+    "heads?|numbers?|values?|files?|times?|GPUs?|keys?|quer(y|ies)|losses|launches|copies|steps"
+)
 TELLS = {
     "go on: continue, resume": r"(go|goes|going|gone|went) on(?!\w|ly)",
     "lie, stand: be": r"(lies|stands?|stood)",
-    "no noun: is none, where there is": r"(is|are|was|were|be) none|where there (is|are)|whose is",
+    "no noun: is none, where there is": r"(is|are|was|were|be) (?-i:none)|where there (is|are)|whose is",
     "mend: fix": r"(mend(s|ed|ing)?)",
     "beside, behind: next to, after": r"(beside|besides|behind)",
     "have to: must": r"(has|have|had) to be",
     "noun clause with what": r"(?<!\w)what(?! if)(?!\w)(?![^.!?]{0,80}\?)",
     "noun clause with whoever, whatever": r"(whoever|whatever)",
-    "per: a token": rf"\w+s an? ({UNIT})(?= |[,.;:)]|$)",
+    "per: a token": rf"({COUNTED}) an? ({UNIT})(?= |[,.;:)]|$)",
     "of its own, of ours": r"of (ours|yours|theirs)|of (its|their|his) own",
     "leave out, alone: omit, ignore": r"(leaves?|leaving|left) (it |them )?(out|alone)",
     "end in: raise, fail": r"ends? in (an? )?(error|exception|line)",

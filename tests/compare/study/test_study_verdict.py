@@ -324,7 +324,7 @@ def test_study_without_settled_learning_rate_is_not_comparable(tmp_path):
     assert found.reasons[0] == "learning rate of half: the best is the largest of the grid"
 
 
-# What is written
+# Written pages
 
 
 def test_page_and_command_show_the_verdict(tmp_path, capsys):
