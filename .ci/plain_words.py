@@ -27,7 +27,9 @@ COUNTED = (
 TELLS = {
     "go on: continue, resume": r"(go|goes|going|gone|went) on(?!\w|ly)",
     "lie, stand: be": r"(lies|stands?|stood)",
-    "no noun: is none, where there is": r"(is|are|was|were|be) (?-i:none)|where there (is|are)|whose is",
+    "no noun: is none, where there is": (
+        r"(is|are|was|were|be) (?-i:none)|where there (is|are)|whose is"
+    ),
     "mend: fix": r"(mend(s|ed|ing)?)",
     "beside, behind: next to, after": r"(beside|besides|behind)",
     "have to: must": r"(has|have|had) to be",
