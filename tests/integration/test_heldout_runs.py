@@ -93,7 +93,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)
     assert f"continues after step {STEPS}" in again
-    assert "bits a byte" in again
+    assert "bits per byte" in again
     if ranks == 1:
         assert_ended_as(run, straight)
 

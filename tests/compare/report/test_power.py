@@ -66,7 +66,7 @@ def test_required_seeds_follow_from_pilot_variance(power, tmp_path):
     seeds = [each["needs"][0]["seeds"] for each in (one_sided, said, three)]
     assert seeds == sorted(set(seeds))
     text = power("pilot=@pilot", "gap=0.06")[1]
-    assert f"sd {POOLED:.4f} nats a token" in text
+    assert f"sd {POOLED:.4f} nats per token" in text
     unpaired = said["needs"][0]
     row = next(line for line in text.splitlines() if line.startswith("unpaired")).split()
     shown = [f"{unpaired['sd']:.4f}", f"{unpaired['sd_upper']:.4f}"]
