@@ -211,27 +211,27 @@ tiny, seq_len 512
 parameters, training FLOPs, bf16 KV cache; changes are relative to standard_sink
 matched to diff_v2: 951,936 parameters at ffn_dim 384
 
-                   standard_sink  diff_v2
-wq                        32,768   65,536  +32.8K
-wk                        16,384        =
-wv                        16,384        =
-wo                        32,768        =
-lambda/gate                    0    1,024  +1,024
-sink                           8        0      -8
-attention                 98,312  132,096  +33.8K
+                    standard_sink  diff_v2
+wq                         32,768   65,536  +32.8K
+wk                         16,384        =
+wv                         16,384        =
+wo                         32,768        =
+lambda/gate                     0    1,024  +1,024
+sink                            8        0      -8
+attention                  98,312  132,096  +33.8K
 
-ffn                      331,776  294,912  -36.9K
-norms                        640        =
-embeddings/output        524,288        =
+ffn                       331,776  294,912  -36.9K
+norms                         640        =
+embeddings/output         524,288        =
 
-total                    955,016  951,936  -3,080
-active                   955,016  951,936  -3,080
-without embedding        692,872  689,792  -3,080
-over target              +0.324%  +0.000%
+total                     955,016  951,936  -3,080
+active                    955,016  951,936  -3,080
+without embedding         692,872  689,792  -3,080
+over target               +0.324%  +0.000%
 
-ffn_dim                      432      384     -48
-MFLOPs per token             4.9      5.7  +15.6%
-KV bytes per token           512        =
+ffn_dim                       432      384     -48
+MFLOPs per token              4.9      5.7  +15.6%
+KV bytes per token            512        =
 """
 
 

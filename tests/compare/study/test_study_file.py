@@ -113,7 +113,7 @@ def test_error_about_a_study_file_names_the_key(tmp_path, old, new, said):
 
 @pytest.mark.parametrize("text", ["", "[]", "\x00"])
 def test_study_file_without_a_mapping_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"study\.yaml(:| is not YAML)"):
+    with pytest.raises(ConfigError, match=r"study\.yaml(:| must| is not YAML)"):
         load_study(written(tmp_path, text))
 
 
