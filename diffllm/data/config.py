@@ -200,7 +200,7 @@ class DataConfig(TextConfig):
             if source.source == MIXTURE:
                 raise ConfigError(f"{where}source=mixture: a mixture cannot contain a mixture")
             if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(f"{where}source=tokens needs data.tokenizer of these tokens")
+                raise ConfigError(f"{where}source=tokens needs data.tokenizer")
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")

@@ -181,7 +181,7 @@ def tokenizer_of(cfg: DataConfig) -> str:
 def test_sigkill_at_random_moments_leaves_no_incomplete_directory(
     tmp_path: Path, make_config: MakeConfig, rng: random.Random
 ) -> None:
-    """Incomplete directories are never used; the next start writes the same bytes as ever."""
+    """Incomplete directories are never used; the next start writes the bytes of a normal run."""
     paths = make_three(tmp_path, ".jsonl")
     cfg = make_config(*paths)
 

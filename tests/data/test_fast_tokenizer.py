@@ -55,7 +55,7 @@ def test_tokenizer_loads_from_directory_and_from_file(directory: Path, fast: Tok
 def test_any_text_decodes_exactly(fast: Tokenizer, text: str) -> None:
     ids = fast.encode(text)
     assert fast.decode(ids) == text
-    assert not {0, 1} & set(ids), "special tokens are no part of text"
+    assert not {0, 1} & set(ids), "text must not encode to special tokens"
     assert fast.encode_batch([text, "a"], 2) == [ids, fast.encode("a")]
     assert fast.decode([*ids, fast.eos_id]) == text
 

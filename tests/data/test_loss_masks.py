@@ -166,7 +166,7 @@ def test_joined_stream_predicts_all_tokens_of_unmasked_streams(
     assert imported.loss_mask(2, 9).tolist() == [True] * 7
 
 
-# Held out
+# Held-out documents
 
 
 @pytest.mark.parametrize("tokens", [None, 100])

@@ -68,7 +68,7 @@ def test_sources_are_shuffled_independently(make: Make) -> None:
     assert read != first_tokens(make(curriculum=[], seed=6), range(200))
     assert [t // 1000 for t in read] == [
         t // 1000 for t in first_tokens(make(curriculum=[], seed=6), range(200))
-    ], "the seed shuffles within sources"
+    ], "the seed must only shuffle within sources"
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_joined_stream_reads_across_parts(make_stream: Callable[..., TokenStream
         joined.tokens(3, 9)
 
 
-# Prepared
+# Prepared sources
 
 
 def test_sources_of_mixture_share_a_tokenizer(tmp_path: Any) -> None:
@@ -217,7 +217,7 @@ def test_sources_of_mixture_share_a_tokenizer(tmp_path: Any) -> None:
     assert again.manifest.corpus == data.manifest.corpus
     weights = {name: SourceConfig(**{**vars(s), "weight": 1.0}) for name, s in sources.items()}
     other = prepare(DataConfig(**{**vars(cfg), "sources": weights}))
-    assert other.manifest.corpus == data.manifest.corpus, "weights are no part of the corpus"
+    assert other.manifest.corpus == data.manifest.corpus, "weights must not change the corpus"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def test_every_source_is_spread_evenly_by_weight(weights, first):
     parts = in_parts(weights)
     for k, weight in enumerate(np.array(parts) / sum(parts)):
         here = np.flatnonzero(sources == k)
-        assert (numbers[here] == before[k] + np.arange(len(here))).all(), "each once, in order"
+        assert (numbers[here] == before[k] + np.arange(len(here))).all(), (
+            "every sample once, in order"
+        )
         assert (np.diff(here) - 1 <= 2 / weight).all()
         so_far = np.cumsum(sources == k)
         windows = (so_far[10_000:] - so_far[:-10_000]) / 10_000
@@ -68,7 +70,7 @@ def test_single_samples_equal_samples_read_together():
         source, number = read(again, g, 1)
         assert (source[0], number[0]) == (sources[g], numbers[g])
         assert again.counts(g) == np.bincount(sources[:g], minlength=3).tolist()
-    assert not (sources[1000:] == 2).any(), "a weight of 0 is not read"
+    assert not (sources[1000:] == 2).any(), "a source of weight 0 must not be read"
 
 
 def test_order_equals_order_of_former_versions():

@@ -137,7 +137,7 @@ def test_pieces_are_whole_documents_unless_longer_than_a_sequence(
         for start in range(document.start, document.stop, seq_len)
     ]
     assert found == expected
-    assert all(row == sorted(row) for row in rows), "in the order of the corpus"
+    assert all(row == sorted(row) for row in rows), "pieces must be in corpus order"
     counts = sequences.plan.counts
     assert counts.documents == len(stream.documents)
     assert counts.documents_cut == sum(d.stop - d.start > seq_len for d in stream.documents)
@@ -217,7 +217,7 @@ def test_tokens_of_other_libraries_are_packed(tmp_path: Path, eos_id: int) -> No
     assert int((targets == eos_id).sum()) == len(documents)
 
 
-# In training
+# Training
 
 SEQ_LEN, SEED, BATCH = 8, 5, 12
 
@@ -348,7 +348,7 @@ def test_sources_of_a_mixture_are_packed_separately(
         assert consumed[f"data/tokens/{name}"] == count * SEQ_LEN
     rows = {tuple(row) for row in inputs.tolist()}
     code, _ = own["code"].read(np.arange(len(own["code"])))
-    assert {tuple(row) for row in code.tolist()} <= rows, "all of it was read"
+    assert {tuple(row) for row in code.tolist()} <= rows, "all code sequences must be read"
     counts = packing_counts(data, cfg, SEQ_LEN)
     assert counts is not None
     assert counts.sequences == sum(map(len, own.values()))

@@ -40,7 +40,7 @@ print(preparation.prepare(cfg).directory)
 
 
 def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess.Popen[str]:
-    """Prepare in a subprocess, which hangs in `stage` unless `stage` is "all"."""
+    """Prepare in a subprocess, which hangs at the first shard unless `stage` is "all"."""
     return subprocess.Popen(
         [sys.executable, "-c", PREPARE, str(corpus), str(cache), stage],
         stdout=subprocess.PIPE,

@@ -17,7 +17,7 @@ def test_recipes_of_the_repository_are_mixtures(path):
     cfg = diffllm.load_config([f"data={path}", "model=tiny", "steps=100"])
     cfg.data.validate()
     assert len(cfg.data.sources) > 1
-    assert f"data=data/recipes/{path.name}" in path.read_text(), "the command"
+    assert f"data=data/recipes/{path.name}" in path.read_text(), "the recipe must quote its command"
     for source in cfg.data.sources.values():
         assert (source.source == "hub") == bool(source.dataset)
 

@@ -70,10 +70,10 @@ def test_rewritten_file_of_same_size_and_time_gives_the_new_text(
 
 
 MOMENTS = {
-    "before it is divided": (files, "parts_of"),
-    "before the tokenizer is trained": (preparation, "build_tokenizer"),
-    "before it is encoded": (TokensJob, "encode"),
-    "before the manifest is written": (TokensJob, "manifest"),
+    "before division into parts": (files, "parts_of"),
+    "before training of the tokenizer": (preparation, "build_tokenizer"),
+    "before encoding": (TokensJob, "encode"),
+    "before the manifest": (TokensJob, "manifest"),
 }
 
 

@@ -45,7 +45,8 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     for path in texts:
         by_text.setdefault(facts[path].sha256, path)
     if not by_text:
-        raise DataError(f"data=packages: none of {', '.join(REFERENCE)} is installed")
+        names = ", ".join(REFERENCE)
+        raise DataError(f"data=packages: none of {names} is installed; try data=stdlib")
     kept = list(by_text.values())
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
     identity = texts_hash([facts[path] for path in kept])
