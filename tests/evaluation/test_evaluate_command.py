@@ -285,11 +285,11 @@ def test_requested_level_is_used_or_refused(
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),
-        (["tasks=[mqar]", "level={pairs: 5}"], "level: mqar has filler, not {'pairs': 5}"),
+        (["tasks=[mqar]", "level={pairs: 5}"], "level: mqar needs filler, not {'pairs': 5}"),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={filler: [[4]]}"], "level={filler: [[4]]} must be settings like"),
-        (["tasks=[mqar]", "level={}"], "level: mqar has filler, not {}"),
-        (["level={filler: 5}"], "level applies to one task"),
+        (["tasks=[mqar]", "level={}"], "level: mqar needs filler, not {}"),
+        (["level={filler: 5}"], "level is of one task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
     ):
