@@ -79,7 +79,7 @@ def test_error_names_run_without_checkpoints_or_with_changed_corpus(trained, out
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
     done = outliers(f"run={other}")
     assert (done.code, done.out) == (2, "")
-    assert "the corpus that" in done.err
-    assert "that of the run 000000000000" in done.err
+    assert "the corpus of" in done.err
+    assert "and was 000000000000" in done.err
     shutil.rmtree(other / "checkpoints")
     assert "has no complete checkpoint" in outliers(f"run={other}").err
