@@ -66,7 +66,7 @@ class RunDirectory:
         check_own_files(self.path)
         if self.cfg.resume == "never" and self.has_run:
             raise ConfigError(
-                f"{self.path} already contains a run, but resume=never; choose another run.name"
+                f"the run {self.path} exists, but resume=never; choose another run.name"
             )
         if not self.config_file.is_file():
             if self.has_run:
@@ -79,7 +79,7 @@ class RunDirectory:
         allowed = self.cfg.run.allow_changes
         if refused := [key for key in changes if not is_allowed(key, allowed)]:
             raise ConfigError(
-                f"{self.path} is a run with {what_differs(changes)}; choose another run.name, or "
+                f"{self.path} was made with {what_differs(changes)}; choose another run.name, or "
                 f"resume with run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
