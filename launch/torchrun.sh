@@ -40,7 +40,6 @@ trap 'forward USR1' USR1
 trap 'forward INT' INT
 
 while kill -0 "$agent" 2>/dev/null; do wait "$agent"; done # A signal interrupts `wait`.
-
 wait "$agent"
 code=$?
 [[ $code == 0 && -n ${RUN_DIR:-} && -e $RUN_DIR/requeue ]] && code=75

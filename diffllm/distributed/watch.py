@@ -109,7 +109,6 @@ class Watch:
         """Tell other ranks not to wait for this rank.
 
         Rank 0 then waits at most `patience` seconds until all other ranks have closed.
-
         """
         if self.closed.is_set():
             return

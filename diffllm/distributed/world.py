@@ -218,7 +218,6 @@ def recorded() -> Calls:
         return Calls()
     entries.sort(key=lambda entry: entry["time_created_ns"])
     # Each backend counts its groups separately, so add the backend to the name.
-
     groups = [f"{e['profiling_name'].partition(':')[0]}:{e['process_group'][0]}" for e in entries]
     at = next((i for i, e in enumerate(entries) if not e["retired"]), -1)
     entry = entries[at]

@@ -171,7 +171,6 @@ def summarise(
 
 def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: str) -> str:
     """Return the text printed at the end of a run; `report` is the report's path or a reason."""
-
     train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]

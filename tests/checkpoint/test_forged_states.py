@@ -103,7 +103,6 @@ def test_damaged_file_of_checkpoint_is_fault(run, name):
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_signed_damage_to_tensors_is_refused_or_read(run, name):
     """A forger can change numbers, but cannot run code or cause an unexpected error."""
-
     path, file, tensors = newest(run), newest(run) / name, norm_of(newest(run))
 
     def check(content: bytes) -> None:

@@ -149,7 +149,6 @@ def test_run_shrinks_after_node_loss_and_grows_after_return(nodes, corpus, tmp_p
     cluster.start(lost, nnodes="1:2", restarts=3)
     cluster.wait_for(lambda: cluster.ranks() == 2, "start on both nodes")
     assert cluster.steps() < 240, "the run finished before it could grow"
-
     cluster.finish()
     assert cluster.ranks() == 2
     assert list(cluster.losses()) == list(range(1, 241))

@@ -86,7 +86,6 @@ def test_parameters_are_copied_at_most_once_per_step(precision, times, micro, ch
         with Watcher(known) as watcher:
             train_step(t, batches(t), 1)
     # V1's lambda vectors stay in float32, without copies.
-
     expected = {name: times for name in t.params if "lambda_" not in name}
     for name in known:
         assert watcher.copied[name] == expected.get(name, 0), name

@@ -118,8 +118,7 @@ OTHERS = [
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
 def test_changed_config_is_refused_by_key_without_writes(begun, override, key):
     before = snapshot(begun)
-    with pytest.raises(ConfigError, match="was made with another config"
-) as caught:
+    with pytest.raises(ConfigError, match="was made with another config") as caught:
         RunDirectory(begun, tiny(override)).check()
     named = [part.strip() for part in re.split(r"[(;)]", str(caught.value))]
     assert any(part.startswith(key) for part in named)
