@@ -28,7 +28,7 @@ def test_resume_skips_damaged_checkpoint_and_ends_with_equal_weights(corpus, tmp
     assert f"damaged checkpoint {newest} (__0_0.distcp has a wrong checksum)" in skipped
     assert "using step-00000008" in skipped
     assert "continues after step 8" in output
-    assert moved.endswith("it is now damaged-step-00000016")
+    assert moved.endswith("to damaged-step-00000016: a new checkpoint needs the name")
     names = {path.name for path in (broken / "checkpoints").iterdir()}
     steps = {f"step-{step:08d}" for step in (8, 16, 24)}
     assert names == {*steps, "damaged-step-00000016"}
