@@ -289,7 +289,7 @@ def test_requested_level_is_used_or_refused(
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={filler: [[4]]}"], "level={filler: [[4]]} must be settings like"),
         (["tasks=[mqar]", "level={}"], "level: mqar needs filler, not {}"),
-        (["level={filler: 5}"], "level is of one task"),
+        (["level={filler: 5}"], "level applies to one task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
     ):
