@@ -2,7 +2,8 @@
 
 Reads Markdown outside of code, docstrings, comments, string literals with spaces, and test names.
 `python .ci/plain_words.py` fails if a folder has more than its bound in plain_words.json; the
-bounds may only fall. `--list [FOLDER]` prints every match, `--update` lowers the bounds.
+bounds may only fall. `--list [FOLDER]` prints every match, `--update` lowers the bounds, and
+`--messages` prints every error and warning of the package for review.
 """
 
 import ast
@@ -19,24 +20,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BOUNDS = Path(__file__).with_name("plain_words.json")
 UNIT = "token|step|rank|second|layer|head|document|run|seed|node|process|parameter|minute|hour"
+COUNTED = (
+    "tokens|bytes|FLOPs|GiB|MiB|seconds|ms|calls?|reads?|writes?|loss|nats|lines?|process(es)?|"
+    "heads?|numbers?|values?|files?|times?|GPUs?|keys?|quer(y|ies)|losses|launches|copies|steps"
+)
 TELLS = {
     "go on: continue, resume": r"(go|goes|going|gone|went) on(?!\w|ly)",
     "lie, stand: be": r"(lies|stands?|stood)",
-    "no noun: is none, where there is": r"(is|are|was|were|be) none|where there (is|are)|whose is",
+    "no noun: is none, where there is": (
+        r"(is|are|was|were|be) (?-i:none)|where there (is|are)|whose is"
+    ),
     "mend: fix": r"(mend(s|ed|ing)?)",
     "beside, behind: next to, after": r"(beside|besides|behind)",
     "have to: must": r"(has|have|had) to be",
     "noun clause with what": r"(?<!\w)what(?! if)(?!\w)(?![^.!?]{0,80}\?)",
     "noun clause with whoever, whatever": r"(whoever|whatever)",
-    "per: a token": rf"\w+s an? ({UNIT})(?= |[,.;:)]|$)",
+    "per: a token": rf"({COUNTED}) an? ({UNIT})(?= |[,.;:)]|$)",
     "of its own, of ours": r"of (ours|yours|theirs)|of (its|their|his) own",
     "leave out, alone: omit, ignore": r"(leaves?|leaving|left) (it |them )?(out|alone)",
     "end in: raise, fail": r"ends? in (an? )?(error|exception|line)",
     "wants, knows, says: needs, has": r"(wants|knows|says|knew) (no|nothing|of|that|what|how|an?)",
 }
+PRINTING = ("print", "echo", "to_stderr", "warn", "note", "parser.add_argument")
 NAMES = {
     "pronoun in a test name": (
-        r"(it|its|they|them|one|those|these|others|another|each|what|who|whose|whatever|nothing)"
+        r"(it|they|them|those|others|what|who|whatever|(one|each|another|these|its)$)"
     ),
 }
 
@@ -84,7 +92,25 @@ def folder_of(path: Path) -> str:
     )
 
 
+def messages() -> Iterator[str]:
+    """Yield place and text of every raised, printed or noted message in diffllm/."""
+    for path in sorted((ROOT / "diffllm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                said = node.exc.args
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTING:
+                said = node.args
+            else:
+                continue
+            text = " ".join(ast.unparse(each) for each in said)
+            if " " in text and ("'" in text or '"' in text):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+
+
 def main(words: list[str]) -> int:
+    if words == ["--messages"]:
+        print("\n".join(messages()))
+        return 0
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
     )

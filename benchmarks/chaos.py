@@ -1,18 +1,18 @@
-"""Kill a run again and again, and compare it with an undisturbed run.
+"""Kill a run repeatedly, and compare its result with an undisturbed run.
 
     python benchmarks/chaos.py --kills 50 --saves 20 [--ranks 2] [--faults]
         [--json benchmarks/results/NAME.json]
 
-SIGKILL hits one rank, which torchrun restarts, or all ranks with torchrun, which this script starts
-again, as a scheduler would. A run of one rank has no torchrun. At least `saves` of the kills happen
-during a save: the hidden directory of the unfinished checkpoint is left.
+SIGKILL is sent to one rank, after which torchrun restarts all ranks, or to torchrun and all ranks,
+after which this script restarts the run, like a scheduler. A run of one rank has no torchrun. At
+least `saves` of the kills happen during a save and leave the hidden directory of an unfinished
+checkpoint.
 
-With --faults each start gets an output that fails. The disk of the run is a small tmpfs, which only
-root may mount; it is full for a moment now and then. A run that ends with exit code 2 because of
-that is started again.
+With --faults each start has a failing output. The run's disk is a small tmpfs (mounting needs root)
+that is full from time to time. A run that then exits with code 2 is restarted.
 
-At the end, every step must have read the samples of the undisturbed run, each time it was made,
-with the same loss, and the final weights must be equal, bit for bit.
+At the end, every execution of a step must have read the samples of the undisturbed run with the
+same loss, and the final weights must be bit-identical.
 """
 
 import argparse
@@ -46,12 +46,12 @@ OUTPUTS = {
     "closed": 'exec "$@" >&- 2>&-',
     "a reader that leaves": 'exec "$@" > >(head -n 3 >> "$LOG") 2>&1',
 }
-"""Redirections of the output in a shell."""
-PATIENCE_S = 300  # without progress for so long, this script fails
+"""Shell redirections of the output."""
+PATIENCE_S = 300  # after this time without progress, the script fails
 
 
 class Victim:
-    """A run, started again whenever all of it was killed."""
+    """A run that is killed and restarted."""
 
     def __init__(self, words: list[str], ranks: int, run: Path, faults: random.Random | None):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -75,31 +75,34 @@ class Victim:
         self.process = subprocess.Popen(shell, env=env, start_new_session=True)
 
     def rank_pids(self) -> list[int]:
-        """Return the processes of the ranks: children of torchrun, except readers of its output."""
+        """Return the process ids of the ranks, which are children of torchrun."""
         if self.ranks == 1:
             return [self.process.pid]
         found = []
         for pid in command.descendants(self.process.pid, deep=False):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if b"planted_train" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 
     def steps_made(self) -> int:
-        """Return the lines of all sample logs, over all starts."""
+        """Return the number of lines in the sample logs of all starts."""
         return sum(file.read_bytes().count(b"\n") for file in self.samples.glob("samples-*.jsonl"))
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, or was when everything died.
+        """Return whether a checkpoint is being written, or was being written at the last kill.
 
-        The hidden directory of a checkpoint that is being deleted has a smaller step.
+        A hidden directory with a smaller step belongs to a checkpoint that is being deleted.
         """
         directory = self.run / "checkpoints"
         newest = max((p.name for p in directory.glob("step-*")), default="")
         return any(p.name[1:] > newest for p in directory.glob(".step-*.incomplete"))
 
     def wait(self, condition: Callable[[], bool], what: str) -> bool:
-        """Wait until a condition holds; return False if the run ends before."""
+        """Wait until a condition is true; return False if the run ends first.
+
+        Restart a run with faults that ends with a disk error. Fail without progress.
+        """
         made, deadline = self.steps_made(), time.monotonic() + PATIENCE_S
         while not condition():
             code = self.process.poll()
@@ -107,19 +110,21 @@ class Victim:
                 self.refused += 1
                 self.start()
             elif code:
-                raise SystemExit(f"the run ended with {code}:\n{self.log.read_text()[-3000:]}")
+                text = self.log.read_text()[-3000:]
+                raise SystemExit(f"error: the run exited with code {code}:\n{text}")
             elif code == 0:
                 return False
             if time.monotonic() > deadline:
                 before, made = made, self.steps_made()
                 deadline = time.monotonic() + PATIENCE_S
                 if made == before:
-                    raise SystemExit(f"no {what}:\n{self.log.read_text()[-3000:]}")
+                    text = self.log.read_text()[-3000:]
+                    raise SystemExit(f"error: no step in {PATIENCE_S} s before the {what}:\n{text}")
             time.sleep(0.0005)
         return True
 
     def kill_one(self, rng: random.Random) -> None:
-        """Kill one rank, and wait until torchrun has ended all of them."""
+        """Kill one rank, and wait until torchrun has stopped all ranks."""
         ranks = self.rank_pids()
         kill(rng.choice(ranks))
         self.wait(lambda: all(map(has_ended, ranks)), "end of the other ranks")
@@ -132,7 +137,7 @@ class Victim:
 
 
 class Disk:
-    """A small disk mounted at a directory, which can be filled; without faults it does nothing."""
+    """A small disk that can be filled, mounted at a directory; not mounted without faults."""
 
     def __init__(self, directory: Path, faults: bool):
         self.directory, self.faults = directory, faults
@@ -163,7 +168,7 @@ def kill(pid: int) -> None:
 
 
 def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Make both runs and return what they have in common."""
+    """Run the undisturbed and the killed run, and return the comparison."""
     corpus = command.write_corpus(directory)
     steps = max(20, 3 * args.every * args.kills)
     words = [f"steps={steps}", f"checkpoint.interval={args.every}", "log_interval=1"]
@@ -197,15 +202,17 @@ def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def disturb(args: argparse.Namespace, victim: Victim, disk: Disk) -> dict[str, int]:
-    """Kill one run again and again, and wait for its end; return the number of kills by kind."""
+    """Kill and restart a run, and wait for its end; return the number of kills by kind."""
     rng = random.Random(args.seed)
     victim.start()
     one = everything = saves = 0
     while one + everything < args.kills or saves < args.saves:
         made = victim.steps_made()
         if not victim.wait(lambda made=made: victim.steps_made() > made, "step"):
-            raise SystemExit(f"ended after {one + everything} kills: more --every or fewer --kills")
-        time.sleep(rng.random() * 0.3)  # up to several checkpoints
+            raise SystemExit(
+                f"error: the run ended after {one + everything} kills; increase --every"
+            )
+        time.sleep(rng.random() * 0.3)  # the run can save several checkpoints in this time
         if args.faults and rng.random() < 0.3:
             disk.fill()
             time.sleep(rng.random() * 0.5)
@@ -213,7 +220,7 @@ def disturb(args: argparse.Namespace, victim: Victim, disk: Disk) -> dict[str, i
                 disk.free()
         if rng.random() < 0.6 and not disk.is_full:
             if not victim.wait(victim.saving, "save"):
-                raise SystemExit("the run ended too early")
+                raise SystemExit("error: the run ended before the last kill; increase --every")
             time.sleep(rng.random() * 0.03)
         of_one = args.ranks > 1 and rng.random() < 0.5 and victim.rank_pids()
         if of_one:
@@ -235,11 +242,11 @@ def disturb(args: argparse.Namespace, victim: Victim, disk: Disk) -> dict[str, i
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="minimum number")
-    parser.add_argument("--saves", type=int, default=20, help="minimum number of them in a save")
+    parser.add_argument("--kills", type=int, default=50, help="minimum number of kills")
+    parser.add_argument("--saves", type=int, default=20, help="minimum number of kills in a save")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--faults", action="store_true", help="of outputs and of the disk")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--faults", action="store_true", help="make outputs and the disk fail")
+    parser.add_argument("--seed", type=int, default=0, help="seed of kill times and killed ranks")
     parser.add_argument("--every", type=int, default=4, help="steps between checkpoints")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -5,9 +5,9 @@
         eval.interval=50 eval.sequences=128 eval.tokens=2e5 run.sweep=four_variants
     python benchmarks/four_variants.py outputs/four_variants
 
-Writes curves.csv (every evaluation of every run) and runs.json (facts of the runs) into
-benchmarks/results/four_variants/, and losses.png from these two files. Without an argument, only
-redraws losses.png.
+The script writes curves.csv (every evaluation of every run) and runs.json (facts of the runs) into
+benchmarks/results/four_variants/, and losses.png from these two files. Without an argument, the
+script only redraws losses.png.
 """
 
 import csv
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results" / "four_variants"
 COLORS = {"standard": "#4d4d4d", "gated": "#d98200", "diff_v1": "#a02c5a", "diff_v2": "#0a6fb8"}
 FACTS = ("parameters", "flops_per_token", "corpus", "device", "torch", "compute_dtype")
 FROM_TOKENS = 150_000
-"""Start of the axis: before that the curves fall together and hide the differences."""
+"""Start of the axis. In the first steps all curves fall steeply, which would hide differences."""
 
 
 def write_curves(sweep: Path) -> None:
@@ -52,7 +52,7 @@ def write_curves(sweep: Path) -> None:
 
 
 def draw() -> None:
-    """Draw losses.png: means over seeds as lines, lowest to highest seed as bands."""
+    """Draw losses.png: means over seeds as lines, ranges over seeds as bands."""
     curves: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in COLORS}
     with (RESULTS / "curves.csv").open(newline="") as file:
         for row in csv.DictReader(file):

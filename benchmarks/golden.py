@@ -1,12 +1,12 @@
-"""Golden runs: check that two commits train bit for bit alike.
+"""Golden runs: check that two commits give bit-identical training.
 
     git worktree add ../before HEAD~1
-    python benchmarks/golden.py ../before ../golden/before     # runs every case with that code
+    python benchmarks/golden.py ../before ../golden/before     # run every case with that code
     python benchmarks/golden.py . ../golden/after
     python benchmarks/golden.py --compare ../golden/before ../golden/after
 
-It compares each checkpoint's parameters, optimizer moments, random states and loop state; summary
-and metrics except timings and the wandb id; each rank's collectives and number of compiled graphs.
+The script compares each checkpoint's parameters, optimizer moments, random states and loop state;
+summary and metrics except timings and the wandb id; each rank's collectives and number of graphs.
 """
 
 import argparse
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "init_match": (1, ("attention=diff_v2", "model.init_match=write", "precision=fp32")),
     "mixture": (2, (*MIXTURE, *SUITES)),
 }  # fmt: skip
-"""By name: the number of ranks and the overrides."""
+"""Number of ranks and overrides by case."""
 
 PLUGIN = '''
 """Attention that computes NaN or receives SIGTERM at a chosen forward pass; a trace per rank."""
@@ -108,7 +108,7 @@ def write_corpus(path: Path, word: str) -> None:
 
 
 def run_cases(code: Path, place: Path, cases: list[str]) -> None:
-    """Run cases with the code of a checkout, in a new directory."""
+    """Run cases with the code of the checkout `code`, in the new directory `place`."""
     (place / "plugin/attention").mkdir(parents=True)
     (place / "plugin/golden_plugin.py").write_text(PLUGIN)
     yaml = "# @package model.attention\ndefaults: [faulty_schema, _self_]\n"
@@ -116,7 +116,7 @@ def run_cases(code: Path, place: Path, cases: list[str]) -> None:
     write_corpus(place / "a.jsonl", "times")
     write_corpus(place / "b.jsonl", "plus")
     env = os.environ | {"PYTHONPATH": f"{code.resolve()}:plugin", "OMP_NUM_THREADS": "1"}
-    env |= {"TORCH_FR_BUFFER_SIZE": "20000"}  # entries of torch's record of collectives
+    env |= {"TORCH_FR_BUFFER_SIZE": "20000"}  # enough entries to record all collectives of a case
     for name in cases:
         ranks, words = CASES[name]
         launcher = [sys.executable]
@@ -134,7 +134,7 @@ def run_cases(code: Path, place: Path, cases: list[str]) -> None:
 
 
 def tensors(checkpoint: Path) -> dict[str, Any]:
-    """Read all tensors of a checkpoint without the code of diffllm."""
+    """Read all tensors of a checkpoint without using diffllm."""
     found: dict[str, Any] = {}
     reader, planner = FileSystemReader(checkpoint), _EmptyStateDictLoadPlanner()
     _load_state_dict(found, reader, planner=planner, no_dist=True)
@@ -156,7 +156,7 @@ def facts(place: Path, name: str) -> dict[str, Any]:
     for file in sorted(place.glob(f"trace-{name}-*.json")):
         trace = json.loads(file.read_text())
         found[f"{file.stem} graphs"] = trace["graphs"]
-        for entry in trace["entries"]:  # each process group has its own thread and order
+        for entry in trace["entries"]:  # the order is defined only within a process group
             group = found.setdefault(f"{file.stem} group {entry['process_group']}", [])
             group.append((entry["profiling_name"], entry["input_sizes"]))
     timed = ("perf/", "seconds", "tokens_per_s", "wandb_id")
@@ -164,7 +164,7 @@ def facts(place: Path, name: str) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values have equal bits."""
+    """Return whether two values have equal bits."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compare", action="store_true", help="compare two directories")
     parser.add_argument("first", type=Path, help="a checkout, or the first directory to compare")
-    parser.add_argument("second", type=Path, help="output directory, or the second to compare")
+    parser.add_argument("second", type=Path, help="output or second directory to compare")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     if args.compare:

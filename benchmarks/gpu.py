@@ -3,21 +3,22 @@
     python benchmarks/gpu.py [--stage A B C] --out DIR [--resume] [--only TEXT]
     python benchmarks/gpu.py --device cpu --small --out DIR       the same functions on a CPU
 
-A: the machine, the chosen attention kernels, the tests marked `gpu`. B: training steps of dense
-models, all variants and peers, with single settings changed, and a step broken down. C: mixtures,
-masked documents, decoding over a growing context, a run of train.py that is stopped and resumed,
-the overhead of diagnostics, peak memory. The default is all stages, in this order.
+Stages, by default all in this order:
+A: the machine, the chosen attention kernels, the tests marked `gpu`.
+B: training steps of dense models for all variants and peers, single settings, a step's breakdown.
+C: mixtures, masked documents, decoding over a growing context, a stopped and resumed run of
+train.py, the overhead of diagnostics, peak memory.
 
-Each measurement is a process of its own with a time limit. If it crashes, hangs or runs out of
-memory, the failure is recorded and the next one begins. Each result is appended to
+Each measurement runs in a separate process with a time limit. If a measurement crashes, hangs or
+runs out of memory, the script records the failure and continues. Each result is appended to
 DIR/results.jsonl at once, with a hash of all sources, torch's version and the device. --resume
-skips measurements that have succeeded with all these and the same arguments. The tables of all
-results are printed and written to DIR/table.md; DIR/logs/ has the output of each measurement.
+skips measurements that succeeded with equal arguments, sources, version and device. The tables of
+all results are printed and written to DIR/table.md; DIR/logs/ contains the measurements' output.
 
-A machine without internet, without this project's packages and without datasets:
+For a machine without internet access, packages and data:
 
-    make gpu-wheels gpu-data          # here: wheels/ and gpu-data/, which git ignores
-    pip install --no-index --no-deps --find-links wheels wheels/*.whl        # there, once
+    make gpu-wheels gpu-data          # on this machine: wheels/ and gpu-data/, which git ignores
+    pip install --no-index --no-deps --find-links wheels wheels/*.whl        # on the other machine
     python benchmarks/gpu.py --stage A --out gpu-results
 """
 
@@ -41,25 +42,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="shapes and repeats for a CPU")
+    parser.add_argument("--small", action="store_true", help="use shapes and repeats for a CPU")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--only", default="", help="only measurements with this in their name")
-    parser.add_argument("--limit", type=float, default=540, help="seconds for all, about")
+    parser.add_argument("--only", default="", help="run only measurements whose name contains this")
+    parser.add_argument("--limit", type=float, default=540, help="approximate total seconds")
     args = parser.parse_args()
     end = time.monotonic() + args.limit
     if args.device == "cpu" and not args.small:
-        parser.error("--device cpu needs --small: the other shapes are for a GPU")
+        parser.error("--device cpu needs --small, because the default shapes are for a GPU")
     items = [x for name in args.stage for x in stage(name, args.small, args.out)]
     chosen = [item for item in items if args.only in item.name]
     if not chosen:
         names = ", ".join(item.name for item in items)
-        parser.error(f"--only {args.only} matches no measurement; there are {names}")
+        parser.error(f"--only {args.only} matches no measurement; choose from {names}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills the running measurement
-    set_variables()  # as train.py
+    set_variables()  # the same environment as train.py
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Another process asks the device, so that this one uses no memory of it.
+    # A separate process queries the device, so that this process uses none of its memory.
     status, found = call("harness.machine.facts", {}, 180)
     if status != "ok" or found["type"] != args.device:
         raise SystemExit(f"error: no {args.device} device: {found}; try --device cpu --small")
@@ -69,7 +70,7 @@ def main() -> None:
     (args.out / "table.md").write_text(text)
     print(f"\n{text}")
     if left:
-        print(f"no time was left for: {', '.join(left)}; add --resume to continue")
+        print(f"not measured before --limit: {', '.join(left)}; continue with --resume")
 
 
 if __name__ == "__main__":

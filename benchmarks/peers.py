@@ -4,7 +4,7 @@
     python benchmarks/peers.py --out benchmarks/results/peers_cpu.json     # about 1 hour
     python benchmarks/peers.py --contestants diffllm LitGPT --segments A:bf16:eager --rounds 1
 
-A round measures every contestant in every segment, each in a process of its own (docs/speed.md).
+A round measures every contestant in every segment, each in a separate process (docs/speed.md).
 """
 
 import argparse
@@ -42,11 +42,11 @@ KEYS = {
     "kv_heads": "model.n_kv_heads", "head_dim": "model.head_dim", "ffn": "model.ffn_dim",
     "vocab": "model.vocab_size", "seq": "seq_len",
 }  # fmt: skip
-"""Keys of diffllm's config by the names of a shape's sizes."""
+"""Config keys of diffllm by the names in SHAPES."""
 SEGMENTS = ("A:fp32:eager", "A:fp32:compiled", "A:bf16:eager", "A:bf16:compiled",
             "B:bf16:eager", "B:bf16:compiled")  # fmt: skip
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-LIMIT_S = 900  # for one measurement
+LIMIT_S = 900  # time limit of one measurement
 Row = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def enough(job: Job, warmup: int = 2, interval: int = 1) -> bool:
 
 
 def loop(job: Job, model: Any, step: Callable[[], Any]) -> None:
-    """Make steps until enough steps are timed; `step` returns the loss."""
+    """Call `step`, which returns the loss, until enough steps are timed."""
     job.model = model
     while not enough(job):
         job.losses.append(float(step()))
@@ -86,7 +86,7 @@ def torch_loop(
 
 
 def batches(job: Job) -> Iterator[tuple[Any, Any]]:
-    """Yield the same random inputs and targets, (b, T) int64 each, for every contestant."""
+    """Yield random inputs and targets, (b, T) int64 each, equal for all contestants."""
     generator = torch.Generator().manual_seed(0)
     while True:
         tokens = torch.randint(1, job.vocab, (job.batch, job.seq + 1), generator=generator)
@@ -94,7 +94,7 @@ def batches(job: Job) -> Iterator[tuple[Any, Any]]:
 
 
 def config(job: Job, *more: str) -> Any:
-    """Return a config of diffllm with the sizes and settings of a job."""
+    """Return a diffllm config with the sizes and settings of a job."""
     from diffllm.config import load_config
 
     words = [f"{key}={getattr(job, name)}" for name, key in KEYS.items()]
@@ -115,7 +115,7 @@ def diffllm_step(job: Job) -> None:
 
 
 def diffllm_trainer(job: Job) -> None:
-    """Run all of train.py; a step includes data loading, diagnostics and log lines."""
+    """Run the whole trainer; a step includes data loading, diagnostics and log lines."""
     from diffllm import train
     from diffllm.training import loop
 
@@ -123,7 +123,7 @@ def diffllm_trainer(job: Job) -> None:
 
     def timed_step(t: Any, *args: Any) -> Any:
         job.model = t.model
-        # The compiled trainer compiles a second graph in step 10. Log lines come every 10 steps.
+        # A compiled trainer compiles a second graph in step 10. The log interval is 10 steps.
         if enough(job, warmup=12 if job.compiled else 2, interval=10):
             raise KeyboardInterrupt
         out = original(t, *args)
@@ -139,7 +139,7 @@ def diffllm_trainer(job: Job) -> None:
 
 def torchtitan(job: Job) -> None:
     """Train Llama 3 with torchtitan's layers, chunked loss and optimizer, and SDPA."""
-    # The Llama model imports Triton kernels for mixtures of experts, which need a GPU.
+    # The Llama model imports this module, whose Triton kernels need a GPU.
     sys.modules["torchtitan.distributed.minimal_async_ep"] = MagicMock()
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
@@ -194,7 +194,7 @@ def olmo_core(job: Job) -> None:
     module._attach_trainer(trainer)
 
     def step() -> Any:
-        trainer.reset_mock()  # the mock keeps the arguments of its calls
+        trainer.reset_mock()  # otherwise the mock keeps the tensors of all calls
         inputs, targets = next(data)
         module.zero_grads()
         module.train_batch({"input_ids": inputs, "labels": targets})
@@ -246,7 +246,7 @@ def nanochat(job: Job) -> None:
     model = GPT(GPTConfig(**sizes, window_pattern="L"))
     model.init_weights()
     model = job.compile(model)
-    torch_loop(job, model, model, autocast=False)  # the model casts its weights itself
+    torch_loop(job, model, model, autocast=False)  # nanochat's layers cast their weights
 
 
 OURS, TRAINER = "diffllm", "diffllm trainer"
@@ -259,14 +259,14 @@ CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, str]] = {
     "transformers": (transformers, "transformers", "transformers"),
     "nanochat": (nanochat, "nanochat", ""),
 }
-"""By name: the function that trains until `enough(job)`, the module, the package with a version."""
+"""Training function, module, and package that provides the version, by contestant."""
 REQUIREMENTS = {path.stem: path for path in sorted(Path(__file__).parent.glob("requirements/*"))}
-"""Packages of the frameworks to install. A resolver would install a second torch."""
+"""Pinned packages by framework. They are installed without dependencies, to keep this torch."""
 
 
 def work(name: str, job: Row) -> Row:
     """Measure a contestant in this process."""
-    if name.startswith("diffllm"):  # as a run does, before the first product reads MKL_CBWR
+    if name.startswith("diffllm"):  # like a run, before the first matrix product reads MKL_CBWR
         launcher.set_variables()
         launcher.keep_memory()
     torch.manual_seed(0)
@@ -284,12 +284,12 @@ def work(name: str, job: Row) -> Row:
 
 
 def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> Row:
-    """Measure a contestant in a process of its own; an "error" replaces the result on failure."""
+    """Measure a contestant in a separate process; on failure the result is an "error"."""
     shape, precision, mode = segment.split(":")
     job = {**SHAPES[shape], "bf16": precision == "bf16", "compiled": mode == "compiled",
            "seconds": args.seconds, "attention": args.attention}  # fmt: skip
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    env.pop("MKL_CBWR", None)  # peers run without it; `work` sets it for diffllm
+    env.pop("MKL_CBWR", None)  # only diffllm uses MKL_CBWR, set in `work`
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))
     status, found = call("peers.work", {"name": name, "job": job}, LIMIT_S, env=env)
     found = found if status == "ok" else {"error": f"{status}: {found}"}
@@ -297,7 +297,7 @@ def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> 
 
 
 def summary(rows: list[Row]) -> dict[str, Row]:
-    """Summarize speeds, and ratios of two speeds in the same round, by segment."""
+    """Summarize speeds, and ratios of speeds in the same round, by segment."""
     found: dict[str, Row] = {}
     for segment in dict.fromkeys(row["segment"] for row in rows):
         speeds: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}
@@ -314,7 +314,7 @@ def summary(rows: list[Row]) -> dict[str, Row]:
 
 
 def table(results: dict[str, Row]) -> Table:
-    """Return speeds in tokens per second and ratios, with their range."""
+    """Return a table of speeds in tokens per second and ratios: median and range."""
     rows = []
     for name in dict.fromkeys(name for of in results.values() for name in of):
         form = "{median:.2f} ({min:.2f} to {max:.2f})"
@@ -325,7 +325,7 @@ def table(results: dict[str, Row]) -> Table:
 
 
 def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
-    """Measure all contestants in all segments and rounds; write all results, print a table."""
+    """Measure all contestants in all segments and rounds; write results and print a table."""
     from harness.machine import facts
 
     from diffllm.training.process import git_state
@@ -350,17 +350,17 @@ def compare(folders: dict[str, Path], args: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--install", nargs="*", choices=REQUIREMENTS, help="default: all")
+    parser.add_argument("--install", nargs="*", choices=REQUIREMENTS, help="install peers (all)")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--segments", nargs="+", choices=SEGMENTS, default=SEGMENTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8, help="minimum time of a measurement")
-    parser.add_argument("--attention", default="standard", help="variant of diffllm")
+    parser.add_argument("--attention", default="standard", help="attention variant of diffllm")
     parser.add_argument("--nanochat", type=Path, metavar="DIR", help="a checkout of nanochat")
     parser.add_argument("--out", type=Path, help="a JSON file for results and all rounds")
     args = parser.parse_args()
     if args.nanochat and not (args.nanochat / "nanochat/gpt.py").is_file():
-        parser.error(f"--nanochat={args.nanochat} has no file nanochat/gpt.py")
+        parser.error(f"--nanochat={args.nanochat} does not contain nanochat/gpt.py")
     if args.install is not None:
         pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--upgrade"]
         for name in args.install or REQUIREMENTS:

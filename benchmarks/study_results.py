@@ -4,8 +4,8 @@
     python benchmarks/study_results.py conf/study/large_lr.yaml outputs/large_lr
 
 The script writes verdict.md, verdict.json, values.json and, if rules have gaps, gaps.svg into
-benchmarks/results/<name of the study>/. Without the second argument it judges the committed values
-of the seeds by the current rules, and writes the result into a note of verdict.md.
+benchmarks/results/<name of the study>/. Without the second argument, the script judges the
+committed values of the seeds by the current rules, and writes the result as a note into verdict.md.
 """
 
 import json
@@ -31,7 +31,7 @@ from diffllm.statistics.estimates import Estimate
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 620
 RULES_OF = "2026-11-26"
-"""Date of the last change of the rules."""
+"""Date of the last change to the rules."""
 
 
 def picture(numbers: dict[str, Any]) -> str:
@@ -49,7 +49,7 @@ def picture(numbers: dict[str, Any]) -> str:
         for rule in numbers["rules"]
         if rule["gap"] is not None and rule["kind"] != "trend"
     }
-    if not gaps:  # a log-rank test has none
+    if not gaps:  # log-rank rules have no gap
         return ""
     quantity = f"{'log ' * (numbers['scale'] == 'log')}{numbers['metric']}"
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
@@ -61,8 +61,8 @@ def picture(numbers: dict[str, Any]) -> str:
 def judged_again(study: Study, numbers: dict[str, Any]) -> str:
     """Return a Markdown note with the verdict of the current rules on a committed verdict.json.
 
-    The file contains the values of the seeds and the sizes of the arms, but no times of log-rank
-    rules and no losses of documents.
+    The file contains seed values and arm sizes, but no times for log-rank rules and no losses of
+    documents.
     """
     arms = {
         name: StudyArm(name, arm["lr"], values={int(s): v for s, v in arm["values"].items()})
@@ -90,7 +90,7 @@ def quoted(text: str) -> str:
 
 
 def with_note(page: str, note: str) -> str:
-    """Return a page with the note before the claim; an earlier note is replaced."""
+    """Insert the note before the claim of a page, or replace an earlier note."""
     head, claim, rest = page.partition("**Claim**")
     head = re.sub(r"> \*\*Judged again.*?\n\n", "", head, flags=re.S)
     return f"{head}{note}\n\n{claim}{rest}"

@@ -2,16 +2,18 @@
 
     python benchmarks/verdict_simulation.py [FAMILIES] [OUT.json]
 
-Each family is a study of three arms and three rules, as `study verdict` judges it. A scenario says
-how the numbers of the arms are drawn. The script prints, per scenario, test and number of seeds:
+Each family is a study with three arms and three rules, judged as in `study verdict`. A scenario
+defines the distribution of the arms' numbers. The script prints, per scenario, test and number of
+seeds:
 
-- shown: share of families in which a rule is "shown" or "equivalent" though its claim is false;
-- refuted: share of families in which a rule is "refuted" though its opposite is false;
-- lower, upper: share of the one-sided 95% bounds of the first rule that hold the true gap.
+- shown: share of families in which a rule is "shown" or "equivalent" although its claim is false;
+- refuted: share of families in which a rule is "refuted" although its opposite is false;
+- lower, upper: share of the one-sided 95% bounds of the first rule that contain the true gap.
 
-With no true difference, both "shown" and "refuted" are false. An arm that diverges more often
-counts as worse, whatever the losses of its other runs. The exit status is 1 if a share of false
-verdicts is above 5%, or a share of bounds is outside 93% to 97%, by more than two standard errors.
+Without a true difference, both "shown" and "refuted" are false. An arm that diverges more often
+counts as worse, regardless of the losses of its other runs. The exit status is 1 if a share of
+false verdicts is above 5%, or a share of bounds is outside 93% to 97%, by more than two standard
+errors.
 """
 
 import json
@@ -49,14 +51,14 @@ BOUNDS: dict[tuple[str, str], dict[str, Any]] = {
     ("margins", "difference"): {"below": 0.0, "margin": MARGIN},
     ("margins", "equivalence"): {"margin": MARGIN},
 }
-"""By kind of the scenario and of the rule."""
+"""Settings of a rule by the kinds of scenario and rule."""
 
 Rng = np.random.Generator
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How the values of each arm, (seeds,), are drawn around its true mean."""
+    """Distribution of the values of each arm, (seeds,), around its true mean."""
 
     gaps: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """True mean of each arm, in units of SD."""
@@ -65,15 +67,15 @@ class Scenario:
     correlation: float = 0.0
     """Correlation between arms over seeds."""
     digits: int | None = None
-    """Decimal places that values are rounded to, which makes ties."""
+    """Decimal places to which values are rounded, which makes ties; None: no rounding."""
     diverging: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Probability that a run of each arm diverges."""
     kind: str = "difference"
     documents: float | None = None
-    """Deviation of gaps between documents, in units of SD; None: no losses of documents."""
+    """Deviation of losses between documents, in units of SD; None: no losses of documents."""
     tests: tuple[str, ...] = ("paired", "welch")
     covers: bool = field(default=True)
-    """Whether bounds are exact in theory; then they must not cover more than 97% either."""
+    """Whether bounds are exact in theory, so that the coverage must also be at most 97%."""
 
 
 SCENARIOS = {
@@ -117,7 +119,7 @@ def study_of(scenario: Scenario, test: str, seeds: int) -> Study:
 
 
 def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm], dict[str, float]]:
-    """Return the arms of a family, and the true mean of each arm over all documents."""
+    """Draw the arms of a family; return the arms, and the true mean of each arm."""
     common = rng.normal(size=seeds)
     share = scenario.correlation
     texts = rng.normal(size=(len(NAMES), 24)) * (scenario.documents or 0.0) * SD
@@ -136,7 +138,7 @@ def draw(scenario: Scenario, seeds: int, rng: Rng) -> tuple[dict[str, StudyArm],
                 documents = losses_of(value + texts[i])
                 value = documents.loss
             if scenario.kind == "log_rank":
-                reach = 1000 * math.exp((value - 4) / SD / 2)  # later with a larger value
+                reach = 1000 * math.exp((value - 4) / SD / 2)  # a larger value is reached later
                 curve = Series(EVALUATIONS, np.where(reach <= EVALUATIONS, 0.95, 0.3))
             number = None if lost[seed] else float(value)
             runs.append(StudyRun(name, seed, 1e-3, number, number, 2000, 4096, curve, documents))
@@ -150,7 +152,7 @@ def losses_of(losses: np.ndarray) -> DocumentLosses:
 
 
 def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng) -> dict[str, Any]:
-    """Return the shares of false verdicts and of bounds that hold the truth."""
+    """Return the shares of false verdicts, and of bounds that contain the truth."""
     study = study_of(scenario, test, seeds)
     diverging = dict(zip(NAMES, scenario.diverging, strict=True))
     shown = refuted = within = lower = upper = judged = decided = 0
@@ -190,7 +192,7 @@ def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng)
 def problems(
     scenario: Scenario, found: dict[str, Any], families: int, errors: float = 2.0
 ) -> list[str]:
-    """Return the names of the shares beyond the limits by more than that many standard errors."""
+    """Return the names of shares that exceed the limits by more than `errors` standard errors."""
     wrong = []
     error = errors * math.sqrt(ALPHA * (1 - ALPHA) / families)
     sides = ("shown", "refuted", "within")

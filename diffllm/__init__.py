@@ -1,4 +1,4 @@
-"""diffllm: pretraining decoders to see what an attention variant does, everything else equal."""
+"""diffllm: pretrain decoders that differ only in the attention variant, and compare the runs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Hydra only when something that needs them is used."""
+    """Import torch and Hydra only on the first use of a public function."""
     if name not in _HOMES:
         raise AttributeError(f"module 'diffllm' has no attribute {name!r}")
     from diffllm.distributed.launcher import set_variables
 
-    set_variables()  # before torch, if nobody else has imported it
+    set_variables()  # torch reads these environment variables when it is imported
     return getattr(import_module(_HOMES[name]), name)

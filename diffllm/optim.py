@@ -1,4 +1,4 @@
-"""AdamW, learning-rate schedules, and the guard that skips updates."""
+"""AdamW, learning-rate schedules, and the guard that skips bad updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from diffllm.core.errors import ConfigError
 
 
 class Schedule(Enum):
-    """The course of the learning rate after warmup."""
+    """The schedule of the learning rate after warm-up."""
 
     cosine = "cosine"
     wsd = "wsd"
@@ -27,34 +27,36 @@ class OptimConfig:
     lr: float = bounded(1e-3, above=0, most=1e20)
     """Peak learning rate."""
     beta1: float = bounded(0.9, least=0, below=1)
-    """Decay of AdamW's mean of gradients."""
+    """Decay rate of AdamW's running mean of gradients."""
     beta2: float = bounded(0.95, least=0, below=1)
-    """Decay of AdamW's mean of squared gradients."""
+    """Decay rate of AdamW's running mean of squared gradients."""
     eps: float = bounded(1e-8, above=0)
     """Added to AdamW's denominator."""
     weight_decay: float = bounded(0.1, least=0)
-    """Share of a matrix, times the learning rate, that a step takes away; at most all of it."""
+    """A step scales matrices by 1 - learning rate * weight_decay, but never below 0."""
     clip_norm: float = bounded(1.0, least=0)
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Schedule = Schedule.cosine
-    """Course of the learning rate after its warmup."""
+    """Schedule of the learning rate after warm-up."""
     warmup_steps: int = bounded(100, least=0)
-    """Steps in which the learning rate rises from 0 to `lr`."""
+    """Steps over which the learning rate rises linearly from 0 to `lr`."""
     decay_fraction: float = bounded(0.2, least=0, most=1)
-    """Share of all steps that warmup-stable-decay (wsd) spends on its linear decay."""
+    """For wsd (warm-up, stable, decay): share of all steps with linear decay."""
     min_lr_ratio: float = bounded(0.1, least=0, most=1)
-    """Learning rate at the end, as a share of `lr`."""
+    """Final learning rate as a share of `lr`."""
 
     def validate(self, steps: int) -> None:
         if self.warmup_steps > steps:
-            raise ConfigError(f"optim.warmup_steps={self.warmup_steps} exceeds steps={steps}")
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} must be at most steps={steps}"
+            )
 
 
 class SkipStep(Enum):
     """The updates that are skipped.
 
-    off: none. nonfinite: those of a loss or gradient norm that is not finite. spike: also those of
-    a loss or gradient norm that is a spike by the window128 definition.
+    off: no updates. nonfinite: updates whose loss or gradient norm is not finite. spike: also
+    updates whose loss or gradient norm is a spike by the window128 definition.
     """
 
     off = "off"
@@ -64,18 +66,19 @@ class SkipStep(Enum):
 
 @dataclass
 class ProtectionConfig:
-    """The protection of parameters from bad updates."""
+    """Protection of the parameters from bad updates."""
 
     skip_step: SkipStep = SkipStep.nonfinite
-    """Updates that are skipped: none, those with nan or infinity, or spikes as well."""
+    """Updates to skip: none, updates with nan or infinity, or also loss spikes."""
     max_consecutive_skips: int = bounded(20, least=1)
-    """Skipped updates in a row after which a run has diverged: it saves and ends."""
+    """Consecutive skipped updates after which a run saves and ends as diverged."""
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
-    Linear warmup to `lr`, then cosine, or constant with a linear end (wsd), to `min_lr_ratio * lr`.
+    The rate rises linearly to `lr`. It then falls to `min_lr_ratio * lr` by a cosine, or stays
+    constant and falls linearly at the end (wsd).
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -89,13 +92,14 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
 
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
-    """Build fused AdamW over named parameters, its state allocated at once.
+    """Build fused AdamW over named parameters, with its state already allocated.
 
-    Fused kernels need one group per mesh. Only tensors of two and more dimensions decay.
+    Fused kernels need one group per mesh. Weight decay applies to tensors with at least two
+    dimensions.
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
-        mesh = getattr(param, "device_mesh", None)  # of a DTensor, whose import takes half a second
+        mesh = getattr(param, "device_mesh", None)  # not isinstance: importing DTensor takes 0.5 s
         groups.setdefault((mesh, param.ndim >= 2), []).append(param)
     optimizer = torch.optim.AdamW(
         [
@@ -118,15 +122,16 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` from the next step on, with at most the decay that sets a matrix to zero."""
+    """Set the learning rate; limit weight decay to the value that sets weights to zero."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Make a step with rate `lr`, or none if `skip`, a float32 scalar on the device, is 1.0."""
+    """Make a step with learning rate `lr` unless `skip`, a float32 scalar on the device, is 1.0."""
     set_learning_rate(optimizer, lr)
+    # Fused AdamW skips the update on the device if `found_inf` is 1.
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
 
@@ -143,22 +148,24 @@ def optimizer_tensors(
 
 
 class Guard:
-    """Decide on the device which updates to skip: values `sigmas` above the last `window` are
-    spikes."""
+    """Decide on the device which updates to skip.
+
+    A spike is more than `sigmas` standard deviations above the mean of the last `window` values.
+    """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
         self.mode, self.sigmas = mode, sigmas
         self.windows = torch.full((2, window), torch.nan, dtype=torch.float64, device=device)
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return 1.0 to skip the update, else 0.0 (float32); takes scalars equal on all ranks."""
+        """Return 1.0 to skip the update, else 0.0 (float32); all ranks must pass equal scalars."""
         if self.mode is SkipStep.off:
             return torch.zeros((), device=loss.device)
         values = torch.stack((loss, grad_norm)).double()
         finite = values.isfinite()
         bad = ~finite
         if self.mode is SkipStep.spike:
-            # comparisons are false until the window is full: its mean is NaN
+            # Until the window is full, its mean is NaN, so every comparison is false.
             mean, std = self.windows.mean(1), self.windows.std(1, correction=0)
             bad = bad | (values - mean > self.sigmas * std)
             moved = torch.cat((self.windows[:, 1:], values[:, None]), dim=1)

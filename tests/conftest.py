@@ -1,4 +1,4 @@
-"""Shared by all tests: the same cases in every run, offline, few threads."""
+"""Settings of all tests: reproducible cases, no network, few threads."""
 
 import gc
 import os
@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # runs/, tiers.py
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Before torch is imported. Workers side by side share the cores, with the runs that they start.
+# Must precede the import of torch. Parallel workers and the runs of tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process would compile all modules anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise every process would compile all modules
 
-# A shell that starts this in the background has it ignore Ctrl-C, and all that it starts with it.
+# A background job of a shell ignores SIGINT, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,12 +31,12 @@ set_variables()  # tests fork runs from this process, so MKL must compute here a
 sys.dont_write_bytecode = False
 
 SEED = int(os.environ.get("FUZZ_SEED", "20261124"))
-"""The seed of every drawn test case; `make fuzz` sets another one in FUZZ_SEED."""
+"""Seed of all drawn test cases; `make fuzz` sets FUZZ_SEED."""
 
-# Without time limits: a busy machine must not fail a test.
+# No time limits, because a busy machine must not fail a test.
 hypothesis.settings.register_profile(
     "diffllm",
-    derandomize=False,  # CI services turn it on, which would ignore the seed
+    derandomize=False,  # CI services turn this on, which would ignore the seed
     database=None,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
@@ -61,11 +61,11 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # tiny models, and cores shared with the processes that tests start
+    torch.set_num_threads(1)  # models are tiny, and tests share cores with processes
 
 
 LONG = ("integration", "plan", "distributed")
-"""Folders of the tests that take longest; they start first, or one would run alone in the end."""
+"""Folders of the longest tests, which start first so that all workers finish together."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the objects made so far: collecting them again and again takes a tenth of the time."""
+    """Freeze all objects: repeated garbage collection would take a tenth of the time."""
     gc.collect()
     gc.freeze()
 

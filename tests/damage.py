@@ -1,4 +1,4 @@
-"""Damage to files that somebody hands us, drawn by Hypothesis, and the rule for their readers."""
+"""Damaged files drawn by Hypothesis, and the check for readers of untrusted files."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from diffllm.core.errors import UserError
 
 RAN: list[bool] = []
-"""Holds an item once code of a damaged file has run."""
+"""Contains an item if code of a damaged file has run."""
 
 
 class Runs:
-    """Adds to RAN when it is unpickled."""
+    """Appends to RAN when unpickled."""
 
     def __reduce__(self) -> Any:
         return exec, ("import damage; damage.RAN.append(True)",)
@@ -26,24 +26,24 @@ class Runs:
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
-"""YAML of a few hundred bytes whose aliases stand for 10^11 values."""
+"""YAML of a few hundred bytes whose aliases expand to 10^11 values."""
 DOCUMENTS = (
     b"", b"\n", b"\0" * 64, b"\xff\xfe{}", b"[" * 100_000, b'{"a": ' * 100_000, b"9" * 5000, b"[]",
     b"{}", b"null", b"NaN", b"1e999", b'"text"', b'{"a": "\\ud800"}', b"{]", b"a: {b", b"PAR1PAR1",
     BOMB.encode(), b"a: !!python/object/apply:damage.RAN.append [1]\n", pickle.dumps(Runs()),
 )  # fmt: skip
-"""Whole files of other formats and other content."""
+"""Complete files of other formats or other content."""
 VALUES = (
     None, True, -1, 0, 1.5, 10**30, 2**63, 1e308, math.nan, math.inf, "", "text", "../../etc", [],
     "\ud800", "a\0b", "\x1b[31mred\n", "x" * 5000, {}, [1, [2, [3]]], {"a": {"b": None}}, [None],
     {"": 0}, {"../x": []}, "~nosuchuser", "step-00000099", "${oc.env:HOME}", "???",
 )  # fmt: skip
-"""Values of other types, sizes and meanings than those of a field."""
+"""Values of types, sizes and meanings that fields do not expect."""
 
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Draw a file that is cut, or has changed, added or lacking bytes."""
+    """Draw a file that is truncated, or has changed, added or missing bytes."""
     kind = draw(st.sampled_from(["cut", "flip", "flip", "insert", "remove", "append"]))
     content, place = bytearray(whole), draw(st.integers(0, len(whole) - 1))
     if kind == "flip":
@@ -58,7 +58,7 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 @st.composite
 def edited(draw: st.DrawFn, whole: Any) -> bytes:
-    """Draw a JSON file, which is YAML too, with one value changed, removed or added anywhere."""
+    """Draw a JSON file, also valid YAML, with one value changed, removed or added anywhere."""
     content = place = json.loads(json.dumps(whole))
     while True:
         key = draw(st.sampled_from([*place] if isinstance(place, dict) else range(len(place))))
@@ -85,8 +85,7 @@ def try_all(
     examples: int,
     others: Sequence[bytes] = (),
 ) -> None:
-    """Check all of DOCUMENTS, other files of the format, and drawn contents; tests that call this
-    are marked `fuzz`."""
+    """Call `check` with DOCUMENTS, `others` and drawn contents. Mark tests that use this `fuzz`."""
 
     @settings(max_examples=examples)
     @given(kinds)
@@ -99,8 +98,11 @@ def try_all(
 
 
 def outcome(read: Callable[[], Any], file: Path, content: bytes, named: Path | None = None) -> Any:
-    """Return what `read` makes of a file with this content, or its UserError, which has to name
-    `named` (the file) in one line. `read` writes nothing and runs no code. Restore the file."""
+    """Return the result or the UserError of `read` for a file with this content.
+
+    Assert that the error names `named` (default: the file) in one line, and that `read` writes no
+    file and runs no code. Restore the file afterwards.
+    """
     whole = file.read_bytes() if file.exists() else None
     file.write_bytes(content)
     try:
@@ -120,6 +122,6 @@ def outcome(read: Callable[[], Any], file: Path, content: bytes, named: Path | N
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:
-    """Return everything below a directory, None for what is no file; without marks of checksums."""
+    """Map paths below a directory to contents, None for directories; skip locks and checksums."""
     files = [path for path in directory.rglob("*") if path.suffix not in (".verified", ".lock")]
     return {str(path): path.read_bytes() if path.is_file() else None for path in files}

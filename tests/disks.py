@@ -10,8 +10,7 @@ import pytest
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of a size such as "64k" at a new directory; where nobody may, the test is
-    skipped."""
+    """Mount a file system of a size such as "64k" at a new directory; skip the test if denied."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if subprocess.run(mount, capture_output=True).returncode:

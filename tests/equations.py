@@ -1,6 +1,6 @@
-"""Parameters and FLOPs from the variants' equations, in the shapes alone: nothing is built.
+"""Parameters and FLOPs from the equations of the variants, without building a model.
 
-D model width, H heads, K kv heads, d head_dim, E experts, k experts a token.
+D model width, H heads, K kv heads, d head_dim, E experts, k experts per token.
 """
 
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ class Layer:
     """One attention layer."""
 
     matrices: dict[str, tuple[int, int]]
-    """Inputs and outputs of every matrix."""
+    """Input and output size of every matrix."""
     vectors: dict[str, int] = field(default_factory=dict)
-    """Lengths."""
+    """Length of every vector."""
     qk_width: int = 0
-    """Multiplications a query and key in q k, over all heads."""
+    """Multiplications per pair of query and key in q k, over all heads."""
     av_width: int = 0
-    """The same in weights times v."""
+    """Multiplications per pair of query and key in weights times v, over all heads."""
 
 
 def has_shape(m, variant):
-    """Whether a variant can have this many heads."""
+    """Return whether a variant supports the numbers of heads of a model."""
     if variant == "standard_1p5x_heads":
         return 3 * m.n_heads % (2 * m.n_kv_heads) == 0
     if variant.startswith("diff_v1"):
@@ -35,7 +35,7 @@ def has_shape(m, variant):
 
 
 def attention(m, variant):
-    """softmax(q k) v with H heads over K; then what each variant changes."""
+    """Return softmax(q k) v with H heads over K kv heads, with the changes of a variant."""
     width, kv = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
     layer = Layer(
         {"wq": (m.dim, width), "wk": (m.dim, kv), "wv": (m.dim, kv), "wo": (width, m.dim)},
@@ -63,7 +63,7 @@ def attention(m, variant):
             layer.vectors |= {f"lambda_{name}": m.head_dim for name in ("q1", "k1", "q2", "k2")}
             if variant != "diff_v1_no_head_norm":
                 layer.vectors["head_norm"] = 2 * m.head_dim
-            layer.av_width = 2 * width  # H maps over values that are 2d wide
+            layer.av_width = 2 * width  # H maps over values of width 2d
         case _:
             layer.matrices["wq"] = (m.dim, 2 * width)
             layer.qk_width = layer.av_width = 2 * width
@@ -87,7 +87,7 @@ def attention(m, variant):
 
 
 def sizes(layer):
-    """Parameters by their names."""
+    """Map names of parameters to sizes."""
     return {name: a * b for name, (a, b) in layer.matrices.items()} | layer.vectors
 
 
@@ -101,15 +101,15 @@ class FeedForward:
     """Parameters of the feed-forward layers of a model."""
 
     ffn: int
-    """Three matrices each: of every dense layer, every expert, every shared expert."""
+    """Three matrices per dense layer, expert and shared expert."""
     router: int
-    """D for each expert."""
+    """D parameters per expert."""
     idle: int
-    """Parameters of the experts that a token does not go to."""
+    """Parameters of the experts that a token does not use."""
 
 
 def feed_forward(m, width):
-    """With `width` in place of the own."""
+    """Return the parameters with `width` instead of the model's width of layers or experts."""
     moe = m.moe
     if not moe.n_experts:
         return FeedForward(m.n_layers * 3 * m.dim * width, 0, 0)
@@ -123,7 +123,7 @@ def feed_forward(m, width):
 
 
 def components(m, variant):
-    """Parameters of the whole model by component."""
+    """Return the parameters of the whole model by component."""
     parts = sizes(attention(m, variant))
     lambdas = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_logit", "w_lambda")
     inside = {name: parts[name] for name in ("wq", "wk", "wv", "wo")}
@@ -142,21 +142,23 @@ def components(m, variant):
 
 
 def total_params(m, variant, width):
-    """Parameters of the whole model, its feed-forward layers or experts this wide."""
+    """Return the parameters of the whole model with feed-forward layers or experts of `width`."""
     layers, tables = feed_forward(m, width), 1 if m.tie_embeddings else 2
     outside = m.dim + tables * m.vocab_size * m.dim + layers.ffn + layers.router
     return m.n_layers * (sum(sizes(attention(m, variant)).values()) + 2 * m.dim) + outside
 
 
 def active_params(m, variant):
-    """Those that one token uses."""
+    """Return the parameters that one token uses."""
     return total_params(m, variant, width_of(m)) - feed_forward(m, width_of(m)).idle
 
 
 def flops_per_token(m, variant, seq_len, keys=None):
-    """Every matrix is used in 1 forward and 2 backward products of 2 operations, but not those of
-    the experts that a token does not go to; the embedding is looked up. A query sees as many keys
-    as its position, (T + 1) / 2 on average, or `keys` where documents are masked."""
+    """Count training FLOPs per token.
+
+    Every matrix takes 1 forward and 2 backward products of 2 operations, except unused experts and
+    the embedding. A query sees (T + 1) / 2 keys on average, or `keys` with masked documents.
+    """
     layer, layers = attention(m, variant), feed_forward(m, width_of(m))
     matrices = m.n_layers * sum(a * b for a, b in layer.matrices.values())
     matrices += layers.ffn + layers.router - layers.idle

@@ -1,9 +1,9 @@
-"""Plugins as a user has them: modules and YAMLs from outside the repository."""
+"""Plugins of a user: modules and YAMLs outside the repository."""
 
 from pathlib import Path
 
 MODULE = '''
-"""A variant with a scale for every head, a corpus that counts, and a metric."""
+"""A variant with one scale per head, a corpus of counting texts, and a metric."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class ScaledConfig(AttentionConfig):
 
 
 class ScaledAttention(Attention):
-    """context = scale * softmax(q k) v, a scale for every head."""
+    """context = scale * softmax(q k) v, one scale per head."""
 
     def __init__(self, model, cfg):
         super().__init__(model)
@@ -65,7 +65,7 @@ class CountingConfig(DataConfig):
 
 @source("counting")
 def counting(cfg, cache_dir):
-    """Documents that count."""
+    """Return documents of multiplication tables."""
     texts = [
         f"{i}: " + ", ".join(f"{i % 7} times {k} is {i % 7 * k}" for k in range(i % 13 + 4))
         for i in range(cfg.documents)
@@ -89,7 +89,7 @@ YAMLS = {
 
 
 def write_plugin(directory: Path, module: str = "scaled_attention", conf: str = "") -> Path:
-    """Write the module, and the YAMLs into its subdirectory `conf`; return the directory."""
+    """Write the module, and the YAMLs into the subdirectory `conf`; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{module}.py").write_text(MODULE)
     for name, text in YAMLS.items():

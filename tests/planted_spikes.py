@@ -1,7 +1,7 @@
-"""Spikes planted into the losses and gradient norms of real runs, and the share that is found.
+"""Spikes planted into losses and gradient norms of real runs, and the share of detected spikes.
 
-The series are those of tests/data_files/spikes_*.csv, whose first lines say the commands. They hold
-no loss spike that anyone planted; docs/spikes.md has the rates.
+The series are in tests/data_files/spikes_*.csv; the first lines of a file state the commands.
+The files contain no planted spikes. docs/spikes.md lists the rates.
 """
 
 import copy
@@ -14,9 +14,9 @@ from diffllm.metrics.spikes import EventCounter, SpikeCounter, olmo2, window128
 
 FILES = Path(__file__).parent / "data_files"
 SHAPES = {"one step": [1.0], "8 steps": (0.7 ** np.arange(8)).tolist()}
-"""Shares of a spike's height, step by step: gone at once, or three tenths smaller every step."""
+"""Height of a spike at each step, relative to the first step: one step, or 0.7 per step."""
 SEEN_WITHIN = 6
-"""Steps from a spike's first on in which it counts as found."""
+"""Number of steps, from the first step of a spike, in which a detection counts."""
 
 Counter = SpikeCounter | EventCounter
 DEFINITIONS: dict[str, tuple[Callable[[], Counter], Callable[[], Counter]]] = {
@@ -24,11 +24,11 @@ DEFINITIONS: dict[str, tuple[Callable[[], Counter], Callable[[], Counter]]] = {
     "128 steps": (window128, window128),
     "OLMo 2": (olmo2, olmo2),
 }
-"""Counters of spikes of a loss and of a gradient norm, by the name that docs/spikes.md has."""
+"""Spike counters for losses and for gradient norms, by the name in docs/spikes.md."""
 
 
 def series(run: str) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a run, one a step."""
+    """Return losses and gradient norms of a run, one value per step."""
     loss, norm = np.loadtxt(FILES / f"spikes_{run}.csv", delimiter=",", skiprows=2, unpack=True)
     return loss.tolist(), norm.tolist()
 
@@ -40,10 +40,10 @@ def found(
     shape: Sequence[float],
     steps: Sequence[int],
 ) -> list[bool]:
-    """Whether a spike that begins at a step (from 0) is found, for each of `steps`, rising.
+    """Return whether a spike is detected that begins at a step, for each of `steps` (ascending).
 
     Args:
-        plant: gives a planted value from the real one and a share of the spike's height.
+        plant: maps a real value and the relative height of the spike to the planted value.
     """
     counter, hits, at = make(), [], 0
     for step in steps:
@@ -58,17 +58,17 @@ def found(
 
 
 def higher(nats: float) -> Callable[[float, float], float]:
-    """Plant a spike of so many nats."""
+    """Return a function that adds a loss spike of `nats`."""
     return lambda loss, share: loss + nats * share
 
 
 def times(factor: float) -> Callable[[float, float], float]:
-    """Plant a spike of a gradient norm that is so many times as large."""
+    """Return a function that multiplies a gradient norm by `factor` at the peak."""
     return lambda norm, share: norm * factor**share
 
 
 def events_in(make: Callable[[], EventCounter], values: Sequence[float]) -> tuple[int, int]:
-    """The events of a series, and the steps that could be judged."""
+    """Return the number of events in a series, and the number of judged steps."""
     counter = make()
     for value in values:
         counter.update(value)
@@ -76,11 +76,11 @@ def events_in(make: Callable[[], EventCounter], values: Sequence[float]) -> tupl
 
 
 def false_alarms(law: str, runs: int, steps: int = 2000, seed: int = 0) -> float:
-    """Events in a thousand judged steps of noise alone, runs of `steps` values of one law.
+    """Return events per thousand judged steps of pure noise, in `runs` series of `steps` values.
 
     Args:
-        law: "normal"; "t(5)", whose tails are heavier; "log-normal", counted as a gradient norm is;
-            "descent", normal noise of a tenth of a nat around a loss that falls from 9 to 3.
+        law: "normal"; "t(5)", with heavier tails; "log-normal", counted like a gradient norm;
+            "descent", normal noise of 0.1 nats around a loss that falls from 9 to 3.
     """
     rng = np.random.default_rng(seed)
     total = judged = 0

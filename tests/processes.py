@@ -1,18 +1,18 @@
-"""Looking at processes and waiting for events, however busy the machine is."""
+"""Inspect processes and wait for events, also on a busy machine."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 PATIENCE_S = 240
-"""Nothing that a test waits for takes so long, however busy the machine."""
+"""Longest wait for an event, much longer than needed on a busy machine."""
 
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process as in /proc/PID/stat, "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except (FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # ends between open and read
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Files of runs, sweeps, studies and tasks with drawn damage: read, or refused by their names."""
+"""Damaged files of runs, sweeps, studies and tasks are read, or refused with the file name."""
 
 import dataclasses
 import json
@@ -98,7 +98,7 @@ FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
     "recipe.yaml": (RECIPE, lambda file: with_recipe(f"data={file}"), lambda found: None),
     "task.jsonl": (TASK, OwnFile, usable_task),
 }
-"""By name: the content, its reader, and what holds of whatever it returns."""
+"""File name to valid content, reader, and check of the values that the reader returns."""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -130,7 +130,7 @@ LOSSES = DocumentLosses(COUNTS / 3, COUNTS, COUNTS * 2, COUNTS * 3, COUNTS * 0)
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a result of an evaluation and the losses of its held-out documents."""
+    """Create a run with an evaluation result and losses of held-out documents."""
     run = tmp_path_factory.mktemp("ended")
     store_result(run / "evaluation" / "step-00000004" / "own.jsonl", FIRST, [{"correct": True}] * 3)
     LOSSES.save(run, 4)

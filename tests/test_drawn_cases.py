@@ -1,4 +1,4 @@
-"""The same seed draws the same cases in every process, and another seed draws others."""
+"""Equal seeds draw equal cases in every process, different seeds draw different cases."""
 
 import os
 import subprocess
@@ -29,8 +29,8 @@ def test_without_cases():
 
 
 @pytest.mark.slow
-def test_cases_depend_on_the_seed_alone(tmp_path):
-    """They depend neither on the hash seed nor on other imported modules and their constants."""
+def test_drawn_cases_depend_only_on_seed(tmp_path):
+    """Cases do not depend on the hash seed, on imported modules or on constants in modules."""
     (tmp_path / "test_drawing.py").write_text(MODULE)
     (tmp_path / "constants.py").write_text(f"A = {list(range(1000, 1500))}\nB = 'not drawn'\n")
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and that importing the package costs nothing."""
+"""Allowed imports between packages, and cheap import of the top-level package."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ FLOORS = (
     ("compare", "interop", "plan"),
     ("cli",),
 )
-"""The rooms of the package, from the ground up: each imports only from floors below its own."""
+"""Floors of packages, lowest first; a package imports only from lower floors."""
 DIAGRAM = ROOT.parent / "docs" / "architecture.md"
 STANDALONE = ("data", "optim", "checkpoint", "metrics", "core")
 
@@ -35,15 +35,15 @@ def module_name(path: Path) -> str:
 
 
 def modules(*parts: str) -> list[Path]:
-    """The files of a package or module below diffllm/."""
+    """Return the files of a package or module below diffllm/."""
     path = ROOT.joinpath(*parts)
     return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def imported(source: str, package: str) -> Iterator[str]:
-    """Dotted names of ours that a source imports anywhere, functions and TYPE_CHECKING included.
+    """Yield all diffllm names that a source imports, also in functions and under TYPE_CHECKING.
 
-    `from a import b` gives a.b: whether b is a module cannot be told from here.
+    `from a import b` yields a.b, because the source does not show whether b is a module.
     """
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -75,7 +75,7 @@ def below(name: str, *allowed: str) -> bool:
     return any(name == a or name.startswith(f"{a}.") for a in allowed)
 
 
-def test_the_reader_of_imports_sees_every_form():
+def test_imported_finds_all_forms_of_imports():
     source = """
 import diffllm.data
 import os, diffllm.metrics.spikes as s
@@ -99,7 +99,7 @@ def f():
     ]
 
 
-def test_model_imports_nothing_of_ours_but_model_and_core():
+def test_model_imports_only_model_and_core_from_package():
     files = modules("model")
     assert len(files) > 10
     for path in files:
@@ -107,21 +107,21 @@ def test_model_imports_nothing_of_ours_but_model_and_core():
             assert below(name, "diffllm.model", "diffllm.core"), f"{path} imports {name}"
 
 
-def test_core_imports_nothing_of_ours_but_core():
+def test_core_imports_only_core_from_package():
     files = modules("core")
     assert len(files) > 5
     for path in files:
         assert all(below(name, "diffllm.core") for name in imports_of(path)), path
 
 
-def test_statistics_import_nothing_of_ours():
+def test_statistics_import_only_statistics_from_package():
     files = modules("statistics")
     assert len(files) > 5
     for path in files:
         assert all(below(name, "diffllm.statistics") for name in imports_of(path)), path
 
 
-def test_distributed_never_names_an_attention():
+def test_distributed_does_not_import_attention_classes():
     files = modules("distributed")
     assert len(files) > 3
     for path in files:
@@ -131,8 +131,8 @@ def test_distributed_never_names_an_attention():
 
 
 @pytest.mark.parametrize("part", STANDALONE)
-def test_what_can_stand_without_a_model_does(part):
-    files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of a model
+def test_standalone_packages_do_not_import_model_or_training(part):
+    files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of models
     assert files
     assert all(path.is_file() for path in files)
     for path in files:
@@ -142,7 +142,7 @@ def test_what_can_stand_without_a_model_does(part):
 
 
 def rooms() -> dict[str, set[str]]:
-    """Map each module or package directly in diffllm/ to those of the others that it imports."""
+    """Map each top-level module or package of diffllm/ to the other imported packages."""
     doors = (ROOT / "__init__.py", ROOT / "__main__.py")
     files = [path for path in ROOT.rglob("*.py") if path not in doors]
     names = {module_name(path).split(".")[1] for path in files}
@@ -151,18 +151,18 @@ def rooms() -> dict[str, set[str]]:
         own = module_name(path).split(".")[1]
         for name in imports_of(path):
             other = name.split(".")[1] if "." in name else own
-            if other in names and other != own:  # else a name of the package itself
+            if other in names and other != own:  # otherwise a name in diffllm/__init__.py
                 found[own].add(other)
     return found
 
 
-def test_no_import_runs_upwards():
+def test_packages_import_only_lower_floors():
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     imports = rooms()
-    assert set(imports) == set(floor), "FLOORS lists every room of the package, and no other"
+    assert set(imports) == set(floor), "FLOORS must list every package, and no other"
     for name, others in imports.items():
         for other in others:
-            assert floor[other] < floor[name], f"{name} imports {other}, which is not below it"
+            assert floor[other] < floor[name], f"{name} imports {other}, not on a lower floor"
 
 
 TRAINING = (
@@ -174,10 +174,10 @@ TRAINING = (
     ("outputs",),
     ("run",),
 )
-"""The modules of `training`; each imports only from earlier layers."""
+"""Layers of modules in `training`; a module imports only from earlier layers."""
 
 
-def test_training_does_not_import_reports_and_of_evaluation_only_the_heldout_loss():
+def test_training_imports_no_reports_and_only_heldout_loss_of_evaluation():
     files = modules("training")
     assert len(files) > 10
     for path in files:
@@ -188,7 +188,7 @@ def test_training_does_not_import_reports_and_of_evaluation_only_the_heldout_los
             assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 
 
-def test_no_import_within_training_runs_upwards():
+def test_training_modules_import_only_earlier_layers():
     floor = {name: number for number, names in enumerate(TRAINING) for name in names}
     assert set(floor) == {path.stem for path in modules("training")} - {"__init__"}
     for path in modules("training"):
@@ -198,7 +198,7 @@ def test_no_import_within_training_runs_upwards():
                 assert floor[other] < floor[path.stem], f"{path} imports {other}"
 
 
-def test_few_modules_lie_directly_in_the_package():
+def test_package_has_few_top_level_modules():
     assert len(list(ROOT.glob("*.py"))) <= 16
 
 
@@ -207,8 +207,8 @@ def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
     return below_it.union(*(reachable(imports, other) for other in below_it))
 
 
-def test_the_diagram_of_the_architecture_shows_the_imports():
-    """An arrow for each import but those that other arrows imply."""
+def test_architecture_diagram_shows_all_imports():
+    """The diagram has one arrow per import, except imports that follow from other arrows."""
     imports = rooms()
     expected = {
         (name, other)
@@ -235,11 +235,11 @@ def test_importing_the_package_loads_neither_torch_nor_hydra():
     assert not heavy & loaded_after(code)
 
 
-def test_the_console_script_without_a_command_loads_neither():
+def test_console_script_without_command_loads_neither_torch_nor_hydra():
     code = "from diffllm.cli import main\nassert main(['--help']) == 0"
     assert not {"torch", "hydra"} & loaded_after(code)
 
 
-def test_an_unknown_attribute_is_an_attribute_error():
+def test_unknown_attribute_of_package_raises_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = diffllm.nonsense

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and AdamW against its equations in float64."""
+"""Learning-rate schedules, and AdamW compared with the equations in float64."""
 
 import math
 
@@ -26,7 +26,7 @@ def rates(steps, **changes):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (11, 10), (20, 20)])
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
-def test_rises_to_lr_then_falls_to_the_floor_at_the_last_step(schedule, steps, warmup, ratio):
+def test_learning_rate_rises_to_lr_then_falls_to_floor_at_last_step(schedule, steps, warmup, ratio):
     lrs = rates(steps, schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
     assert all(0 <= lr <= 0.5 + 1e-12 for lr in lrs)
     for step in range(warmup):
@@ -35,35 +35,35 @@ def test_rises_to_lr_then_falls_to_the_floor_at_the_last_step(schedule, steps, w
     assert lrs[-1] == pytest.approx(0.5 if warmup == steps else ratio * 0.5, abs=1e-12)
 
 
-def test_cosine_follows_its_formula():
+def test_cosine_schedule_equals_formula():
     lrs = rates(110, warmup_steps=10, min_lr_ratio=0.2)
-    for done in (1, 25, 50, 99, 100):  # of the 100 steps after warmup
+    for done in (1, 25, 50, 99, 100):  # of the 100 steps after warm-up
         half_wave = 0.5 * (1 + math.cos(math.pi * done / 100))
         assert lrs[9 + done] == pytest.approx(0.1 + 0.4 * half_wave)
-    assert lrs[9 + 50] == pytest.approx(0.3)  # half way between lr and the floor
+    assert lrs[9 + 50] == pytest.approx(0.3)  # halfway between lr and the minimum
 
 
-def test_wsd_stays_at_lr_then_falls_on_a_straight_line():
+def test_wsd_stays_at_lr_then_decays_linearly():
     lrs = rates(100, schedule=Schedule.wsd, decay_fraction=0.3, min_lr_ratio=0.0)
     assert lrs[9:70] == [0.5] * 61
     assert lrs[69:] == pytest.approx([0.5 * (1 - i / 30) for i in range(31)])
 
 
-def test_wsd_whose_decay_would_begin_inside_warmup_begins_after_it():
+def test_wsd_decay_begins_after_warmup():
     lrs = rates(100, schedule=Schedule.wsd, decay_fraction=1.0, warmup_steps=60, min_lr_ratio=0.0)
     assert lrs[59] == 0.5
     assert lrs[59:] == pytest.approx([0.5 * (1 - i / 40) for i in range(41)])
 
 
 def tensors(dtype):
-    """One parameter of every number of dimensions that models have."""
+    """Return parameters with 0 to 3 dimensions, like the parameters of models."""
     shapes = {"vector": (5,), "matrix": (4, 3), "experts": (2, 3, 4), "scalar": ()}
     return {
         name: torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()
     }
 
 
-def test_only_tensors_of_two_and_more_dimensions_decay():
+def test_weight_decay_applies_only_to_tensors_with_two_or_more_dimensions():
     params = tensors(torch.float32)
     before = {name: param.detach().clone() for name, param in params.items()}
     optimizer = build_optimizer(params, OptimConfig(lr=0.1, weight_decay=0.5))
@@ -76,7 +76,7 @@ def test_only_tensors_of_two_and_more_dimensions_decay():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-5)])
-def test_steps_equal_adamw_from_its_equations(dtype, tolerance):
+def test_steps_equal_adamw_from_equations(dtype, tolerance):
     cfg = OptimConfig(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
     params = tensors(dtype)
     theta = {name: param.detach().double() for name, param in params.items()}
@@ -112,14 +112,14 @@ def test_steps_equal_adamw_from_its_equations(dtype, tolerance):
         )
 
 
-def test_optimizer_tensors_are_the_state_itself_and_there_from_the_start():
+def test_optimizer_tensors_are_live_state_from_the_start():
     params = tensors(torch.float32)
     optimizer = build_optimizer(params, OptimConfig(lr=0.1))
     state = optimizer_tensors(optimizer, params)
     expected = {f"{n}.{key}" for n in params for key in ("exp_avg", "exp_avg_sq", "step")}
     assert set(state) == expected
     assert all((value == 0).all() for value in state.values())
-    # a moment loaded in place is what the next step uses
+    # The next step must use a moment that is loaded in place.
     state["matrix.exp_avg"].fill_(1.0)
     state["matrix.step"].fill_(1000.0)
     before = params["matrix"].detach().clone()

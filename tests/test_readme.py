@@ -1,4 +1,4 @@
-"""Documentation: length of the README, links, pages that are generated from the code."""
+"""Documentation: length of the README, links, and generated pages."""
 
 import importlib.util
 import re
@@ -23,7 +23,7 @@ def test_readme_has_at_most_110_lines():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path):
+def test_links_point_to_existing_pages_and_anchors(page: Path):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     missing = []
@@ -38,13 +38,13 @@ def test_links_lead_somewhere(page: Path):
 
 
 def anchors(page: Path) -> list[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_every_guarantee_names_tests_that_are_there():
-    """The second test of a row may lie in the directory of the first."""
+def test_every_guarantee_names_existing_tests():
+    """The second test of a row may be in the directory of the first test."""
     text = (ROOT / "docs" / "guarantees.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 40

@@ -1,4 +1,4 @@
-"""Keys and passwords from the environment reach no file and no line of output."""
+"""Keys and passwords from the environment appear in no file and in no output."""
 
 import json
 import os
@@ -28,7 +28,7 @@ PASSWORD = "pr0xyPassw0rdOfNobody"
 
 
 def closed_port() -> int:
-    """A port of this machine that refuses connections."""
+    """Return a port of this machine that refuses connections."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
@@ -36,7 +36,7 @@ def closed_port() -> int:
 
 @pytest.fixture
 def environment(tmp_path):
-    """Secrets, a proxy with a password that refuses connections, and no server of anyone's."""
+    """Return variables with secrets, a closed proxy with a password, and closed servers."""
     proxy = f"http://user:{PASSWORD}@127.0.0.1:{closed_port()}"
     (tmp_path / "home").mkdir()
     kept = {k: v for k, v in clean_environment(tmp_path / "cache").items() if k != "WANDB_MODE"}
@@ -62,7 +62,7 @@ def words(tmp_path):
 
 
 def leaks(directory: Path) -> list[str]:
-    """Files that hold any of the secrets."""
+    """Return the files that contain a secret."""
     secrets = [value.encode() for value in (*SECRETS.values(), PASSWORD)]
     return [
         str(path)
@@ -72,7 +72,7 @@ def leaks(directory: Path) -> list[str]:
 
 
 def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], code: int) -> str:
-    """Return the output of a command; neither it nor a file below `cwd` has a secret."""
+    """Return a command's output; assert that output and files below `cwd` contain no secret."""
     done = command(words, cwd, env)
     assert done.code == code, done.err
     text = done.out + done.err
@@ -82,14 +82,14 @@ def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], 
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_go_online(tmp_path, environment, words):
-    """The server refuses connections: what is said about it holds no key."""
+def test_run_without_wandb_server_leaks_no_secret(tmp_path, environment, words):
+    """The message about the refused connection must not contain the key."""
     online = train_command([*words, "wandb.mode=online", "run.name=a"])
     assert "wandb cannot go online" in output_without_secrets(online, tmp_path, environment, 0)
 
 
 @pytest.mark.slow
-def test_a_hub_dataset_that_cannot_be_reached(tmp_path, environment, words):
+def test_unreachable_hub_dataset_leaks_no_secret(tmp_path, environment, words):
     hub = [word for word in words if not word.startswith("data")]
     hub = train_command([*hub, "data=hub", "data.dataset=nobody/nothing", "run.name=a"])
     output = output_without_secrets(hub, tmp_path, environment, 2)
@@ -100,14 +100,14 @@ def test_a_hub_dataset_that_cannot_be_reached(tmp_path, environment, words):
 
 
 @pytest.mark.slow
-def test_a_sweep_and_its_report(tmp_path, environment, words):
+def test_sweep_and_report_leak_no_secret(tmp_path, environment, words):
     swept = train_command(["-m", *words, "seed=0,1", "run.sweep=s", "wandb.mode=offline"])
     output_without_secrets(swept, tmp_path, environment, 0)
     assert len(list(tmp_path.glob("outputs/s/*/wandb/offline-run-*/*.wandb"))) == 2
     output_without_secrets(tool_command(["report", "outputs/s"]), tmp_path, environment, 0)
     assert (tmp_path / "outputs" / "s" / "report.html").is_file()
     (tmp_path / "a.wandb").write_bytes(b"\0x" + SECRETS["HF_TOKEN"].encode() + b"\xff")
-    assert leaks(tmp_path) == [str(tmp_path / "a.wandb")], "what looks for leaks finds none"
+    assert leaks(tmp_path) == [str(tmp_path / "a.wandb")], "leaks() must find a planted secret"
 
 
 SECRET = SECRETS["WANDB_API_KEY"]
@@ -125,8 +125,8 @@ SECRET = SECRETS["WANDB_API_KEY"]
         (f"wandb={{mode: offline, api_key: {SECRET}}}", "wandb"),
     ],
 )
-def test_a_secret_among_the_overrides_is_not_repeated(word, key):
-    with pytest.raises(ConfigError, match=r"secrets come from the environment") as caught:
+def test_error_for_secret_in_overrides_omits_secret(word, key):
+    with pytest.raises(ConfigError, match=r"set secrets in the environment") as caught:
         load_config(["model=tiny", word])
     assert str(caught.value).startswith(f"{key}: ")
     assert "WANDB_API_KEY, HF_TOKEN" in str(caught.value)
@@ -135,13 +135,13 @@ def test_a_secret_among_the_overrides_is_not_repeated(word, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["-m", "seed=0,1"], []])
-def test_a_secret_in_a_real_command(tmp_path, environment, words):
+def test_command_with_secret_in_overrides_leaks_no_secret(tmp_path, environment, words):
     given = train_command([*words, f"wandb.api_key={SECRET}"])
     output = output_without_secrets(given, tmp_path, environment, 2)
-    assert output.startswith("error: wandb.api_key: secrets come from the environment")
+    assert output.startswith("error: wandb.api_key: set secrets in the environment")
 
 
-def test_keys_that_only_sound_secret_are_keys():
+def test_keys_with_names_similar_to_secrets_are_accepted():
     cfg = load_config(["data.tokenizer=token.model", "data.tokenizer_sample_bytes=7"])
     assert (cfg.data.tokenizer, cfg.data.tokenizer_sample_bytes) == ("token.model", 7)
     cfg = load_config(["data.sample_prompt='the secret: key=3, token: 4'"])
@@ -150,8 +150,8 @@ def test_keys_that_only_sound_secret_are_keys():
 
 
 @pytest.mark.parametrize("key", ["wandb.project", "run.name", "data.cache_dir", "seed"])
-def test_no_override_interpolates_a_variable_of_the_environment(key: str, monkeypatch) -> None:
-    """Its value, which nothing tells from a secret, would be in config.yaml, or in an error."""
+def test_override_with_environment_variable_is_refused(key: str, monkeypatch) -> None:
+    """The value could be a secret, and would appear in config.yaml or in an error."""
     monkeypatch.setenv("SOME_NAME", SECRET)
     with pytest.raises(ConfigError, match="can be interpolated") as caught:
         load_config(["model=tiny", f"{key}=${{oc.env:SOME_NAME}}"])

@@ -1,4 +1,4 @@
-"""The path of a training step stays short, flat and without host synchronisation.
+"""A training step runs through few files, without nested functions or host synchronisation.
 
 One logged step with statistics is traced with `sys.setprofile`, from its first call in the loop to
 the line in metrics.jsonl. The bounds are measured values: lower them when the path gets shorter.
@@ -27,7 +27,7 @@ package = Path(diffllm.__file__).parent
 traced, calls = False, []
 
 def on_event(frame, event, argument):
-    """Record calls of our functions from the start of step 4 until its line is written."""
+    """Record calls of diffllm functions from the start of step 4 until the line of metrics."""
     global traced
     code = frame.f_code
     if not code.co_filename.startswith(str(package)):
@@ -57,7 +57,7 @@ from diffllm.distributed.watch import Watch
 quiet, reached = False, Watch.reached
 
 def at(watch, place):
-    """Refuse reads by the host from the beginning of an unlogged step to the next step."""
+    """Forbid host reads from the beginning of an unlogged step to the next step."""
     global quiet
     quiet = place in ("step 3", "step 5")
     print(place)
@@ -78,7 +78,7 @@ diffllm.train(diffllm.load_config(sys.argv[1:]))
 
 
 def trained_by(script: str, directory: Path, *more: str) -> list[str]:
-    """Run a script with the overrides of a small run on text; return what it prints."""
+    """Run a script with the overrides of a small run on text; return the printed lines."""
     text = directory / "text.txt"
     text.write_text("\n\n".join(f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)))
     words = [

@@ -1,4 +1,4 @@
-"""Cases of a test that are left to the slow tier."""
+"""Selection of test cases for the slow tier."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return the values of `parametrize`, marked slow unless they are among `fast`."""
+    """Return values for `parametrize`; mark all values slow that are not in `fast`."""
     cases = list(cases)
     assert all(case in cases for case in fast), f"{fast} are not all among {cases}"
     return [
@@ -19,6 +19,6 @@ def slow_but(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def families(variants: Iterable[str]) -> list[str]:
-    """Return the variants that are no ablation of another: `diff_v2_no_lambda` is, of `diff_v2`."""
+    """Return variants without ablations; `diff_v2_no_lambda` is an ablation of `diff_v2`."""
     names = list(variants)
     return [name for name in names if not any(name.startswith(f"{other}_") for other in names)]

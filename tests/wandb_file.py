@@ -1,4 +1,4 @@
-"""Reading back what wandb wrote for an offline run."""
+"""Reader of the file that wandb writes for an offline run."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ BLOCK = 32768
 
 
 class OfflineRun:
-    """The records of the one run below a run directory, as plain values."""
+    """Records of the single wandb run in a run directory, as plain values."""
 
     def __init__(self, directory: Path):
         (self.path,) = directory.glob("wandb/offline-run-*/*.wandb")
@@ -32,12 +32,12 @@ class OfflineRun:
 
     @property
     def metrics(self) -> dict[str, MetricRecord]:
-        """Definitions by name or glob."""
+        """Metric definitions by name or glob."""
         return {m.glob_name or m.name: m for m in self.of_kind("metric")}
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """Logged rows without what wandb adds."""
+        """Logged rows without the keys that wandb adds."""
         rows = [items(record.item) for record in self.of_kind("history")]
         return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
 
@@ -54,12 +54,12 @@ def items(record: Any) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """A 7-byte header, then LevelDB's log format: blocks of records with 7-byte headers."""
+    """Read a 7-byte header, then LevelDB's log format: blocks of records with 7-byte headers."""
     data, at, buffer, found = path.read_bytes(), 7, b"", []
     assert data[:4] == b":W&B"
     while at + 7 <= len(data):
         left = BLOCK - at % BLOCK
-        if left < 7:  # a block's end that no header fits into
+        if left < 7:  # the rest of a block is too short for a header
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
@@ -74,7 +74,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def complete_records(path: Path) -> list[Record]:
-    """All records; wandb's service may still be writing after finish()."""
+    """Return all records; wait for wandb's service, which may still write after finish()."""
     found: list[Record] = []
 
     def complete() -> bool:
@@ -86,12 +86,12 @@ def complete_records(path: Path) -> list[Record]:
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Whether a name of the table, or one with a `*` at its end, stands for this metric."""
+    """Return whether a metric matches a name in the table, which may end with `*`."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
 def examples(pattern: str) -> list[str]:
-    """Names that a line of the table of names stands for."""
+    """Return example metrics that match a name in the table."""
     if pattern.endswith("_*"):
         return [pattern[:-1] + "00/layer_00", pattern[:-1] + "11/layer_31"]
     if pattern == "grad_norm/*":

@@ -1,1 +1,1 @@
-"""The measurements of ../gpu.py; each runs in a process of its own."""
+"""The measurements of ../gpu.py; each runs in a separate process."""

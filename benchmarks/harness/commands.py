@@ -1,4 +1,4 @@
-"""Commands that are measurements: pytest and train.py."""
+"""Measurements that run a command: pytest or train.py."""
 
 import importlib.util
 import json
@@ -22,8 +22,8 @@ def tests(file: str, limit: float, at_once: int) -> dict[str, Any]:
     """Run the gpu-marked tests of a file; return outcomes, and names and reasons of failures.
 
     Args:
-        limit: seconds until pytest is killed; tests that have finished by then count.
-        at_once: number of tests at the same time on a GPU.
+        limit: seconds until pytest is killed; results of finished tests are kept.
+        at_once: number of parallel tests on a GPU.
     """
     command = [sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-m", "gpu", file]
     command += ["-p", "no:cacheprovider", "--tb=line"]
@@ -37,7 +37,7 @@ def tests(file: str, limit: float, at_once: int) -> dict[str, Any]:
             ended = f"killed after {limit:.0f} s"
         output.seek(0)
         text = output.read()
-    print(text, flush=True)  # to the log
+    print(text, flush=True)  # `harness.process` writes stdout to the log
     outcomes = test_outcomes(text)
     failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) (\S+) - (.{,200})", text, re.MULTILINE))
@@ -54,7 +54,7 @@ def test_outcomes(text: str) -> dict[str, str]:
 
 
 def training_run(words: list[str], folder: str, limit: float) -> dict[str, Any]:
-    """Stop a run of train.py after its first save, resume it, and return facts about both parts."""
+    """Stop a run of train.py after its first checkpoint, resume the run, and return its results."""
     run = Path(folder).absolute()
     shutil.rmtree(run, ignore_errors=True)
     command = [sys.executable, str(ROOT / "train.py"), *words, f"run.dir={run}"]

@@ -1,9 +1,9 @@
-"""Write the corpus of the training run, for a machine that cannot prepare it.
+"""Prepare the corpus of the training run, for a machine that cannot tokenize.
 
     python benchmarks/harness/corpus.py
 
-The text and its prepared tokens go to gpu-data/, which git ignores. A run finds tokens by the
-content of the text, so the other machine needs neither tokenization nor the datasets library.
+The text and its tokens are written to gpu-data/, which git ignores. The cache key of tokens depends
+on the content of the text, so another machine can use a copy without the datasets library.
 """
 
 import json
@@ -24,11 +24,11 @@ WORDS = [
     "data.tokenizer_sample_bytes=8000000",
     "data.heldout_fraction=0.1",  # more than one sequence of 4,096 tokens
 ]
-"""Overrides that name the corpus."""
+"""Overrides that select the corpus."""
 
 
 def main() -> None:
-    """Write the first source files of the standard library, and prepare them."""
+    """Write the first CHARACTERS of the standard library's source files, and tokenize the text."""
     text, size = FOLDER / "text.jsonl", 0
     if not text.exists():
         FOLDER.mkdir(exist_ok=True)

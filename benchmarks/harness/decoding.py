@@ -1,11 +1,11 @@
 """Decoding over a growing context, with random weights.
 
-Tokens are generated one after another, so each step has one key more than the step before. No
-length occurs twice: the time includes whatever a kernel plans or compiles for a new length. The
-cache begins with random keys and values. The host reads every token.
+Tokens are generated one after another, so each step has one key more than the previous step. Every
+step has a new length, so the time includes a kernel's planning and compilation for new lengths. The
+cache starts with random keys and values. The host reads every token.
 
-If memory bounds decoding, the times of two variants differ by the ratio of the bytes that a step
-must read: weights and cache.
+If memory bandwidth limits decoding, the times of two variants have the ratio of the bytes that a
+step must read: weights and cache.
 """
 
 import statistics
@@ -17,15 +17,15 @@ from diffllm.distributed.fsdp import fp32_parameters
 from diffllm.model import ModelConfig, Transformer, without_storage
 from harness.machine import seconds, the_device
 
-TURN = 8  # tokens per time
+TURN = 8  # tokens per measured time
 WARMUP = 4  # untimed tokens before each range
 
 
 def random_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """Return a model with random weights in the dtypes of a training computation.
 
-    The weights are drawn on the device: `build_model` draws the same values on every device, which
-    takes long for a large model.
+    The weights are drawn on the device. `build_model` draws equal values on every device, which is
+    slow for a large model.
     """
     model = without_storage(cfg)
     kept = fp32_parameters(model)
@@ -45,7 +45,7 @@ def random_model(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 def growing(
     model: Transformer, context: int, tokens: int, batch: int, dtype: torch.dtype
 ) -> list[float]:
-    """Return seconds per token, for each `TURN` tokens from `context` positions on."""
+    """Return the mean seconds per token of each block of `TURN` tokens, from position `context`."""
     device = model.tok_embeddings.weight.device
     first = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     caches = model.new_caches(batch, context + tokens, dtype)
@@ -66,13 +66,14 @@ def growing(
 def decoding(words: list[str], lengths: list[int], tokens: int, batch: int) -> dict[str, float]:
     """Return milliseconds per token (median and slowest) and bf16 megabytes by context length.
 
-    The result ends before the first length that exceeds the memory.
+    Stop before the first length that exceeds the memory.
     """
     device = the_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(load_config(words).model, device, dtype).eval()
     weights = model.active_parameters()
-    weights -= 0 if model.cfg.tie_embeddings else model.tok_embeddings.weight.numel()  # one row
+    # A step reads only one row of separate input embeddings.
+    weights -= 0 if model.cfg.tie_embeddings else model.tok_embeddings.weight.numel()
     found = {}
     for length in lengths:
         try:

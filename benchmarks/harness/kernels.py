@@ -1,4 +1,4 @@
-"""The time of a step or of one attention layer by kernel, from torch's profiler."""
+"""Time of a step or of one attention layer by kernel, from torch's profiler."""
 
 import itertools
 import re
@@ -19,11 +19,11 @@ from harness.process import reason
 from harness.steps import DOCUMENT_END, build_step, with_documents
 
 LOSS = "_ChunkedLoss"
-"""The autograd function under which all of the loss runs, its gradients too."""
+"""Name of the autograd function that runs the whole loss and its gradients."""
 ATTENTION = r"flash|fmha|sdpa|attention|attn|varlen|mha_"
 BACKWARD = r"bwd|backward|bprop|dkdv|dkv"
 RULES = (
-    # The first that matches. Pointwise graphs carry the names of all that they fuse.
+    # The first match counts. A fused pointwise graph has the names of all its fused operations.
     ("pointwise", r"^triton_(poi|red|per|for|mix)|cpp_fused"),
     ("attention backward", rf"(?=.*({ATTENTION}))(?=.*({BACKWARD}))|dot_do_o|convert_dq"),
     ("attention forward", ATTENTION),
@@ -37,13 +37,13 @@ PARTS = ("loss", *dict(RULES), "idle")
 
 
 def part_of(name: str) -> str:
-    """Return the part of a step for the name of a kernel or, on a CPU, of an operation."""
+    """Return the part of a step to which a kernel (on a CPU, an operation) belongs, by its name."""
     lowered = name.lower()
     return next((part for part, rule in RULES if re.search(rule, lowered)), "pointwise")
 
 
 def step_breakdown(**contestant: Any) -> dict[str, float]:
-    """Break down the third step that `build_step` builds, after two that compile."""
+    """Return the `breakdown` of the third step of `build_step`; the first two steps compile."""
     device = join_alone()
     _, step = build_step(device, **contestant)
     step()
@@ -52,7 +52,7 @@ def step_breakdown(**contestant: Any) -> dict[str, float]:
 
 
 def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float]:
-    """Return milliseconds of one step by part: the times of kernels or, on a CPU, of operations.
+    """Return milliseconds of one step by part, from the times of kernels (on a CPU, operations).
 
     The rest of the step is "idle". Kernels that overlap count twice.
     """
@@ -63,7 +63,7 @@ def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float
         if us := own_us(event, device):
             spent["loss" if loss else part_of(event.name)] += us
             edges += [event.time_range.start, event.time_range.end]
-        if loss and device.type == "cuda":  # an operation of the host, which started kernels
+        if loss and device.type == "cuda":  # a host operation of the loss that started kernels
             for kernel in event.kernels:
                 spent["loss"] += kernel.duration
                 spent[part_of(kernel.name)] -= kernel.duration
@@ -73,7 +73,7 @@ def breakdown(step: Callable[[], None], device: torch.device) -> dict[str, float
 
 
 def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Return milliseconds by kernel or, on a CPU, by operation; the longest first."""
+    """Return milliseconds by kernel (on a CPU, by operation), the longest first."""
     spent: Counter[str] = Counter()
     for event in traced(work, device):
         spent[event.name] += own_us(event, device)
@@ -83,16 +83,16 @@ def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, flo
 def traced(work: Callable[[], Any], device: torch.device) -> Any:
     """Return the profiler's events of one call."""
     synchronize(device)
-    with profile() as profiler:  # of the CPU, and of a visible GPU
+    with profile() as profiler:  # records the CPU, and a visible GPU
         work()
         synchronize(device)
     return profiler.events()
 
 
 def own_us(event: Any, device: torch.device) -> float:
-    """Return microseconds of a GPU's kernel or copy or, on a CPU, of an operation by itself.
+    """Return an event's own microseconds: of a kernel or copy, or on a CPU of an operation.
 
-    On a GPU, the host's operations and annotated ranges return 0.
+    On a GPU, return 0 for host operations and annotated ranges.
     """
     if device.type == "cpu":
         return event.self_cpu_time_total
@@ -101,14 +101,14 @@ def own_us(event: Any, device: torch.device) -> float:
 
 
 def under_loss(event: Any) -> bool:
-    """Return whether the loss called an operation."""
+    """Return whether the loss called the operation."""
     while event is not None and not event.name.startswith(LOSS):
         event = event.cpu_parent
     return event is not None
 
 
 def kernels(words: list[str], widths: list[int], tokens: int) -> dict[str, Any]:
-    """Return `kernels_of` or its error by width of heads, with and without masked documents."""
+    """Return `kernels_of` or its error by head width, with and without masked documents."""
     found: dict[str, Any] = {}
     for width, masked in itertools.product(widths, (False, True)):
         name = f"d={width}{' documents' if masked else ''}"
@@ -120,8 +120,9 @@ def kernels(words: list[str], widths: list[int], tokens: int) -> dict[str, Any]:
 
 
 def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
-    """Return the settings that depend on the device, and milliseconds by attention kernel of one
-    layer in a forward pass and a backward pass, and in a decoding step if no documents are masked.
+    """Return device-dependent settings, and milliseconds by attention kernel of one layer.
+
+    The passes are forward, backward and, without masked documents, a decoding step.
 
     Args:
         tokens: length of a sequence; the batch has two sequences.
@@ -139,7 +140,7 @@ def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
         documents = Documents.of(with_documents(inputs, tokens // 8), DOCUMENT_END).to(device)
     rope, mask = model.whole_sequences(inputs.to(device), documents, dtype)
     x = torch.randn(2, tokens, cfg.model.dim, device=device, dtype=dtype, requires_grad=True)
-    attention(x, rope, mask).sum().backward()  # compiles, and tries kernels
+    attention(x, rope, mask).sum().backward()  # compiles and chooses kernels
     out: list[torch.Tensor] = []
     passes = {
         "forward": kernel_times(lambda: out.append(attention(x, rope, mask)), device),
@@ -152,7 +153,7 @@ def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
         cache.length = tokens - 2
         with torch.no_grad():
             token, rope = x[:1, :1], model.rope(tokens - 1, 1)
-            attention(token, model.rope(tokens - 2, 1), None, cache)  # tries kernels
+            attention(token, model.rope(tokens - 2, 1), None, cache)  # chooses kernels
             passes["decoding"] = kernel_times(lambda: attention(token, rope, None, cache), device)
     named = {
         key: {n: ms for n, ms in times.items() if part_of(n).startswith("attention")}

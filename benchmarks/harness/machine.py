@@ -1,4 +1,4 @@
-"""The device of a measurement, times, and facts about the machine."""
+"""Device of a measurement, timing, and facts about the machine."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from diffllm.training.process import provenance
 
 Step = Callable[[], None]
 LIBRARIES = ("libcudnn.", "libcudnn_graph", "libcublas.", "libnccl.")
-PACKAGES = ("triton", "transformers")  # which the environment of a run does not name
+PACKAGES = ("triton", "transformers")  # versions that a run does not record
 
 
 def the_device() -> torch.device:
@@ -24,7 +24,7 @@ def the_device() -> torch.device:
 
 
 def join_alone() -> torch.device:
-    """Begin a process group of one process and return its device."""
+    """Initialise a process group of one process and return its device."""
     settings = load_config([]).distributed
     world = join(settings)
     device = world.device()
@@ -39,7 +39,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
-    """Return mean seconds of `repeats` steps, with synchronisation only before and after all."""
+    """Return mean seconds per step over `repeats` steps, without synchronisation between steps."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -49,7 +49,7 @@ def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
 
 
 def facts() -> dict[str, Any]:
-    """Return the device, versions, and the loaded CUDA libraries, which should be torch's own."""
+    """Return the device, versions and loaded CUDA libraries (expected: bundled with torch)."""
     device = the_device()
     found = {
         "type": device.type,
@@ -80,15 +80,17 @@ def facts() -> dict[str, Any]:
 
 
 def ceilings(size: int, mib: int) -> dict[str, float]:
-    """Return TFLOP/s of a bf16 product of square matrices, and GB/s (read and written) of a copy.
+    """Return TFLOP/s of a bf16 matrix product, and GB/s (read plus written) of a copy.
 
-    The matrices have `size` rows, the copied tensor has `mib` MiB.
+    Args:
+        size: rows and columns of both matrices.
+        mib: size of the copied tensor in MiB.
     """
     device = the_device()
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(mib * 2**18, device=device)
     target = torch.empty_like(source)
-    for repeats in (3, 10):  # the first time is the warm-up
+    for repeats in (3, 10):  # the first round is the warm-up
         product = seconds(lambda: torch.mm(a, b), device, repeats)
         copy = seconds(lambda: target.copy_(source), device, repeats)
     return {"tflops": 2 * size**3 / product / 1e12, "gb_per_s": 2 * source.nbytes / copy / 1e9}

@@ -1,7 +1,7 @@
-"""A Llama in plain torch, as a bound of the speed without a framework.
+"""A Llama in plain torch, to measure the speed without a framework.
 
-The model has no config, variants, diagnostics or sharding. Queries, keys and values are one
-product, and so are gate and up. The loss uses all logits at once.
+The model has no config, variants, diagnostics or sharding. One product computes queries, keys and
+values, and one product computes gate and up. The loss uses all logits at once.
 
 Shapes: B batch, T tokens, D model width, d head_dim.
 """

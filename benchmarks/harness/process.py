@@ -1,4 +1,4 @@
-"""Call a function in a process of its own, which may crash, hang or run out of memory.
+"""Call a function in a separate process, which may crash, hang or run out of memory.
 
     python -m harness.process harness.machine.facts '{}'
 
@@ -24,7 +24,7 @@ ROOT = BENCHMARKS.parent
 
 
 class Outcome(NamedTuple):
-    """How a call ended."""
+    """Result of a call, or its failure."""
 
     status: str
     """"ok", "error" (the function raised), "died" (no reply) or "timeout"."""
@@ -42,12 +42,12 @@ def call(
     """Call a function in a new process, and kill all its processes afterwards.
 
     Args:
-        function: its dotted name, module included; arguments and result must be valid JSON.
+        function: dotted name with the module; arguments and result must be valid JSON.
         limit: seconds, including the start of the process.
         log: file to which stderr is appended; None discards it.
     """
     path = [str(BENCHMARKS), str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
-    # Files, not pipes: a surviving child process would keep a pipe open.
+    # Use files: a surviving child process would keep a pipe open.
     with (
         tempfile.TemporaryFile() as out,
         open(log, "a+b") if log else tempfile.TemporaryFile() as err,
@@ -71,14 +71,14 @@ def call(
             with suppress(subprocess.TimeoutExpired):  # a process stuck in a driver never ends
                 process.wait(10)
         out.seek(0)
-        with suppress(ValueError):  # no reply
+        with suppress(ValueError):  # without a reply, the output is not JSON
             return Outcome(*json.loads(out.read()))
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return Outcome("died", f"{how}; {last_line(err, begin)}")
 
 
 def last_line(file: IO[bytes], begin: int) -> str:
-    """Return the last printed line, read from a position of the file on."""
+    """Return the last printed line after position `begin` of the file."""
     file.seek(begin)
     lines = file.read().decode(errors="replace").strip().splitlines()
     return lines[-1][:200] if lines else "no output"

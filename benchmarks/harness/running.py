@@ -1,4 +1,4 @@
-"""Measurements one after another, in a file of JSON lines and as Markdown."""
+"""Run measurements one after another; record results as JSON lines and Markdown."""
 
 import hashlib
 import json
@@ -14,17 +14,17 @@ from diffllm.core.printing import Table
 from harness.process import ROOT, call
 
 SOURCES = ("diffllm/**/*.py", "conf/**/*.yaml", "benchmarks/**/*.py", "tests/**/*.py", "train.py")
-LEAST_S = 30  # with fewer seconds left, no measurement begins
+LEAST_S = 30  # with fewer seconds left, no measurement starts
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One function call in a process of its own."""
+    """One function call in a separate process."""
 
     name: str
     """"GROUP: CONTESTANT" if a table compares several measurements."""
     call: str
-    """The function, with its module."""
+    """Dotted name of the function, with its module."""
     arguments: dict[str, Any] = field(default_factory=dict)
     limit: float = 120
     """Seconds, including the start of the process."""
@@ -33,12 +33,15 @@ class Measurement:
 def run(
     items: Sequence[Measurement], folder: Path, stamp: dict[str, str], resume: bool, deadline: float
 ) -> list[str]:
-    """Make measurements and append them to results.jsonl; return the names of those without time.
+    """Run measurements and append results to results.jsonl.
+
+    Return the names of measurements that did not start before the deadline.
 
     Args:
         stamp: code, torch and device of this run.
-        resume: whether to skip successes in the file with the same stamp, name and arguments.
-        deadline: on time.monotonic(); limits of measurements are cut to it.
+        resume: whether to skip successful measurements in the file with equal stamp, name and
+            arguments.
+        deadline: time.monotonic() at which all measurements must end; shortens their limits.
     """
     path, logs, left = folder / "results.jsonl", folder / "logs", []
     logs.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,7 @@ def run(
 
 
 def code_hash() -> str:
-    """Return a hash of the sources of package, configs, benchmarks and tests."""
+    """Return a hash of all source files: package, configs, benchmarks and tests."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
@@ -84,7 +87,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(folder: Path) -> str:
-    """Return the last measurement of each name in tables, one per group, after all stamps."""
+    """Return all stamps, then one table per group with the last measurement of each name."""
     lines = {line["name"]: line for line in read(folder / "results.jsonl")}
     stamps = (f"{x['device']}, torch {x['torch']}, code {x['code']}" for x in lines.values())
     sections = ["; ".join(dict.fromkeys(stamps)) + "\n"]
@@ -101,13 +104,13 @@ def table(folder: Path) -> str:
             others.append([name, cell(line["result"])])
     tables = {group: compared(results) for group, results in groups.items()}
     tables["Others"] = Table.of(["", "result"], others)
-    tables["Failed"] = Table.of(["", "how", "why"], failed)
+    tables["Failed"] = Table.of(["", "status", "reason"], failed)
     sections += [f"## {name}\n\n{each.markdown()}\n" for name, each in tables.items() if each.rows]
     return "\n".join(sections)
 
 
 def compared(results: dict[str, dict[str, Any]]) -> Table:
-    """Return the numbers of a group; brackets hold the ratio to the first contestant."""
+    """Return a table of a group's numbers, with the ratio to the first contestant in brackets."""
     first = next(iter(results.values()))
     keys = [key for key, value in first.items() if isinstance(value, int | float)]
     rows = []

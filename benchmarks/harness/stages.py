@@ -1,4 +1,4 @@
-"""The measurements of the three stages, with sizes for a GPU and small ones for a CPU."""
+"""The measurements of the three stages, with large sizes for a GPU and small sizes for a CPU."""
 
 from pathlib import Path
 from types import SimpleNamespace as Sizes
@@ -16,7 +16,7 @@ ARMS = {
     "diff_v1 split": ["attention=diff_v1", "model.attention.values=split"],
     "diff_v2": ["attention=diff_v2"],
 }
-"""Overrides by contestant. V1's values are as wide as the paper's, or split for kernels."""
+"""Overrides by contestant. The values of V1 are wide as in the paper, or split for fast kernels."""
 TWO = ("standard", "diff_v2")
 AS_QWEN = ["model.qk_norm=true", "model.moe.score=softmax"]
 SIZES: dict[str, tuple[Any, Any]] = {
@@ -39,7 +39,7 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "diagnostics_rounds": (12, 3),
     "document": (600, 16),  # mean tokens
 }  # fmt: skip
-"""Shapes and repeats on a GPU, and on a CPU."""
+"""Shapes and repeats: on a GPU, on a CPU."""
 BATCH = 4  # sequences per micro-batch
 Contestants = dict[str, dict[str, Any]]  # arguments of measurements by name
 
@@ -51,7 +51,7 @@ def stage(name: str, small: bool, out: Path) -> list[Measurement]:
 
 
 def stage_a(s: Sizes, out: Path) -> list[Measurement]:
-    """The machine, the chosen kernels, and the tests that need a GPU."""
+    """Measure the machine and the chosen kernels, and run the tests that need a GPU."""
     cases = {
         f"{arm}, {backend}": {"words": [*s.dense, *ARMS[arm], f"model.attention.backend={backend}"]}
         for backend, arms in (("sdpa", ARMS), ("flex", TWO), ("flash", TWO))
@@ -68,14 +68,14 @@ def stage_a(s: Sizes, out: Path) -> list[Measurement]:
 
 
 def tests_of(file: str) -> Measurement:
-    """Run a file's tests, as many at the same time as fit into the memory."""
-    at_once = 2 if "plan" in file else 4  # plans are of models of 1.3B parameters
+    """Run a file's tests, as many in parallel as fit into the memory."""
+    at_once = 2 if "plan" in file else 4  # tests of plans use models of 1.3B parameters
     arguments = {"file": file, "limit": 210, "at_once": at_once}
     return Measurement(f"tests of {file}", "harness.commands.tests", arguments, 240)
 
 
 def stage_b(s: Sizes, out: Path) -> list[Measurement]:
-    """Training steps of dense models, single settings, and breakdowns of a step."""
+    """Measure training steps of dense models, single settings, and breakdowns of a step."""
     at_short, at_long = step_words(s, s.dense, s.short), step_words(s, s.dense, s.long, BATCH // 2)
     standard, group = [*at_short, *ARMS["standard"]], f"step at {s.short}"
     peers = {
@@ -102,7 +102,7 @@ def stage_b(s: Sizes, out: Path) -> list[Measurement]:
 
 
 def stage_c(s: Sizes, out: Path) -> list[Measurement]:
-    """Mixtures, documents, diagnostics, decoding, memory, a run of train.py."""
+    """Measure mixtures, masked documents, diagnostics, decoding, memory, and a run of train.py."""
     mixture = [*step_words(s, s.mixture, s.short), *AS_QWEN]
     experts = {**ours(mixture, *TWO), "Qwen3Moe, autocast": peer(s, "Qwen3Moe", mixture)}
     large = [*step_words(s, s.large_mixture, s.short, BATCH // 2), *AS_QWEN]
@@ -162,7 +162,7 @@ def step_words(s: Sizes, model: list[str], seq: int, batch: int = BATCH) -> list
 
 
 def ours(words: list[str], *arms: str) -> Contestants:
-    """Return arguments of `build_step` for variants of ours."""
+    """Return arguments of `build_step` for variants of diffllm."""
     return {arm: {"words": [*words, *ARMS[arm]]} for arm in arms}
 
 

@@ -1,4 +1,4 @@
-"""Training steps of ours and of peers: time, FLOPs, memory, overhead of diagnostics."""
+"""Training steps of diffllm and of peers: time, FLOPs, memory, overhead of diagnostics."""
 
 import random
 import statistics
@@ -23,7 +23,7 @@ from harness.machine import Step, join_alone, seconds, synchronize
 from harness.plain_llama import PlainLlama
 
 DOCUMENT_END = 0
-"""The token that ends a document in steps that mask documents."""
+"""Token at the end of a document, for steps with masked documents."""
 WARM = 3  # warm-up steps, which compile
 KINDS = {
     "off": Due(),
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def measure(rounds: int, repeats: int, **contestant: Any) -> dict[str, Any]:
-    """Measure the step of `build_step`: the median of several rounds of several steps."""
+    """Measure the step of `build_step`: the median over `rounds` of the mean of `repeats` steps."""
     device = join_alone()
     cfg, step = build_step(device, **contestant)
     start = time.perf_counter()
@@ -62,9 +62,9 @@ def measure(rounds: int, repeats: int, **contestant: Any) -> dict[str, Any]:
 def diagnostics(words: list[str], rounds: int) -> dict[str, Any]:
     """Measure the overhead of diagnostics at their default intervals.
 
-    The `KINDS` of steps alternate in random order: without measurements; with statistics, as every
-    10th step of a run; with probes as well, as every 100th. The overhead is the extra time at these
-    rates, relative to a step without measurements.
+    The `KINDS` of steps alternate in random order: "off"; "statistics", as in every 10th step of a
+    run; "probes", as in every 100th step. The overhead is the extra time at these rates, relative
+    to a step without diagnostics.
     """
     cfg = load_config(words)
     t = build(cfg, join_alone())
@@ -75,7 +75,7 @@ def diagnostics(words: list[str], rounds: int) -> dict[str, Any]:
             synchronize(t.device)
             start = time.perf_counter()
             out = train_step(t, iter(batches), 0, due)
-            if due.update:  # the host's part
+            if due.update:  # work of the host on the statistics
                 named_values(out.stats)
                 grad_norm_by_group(out.grad_norms)
             out.nll.item()  # waits for a GPU
@@ -90,17 +90,18 @@ def diagnostics(words: list[str], rounds: int) -> dict[str, Any]:
 
 
 def memory(words: list[str]) -> dict[str, float]:
-    """Return the peak of a step with all diagnostics in GiB: planned and, on a GPU, measured.
+    """Return the peak GiB of a step with all diagnostics: planned and, on a GPU, measured.
 
     The measured peak of torch's CUDA allocator excludes CUDA's context and fragmentation.
     """
     cfg = load_config(words)
-    plan = simulate(cfg, 1).peak.total / GIB  # before the process group: a plan begins its own
+    # Plan before the process group exists, because a plan creates a process group.
+    plan = simulate(cfg, 1).peak.total / GIB
     device = join_alone()
     if device.type == "cpu":
         return {"plan_gib": plan}
     t = build(cfg, device)
-    for number in range(2):  # the first step compiles and tries kernels
+    for number in range(2):  # the first step compiles and chooses kernels
         torch.cuda.reset_peak_memory_stats(device)
         train_step(t, iter(micro_batches(cfg, device)), number, EVERYTHING)
         torch.cuda.synchronize(device)
@@ -120,11 +121,11 @@ def build_step(
     """Build a model, its optimizer and a training step.
 
     Args:
-        words: overrides of the config, which for a peer determines the shape.
-        kind: "ours", "plain" (`PlainLlama`), or a model of transformers such as "Llama".
-        precision, compiled: of a peer; for ours the config decides.
-        document_length: mean length of the masked documents; None masks nothing. Only for ours.
-        document_kernel: a `Kernel` that masks documents on Hopper instead of the default.
+        words: overrides of the config; a peer uses only the shape.
+        kind: "ours" (diffllm), "plain" (`PlainLlama`), or a model of transformers such as "Llama".
+        precision, compiled: settings of a peer; for "ours" the config decides.
+        document_length: mean length of masked documents, only for "ours"; None disables the mask.
+        document_kernel: name of the `Kernel` that masks documents on Hopper; None: the default.
     """
     cfg = load_config(words)
     if document_kernel:
@@ -137,7 +138,7 @@ def build_step(
 
 
 def with_documents(tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Replace random tokens by the end of a document, after `length` tokens on average."""
+    """Replace random tokens by document ends; documents have `length` tokens on average."""
     ends = torch.rand(tokens.shape, device=tokens.device) < 1 / length
     return tokens.masked_fill(ends, DOCUMENT_END)
 
@@ -156,14 +157,15 @@ def micro_batches(
 
 
 def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = None) -> Step:
-    """Return a step of the trainer: float32 weights and loss, clipping, the guard, fused AdamW.
+    """Return the trainer's step: float32 weights and loss, clipping, skip guard, fused AdamW.
 
     Raises ConfigError if the attention backend cannot run on the device.
     """
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
     t = build(cfg, device, DOCUMENT_END if document_length else None)
-    where = torch.device("cpu") if document_length else device  # the host finds documents
+    # The boundaries of documents are computed on the host.
+    where = torch.device("cpu") if document_length else device
 
     def step() -> None:
         train_step(t, iter(micro_batches(cfg, where, document_length)), 0)
@@ -173,7 +175,7 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
 
 def their_model(name: str, cfg: TrainConfig) -> Any:
     """Build a transformers model, such as "Llama", in the shape of `cfg`."""
-    import transformers  # takes seconds, and ours alone does without
+    import transformers  # the import takes seconds, and only peers need transformers
 
     m, moe = cfg.model, cfg.model.moe
     assert not moe.n_shared, "Qwen3Moe has no shared experts"
@@ -207,7 +209,7 @@ def their_model(name: str, cfg: TrainConfig) -> Any:
 def peer_step(
     model: Any, cfg: TrainConfig, precision: str, device: torch.device, compiled: bool
 ) -> Step:
-    """Return a step with clipping and fused AdamW, and the sequences and batches of `cfg`.
+    """Return a step with clipping and fused AdamW, with the sequences and batches of `cfg`.
 
     The precision is "float32", "bf16 autocast" or "bf16 weights".
     """
@@ -234,8 +236,8 @@ def peer_step(
 def flops_per_token(model: ModelConfig) -> dict[str, float]:
     """Return training FLOPs per token at a model's seq_len by two conventions.
 
-    "causal" counts attention over the mean (S + 1) / 2 keys of a query, as perf/mfu does; "full"
-    counts it over all S keys, as torchtitan and others do.
+    "causal" counts attention over the mean of (S + 1) / 2 keys per query, like perf/mfu. "full"
+    counts attention over all S keys, like torchtitan and other frameworks.
     """
     with torch.device("meta"):
         built = Transformer(model)

@@ -2,12 +2,12 @@
 
     python benchmarks/results/recompute.py [RESULTS]
 
-The script uses numpy and scipy, and nothing of diffllm. It compares each number of every verdict.md
-and each number of the claims in README.md with its own result, to the printed digits. It prints one
-line per page and exits with status 1 if a number differs. Numbers whose values per seed are lost
-are compared with the JSON or CSV file that holds them, and counted as copied. Of a study with a
-values.json, the tables, the gaps of the rules and the counts of log-rank rules are recomputed from
-that file; bounds and p of its rules are not.
+The script uses numpy and scipy, but not diffllm. It recomputes each number of every verdict.md and
+each number of the claims in README.md, and compares the printed digits. It prints one line per page
+and exits with status 1 if a number differs. If the values per seed are lost, a number is compared
+with the JSON or CSV file that contains it, and counted as copied. For a study with values.json, the
+tables, the gaps of rules and the counts of log-rank rules are recomputed from values.json; bounds
+and p of the rules are not recomputed.
 """
 
 import csv
@@ -61,7 +61,7 @@ def parsed(text: str) -> tuple[float, float]:
 
 
 def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
-    """Return a mean and its interval by Student's t, by default of 95%."""
+    """Return a mean and its interval by Student's t; the default tail gives 95% confidence."""
     half = stats.t.isf(tail, len(values) - 1) * stats.sem(values)
     return [values.mean(), values.mean() - half, values.mean() + half]
 
@@ -75,13 +75,13 @@ def holm(ps: list[float]) -> list[float]:
 
 
 def ends(values: list[float], digits: int = 4) -> list[float]:
-    """Return the extremes, or one number if both print the same digits."""
+    """Return minimum and maximum, or one number if both print the same digits."""
     both = [min(values), max(values)]
     return both[: len({f"{value:.{digits}g}" for value in both})]
 
 
 class Raw:
-    """The runs of a study, from its values.json."""
+    """Runs of a study, from its values.json."""
 
     def __init__(self, path: Path, scale: str, paired: bool) -> None:
         self.json = json.loads(path.read_text())
@@ -155,7 +155,7 @@ class Raw:
 
 
 class Rule:
-    """A rule of a study with its recomputed numbers."""
+    """Rule of a study with recomputed numbers."""
 
     def __init__(self, given: dict[str, Any], values: dict[str, np.ndarray], log: bool) -> None:
         self.given, self.log, self.alpha = given, log, given["alpha"]
@@ -169,19 +169,22 @@ class Rule:
 
     @cached_property
     def p(self) -> float:
-        """One-sided p of the t test, or of the log-rank test if no run of the base reaches it."""
+        """One-sided p of the t test or, if no run of the base reaches the level, the log-rank test.
+
+        Otherwise the p of a log-rank test is copied.
+        """
         if not self.level:
             t = (self.gap[0] - self.bound) / stats.sem(self.own - self.base)
             return float(stats.t.sf(self.sign * t, self.size - 1))
         if self.reached[1]:
             return Copied(self.given["p"])
         at_risk = np.arange(self.size, self.size - self.reached[0], -1)
-        share = at_risk / (at_risk + len(self.base))  # of the arm, at each of its events in turn
+        share = at_risk / (at_risk + len(self.base))  # the arm's share at each of its events
         return float(stats.norm.sf((1 - share).sum() / np.sqrt((share * (1 - share)).sum())))
 
     @property
     def exact_p(self) -> float:
-        """Exact one-sided permutation p of the numbers of runs that reach the level."""
+        """Exact one-sided permutation p for the numbers of runs that reach the level."""
         table = [[count, self.size - count] for count in self.reached]
         return float(stats.fisher_exact(table, alternative="greater").pvalue)
 
@@ -194,7 +197,7 @@ class Rule:
         return "shown" if adjusted < self.alpha else "refuted" if wrong else "underpowered"
 
     def reason(self, adjusted: float) -> list[float]:
-        """Numbers of the sentence that gives the reason of a verdict."""
+        """Return the numbers of the sentence that gives the reason of a verdict."""
         found = self.gap
         if self.level:
             medians = re.findall(r"by ([\d.]+)M tokens", self.given["reason"])
@@ -205,7 +208,7 @@ class Rule:
         return [*found, adjusted] if adjusted < self.alpha else found
 
     def line(self, adjusted: float) -> list[float]:
-        """Numbers of the line of the rule."""
+        """Return the numbers of the rule's line."""
         found = [self.level or self.bound, self.alpha, *self.reason(adjusted)]
         found += [math.exp(x) for x in self.gap] if self.log else []
         found += [self.p] if adjusted < self.alpha else [self.p, adjusted]
@@ -214,7 +217,7 @@ class Rule:
 
 
 class Page:
-    """The recomputed numbers of a study's verdict.md."""
+    """Recomputed numbers of a study's verdict.md."""
 
     def __init__(self, path: Path) -> None:
         self.json = json.loads(path.read_text())
@@ -275,8 +278,11 @@ class Page:
         return found
 
     def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
-        """Tokens, parameters, tokens per parameter, percent by which the largest is above the
-        smallest in parameters and in FLOPs."""
+        """Return tokens, parameters, tokens per parameter, and two spreads.
+
+        The spreads are the percentages by which the largest value exceeds the smallest value, of
+        parameters and of FLOPs.
+        """
         arms = [self.arms[name] for name in names]
         sizes, flops = ([arm[key] for arm in arms] for key in ("parameters", "flops_per_token"))
         ratios = [arm["tokens"] / arm["parameters"] for arm in arms]
@@ -284,7 +290,7 @@ class Page:
         return arms[0]["tokens"], ends(sizes), ends(ratios, 2), apart
 
     def row(self, i: int) -> list[float]:
-        """Numbers of the README's row on rule i."""
+        """Return the numbers of rule i's row in the README."""
         rule, adjusted = self.rules[i], self.adjusted[i]
         found = [math.exp(x) for x in rule.gap] if rule.log else rule.gap
         if rule.level:
@@ -297,7 +303,7 @@ class Page:
         return [*found, *sizes, tokens, *ratios, rule.size, *(x for x in apart if x > 0.5)]
 
     def power(self) -> list[float]:
-        """Seeds, sd, numbers of its source, gap and power; nothing if the study states none."""
+        """Return seeds, sd, numbers of its source, gap and power; empty without a power line."""
         found = re.search(r'power: {gap: ([\d.]+), sd: ([\d.]+), source: "(.*)"}', self.study)
         if not found:
             return []
@@ -308,7 +314,7 @@ class Page:
         return [seeds, sd, *source, gap, power]
 
     def expected(self) -> "Expected":
-        """Return all numbers of the generated part of the page, in order, and its verdicts."""
+        """Return all numbers and verdicts of the generated part of the page, in order."""
         if self.raw:
             return self.from_raw(self.raw)
         runs, seeds = sum(map(len, self.values.values())), self.rules[0].size
@@ -319,7 +325,7 @@ class Page:
         for rule, p in zip(self.rules, self.adjusted, strict=True):
             found += rule.line(p)
             words.append(f"alpha {rule.alpha:g}): {rule.verdict(p)};")
-        found.append(95)  # the head of the table
+        found.append(95)  # the confidence in the head of the table
         for name, values in self.values.items():
             diverged, rates = self.arms[name]["diverged"], self.arms[name]["rates"]
             found += [*interval(values), len(values), diverged, len(values), *rates]
@@ -329,21 +335,21 @@ class Page:
 
 @dataclass
 class Expected:
-    """What a page must say."""
+    """Required content of a page."""
 
     numbers: list[float] = field(default_factory=list)
-    """All numbers outside of quotes, in order; empty for a page that is not generated."""
+    """All numbers outside of block quotes, in order; empty for a page that is not generated."""
     words: list[str] = field(default_factory=list)
     rows: list[tuple[str, list[float]]] = field(default_factory=list)
     """Verdict and numbers of each row of the table of claims."""
     sentences: list[tuple[str, list[float]]] = field(default_factory=list)
-    """Sentences with {} for each number, and their numbers."""
+    """Sentences with {} in place of each number, and the numbers."""
     tables: list[tuple[str, list[float]]] = field(default_factory=list)
-    """First cells of rows of the tables, and the other numbers of these rows."""
+    """First cell of each table row, and the numbers of the other cells."""
 
 
 def head_norm(path: Path) -> tuple[str, list[float]]:
-    """Return the verdict on the head norm, and the numbers of the README's row."""
+    """Return the verdict on the head norm, and the numbers of its row in the README."""
     found = json.loads(path.read_text())
     logs, lengths = np.array(found["log_ratios"]), found["lengths"]
     slopes, ratios = np.polyfit(np.log(lengths), logs.T, 1)[0], np.exp(logs.mean(0))
@@ -355,10 +361,10 @@ def head_norm(path: Path) -> tuple[str, list[float]]:
 
 
 def judged_again(rule: Rule, adjusted: float, unit: str) -> tuple[str, list[float]]:
-    """Return the sentence of a note that judges a rule again, and its numbers.
+    """Return the sentence in which a note judges a rule again, and the numbers of the sentence.
 
-    The numbers are the gap with its one-sided bounds, p, and the p of the exact sign-flip test with
-    the smallest possible p.
+    The numbers are the gap, its one-sided bounds, p, the p of the exact sign-flip test, and the
+    smallest possible p of that test.
     """
     gaps = rule.own - rule.base
     half = stats.t.ppf(1 - rule.alpha, rule.size - 1) * stats.sem(gaps)
@@ -384,7 +390,7 @@ def judged_again(rule: Rule, adjusted: float, unit: str) -> tuple[str, list[floa
 
 
 def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
-    """Yield page, sentence with {} for each number, and its numbers, of text written by hand."""
+    """Yield page, sentence and numbers of handwritten text; {} stands in for each number."""
     readme, recall, own = "README.md", "retrieval_mqar_short/verdict.md", "damping_short/verdict.md"
     damping, mqar = pages["damping_short"], pages["retrieval_mqar_short"]
     needle, v = pages["retrieval_needle_short"].values, damping.values
@@ -437,7 +443,7 @@ def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, li
 
 
 def expectations(root: Path) -> dict[str, Expected]:
-    """Recompute what every page below `root` must say, by the path of the page."""
+    """Recompute the required content of every page below `root`, by the path of the page."""
     pages = {path.parent.name: Page(path) for path in sorted(root.glob("*/verdict.json"))}
     found = {f"{name}/verdict.md": page.expected() for name, page in pages.items()}
     found["README.md"] = Expected()
@@ -453,7 +459,7 @@ def expectations(root: Path) -> dict[str, Expected]:
 
 
 def differences(text: str, expected: Expected) -> Iterator[str]:
-    """Yield what differs between the text of a page and the recomputed numbers."""
+    """Yield the differences between the text of a page and the recomputed numbers."""
     yield from (f"not on the page: {words}" for words in expected.words if words not in text)
     plain = re.sub(r"`[^`]*`", "", text)
     rows = re.findall(r"^\| [A-Z].*\*\*.*$", plain, re.M)

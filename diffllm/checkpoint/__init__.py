@@ -1,1 +1,1 @@
-"""Checkpoints: written in the background, visible only when complete."""
+"""Checkpoints, written in the background and visible only when complete."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are written, which exist, can be used and are kept."""
+"""The checkpoints of a run: the config, the search for a good checkpoint, and deletion."""
 
 import re
 import shutil
@@ -15,42 +15,45 @@ from diffllm.core.printing import to_stderr
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
 SAVED = "saved.json"
-"""The file of a run that names the step that was saved last. It is next to `checkpoints/`, whose
-disk may not be mounted."""
+"""Name of the file that contains the last saved step. The file is next to `checkpoints/`, not
+inside, because `checkpoints/` may be on a separate disk that is not mounted."""
 DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written, and how many of them stay."""
+    """When checkpoints are written, and how many are kept."""
 
     interval: int | str = 100
-    """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step always has one."""
+    """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""
     keep_last: int = bounded(2, least=0)
-    """Number of newest checkpoints that stay; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every: int = bounded(0, least=0)
-    """Checkpoints at multiples of this many steps stay for good; 0 is off."""
+    """Checkpoints at multiples of this number of steps are never deleted; 0 turns this off."""
 
     @property
     def steps(self) -> int:
-        """Steps between checkpoints; 0 where a time is between them."""
+        """Steps between checkpoints; 0 if the interval is a time."""
         return self.interval if isinstance(self.interval, int) else 0
 
     @property
     def seconds(self) -> float | None:
-        """Seconds between checkpoints; None where steps are between them."""
+        """Seconds between checkpoints; None if the interval is a number of steps."""
         match = DURATION.fullmatch(str(self.interval))
         return float(match[1]) * SECONDS[match[2]] if match else None
 
     def validate(self) -> None:
         check_bounds("checkpoint.", self)
         if self.steps < 1 and not self.seconds:
-            raise ConfigError(f"checkpoint.interval={self.interval} must be as 100, 90s or 30min")
+            raise ConfigError(
+                f"checkpoint.interval={self.interval} must be a number of steps above 0, such as "
+                "100, or a time, such as 90s, 30min or 1.5h"
+            )
 
 
 T = TypeVar("T")
 ATTEMPTS = 20
-"""Checkpoints that a reader tries while their run deletes them."""
+"""Maximum number of attempts of a reader whose run deletes checkpoints during the read."""
 
 
 def step_of(path: Path) -> int:
@@ -66,22 +69,22 @@ def hidden_path(directory: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoints below `directory`, whole or damaged, oldest first."""
+    """List the checkpoints in `directory`, good or damaged, oldest first."""
     found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
     return sorted((p for p in found if p.is_dir()), key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
-    """List the remains of saves that were cut short, and a save under way."""
+    """List the directories of interrupted saves, and of a save in progress."""
     found = directory.glob(".step-*.incomplete")
     return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the last complete checkpoint of `paths`, or None.
+    """Return the last good checkpoint of `paths` (oldest first), or None without checkpoints.
 
-    Later ones are damaged and named on stderr, unless their run has deleted them meanwhile. Raises
-    CheckpointError if all are damaged.
+    Print a warning for each later checkpoint, which is damaged, unless the run deleted it during
+    the check. Raises CheckpointError if all checkpoints are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -89,35 +92,41 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
             damaged += [f"{path} ({listed(problems)})"] if path.exists() else []
             continue
         for name in damaged:
-            to_stderr(f"warning: damaged checkpoint {name} is ignored; continuing from {path.name}")
+            to_stderr(f"warning: damaged checkpoint {name} is ignored; using {path.name}")
         return path
     if damaged:
-        raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")
+        raise CheckpointError(f"all checkpoints are damaged: {'; '.join(damaged)}")
     return None
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a checkpoint and every file is as it was written."""
+    """Raise CheckpointError unless `path` is a checkpoint without damaged files."""
     read_manifest(path)
     if problems := faults(path):
         raise CheckpointError(f"checkpoint {path} is damaged: {listed(problems)}")
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """Find a run's whole checkpoint, at step 0 the newest; raises CheckpointError without one."""
+    """Find a good checkpoint of a run: the newest (step 0), or the checkpoint of `step`.
+
+    Raises CheckpointError if the run has no such checkpoint.
+    """
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
         raise CheckpointError(f"{run} has no complete checkpoint")
     if step not in (0, *found):
-        raise CheckpointError(f"{run} has no checkpoint of step {step}; there are {sorted(found)}")
+        raise CheckpointError(
+            f"{run} has no checkpoint of step {step}; available steps: {sorted(found)}"
+        )
     if step:
         check_checkpoint(found[step])
         return found[step]
-    return newest_good(list(found.values())) or find_checkpoint(run)  # all are deleted by now
+    # None: the run deleted all checkpoints of the list during the check, so list again.
+    return newest_good(list(found.values())) or find_checkpoint(run)
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
-    """Return `use(find_checkpoint(run, step))`; try again if the run deletes it meanwhile."""
+    """Return `use(find_checkpoint(run, step))`; retry if the run deletes the checkpoint."""
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
         try:
@@ -126,12 +135,12 @@ def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
             if path.exists():
                 raise
     raise CheckpointError(
-        f"{path} was deleted while it was read: its run keeps the newest checkpoint.keep_last"
+        f"{path} was deleted during the read: its run keeps only the newest checkpoint.keep_last"
     )
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, or whatever else has its name, but not what a link points to."""
+    """Delete a directory, file or link; keep the target of a link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -139,20 +148,20 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that stands where the one of the same step belongs, and say so."""
+    """Rename an old checkpoint whose name a new checkpoint needs; print a warning."""
     aside = fresh(path.with_name(f"damaged-{path.name}"))
     path.rename(aside)
-    to_stderr(f"warning: {path} was in the way of a new checkpoint; it is now {aside.name}")
+    to_stderr(f"warning: renamed {path} to {aside.name}: a new checkpoint needs the name")
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete the checkpoints that need not stay; `paths` are oldest first."""
+    """Delete checkpoints that `cfg` does not keep; `paths` are oldest first."""
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:
             continue
         hidden = hidden_path(path.parent, step_of(path))
         try:
-            path.rename(hidden)  # so that no half of it is ever taken for a damaged one
+            path.rename(hidden)  # An interrupted deletion must not look like a damaged checkpoint.
             remove(hidden)
         except OSError as error:
             why = error.strerror or error

@@ -1,7 +1,7 @@
 """The JSON files of a checkpoint: manifest.json and state.json.
 
-The manifest records the size and SHA-256 of every other file; nothing else of a checkpoint is read
-before it agrees with the manifest. state.json holds the state of a run that is not a tensor.
+The manifest records the size and SHA-256 of every other file. A file is read only after comparison
+with the manifest. state.json contains the state of a run that is not a tensor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def sha256_of(file: Path) -> str:
 
 
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
-    """Write a checkpoint's state.json, and its manifest of that, .metadata and `files`."""
+    """Write state.json with the text `state`, then the manifest.
+
+    The manifest lists state.json, .metadata and `files`.
+    """
     (path / "state.json").write_text(state)
     sync(path / "state.json")
     write_manifest(path, step, files | file_records(path / name for name in REQUIRED))
@@ -78,17 +81,19 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read a JSON file of the checkpoint `path`; ValueErrors in the context become
-    CheckpointErrors."""
+    """Read a JSON file of the checkpoint `path`.
+
+    Raises CheckpointError; turns a ValueError inside the context into CheckpointError.
+    """
     try:
         content = read_json(path / name)
         if content.get("format") != FORMAT:
-            raise ValueError(f"is not of format {FORMAT}, the one this version reads")
+            raise ValueError(f"does not have format {FORMAT}, which this version reads")
         step, named = content.get("step"), NAMED.fullmatch(path.name)
         if type(step) is not int or step < 0:
-            raise ValueError("has no step")
+            raise ValueError("has no valid step")
         if named and step != int(named[1]):
-            raise ValueError(f"is of step {step}, not of the {int(named[1])} in its name")
+            raise ValueError(f"has step {step}, but the directory name has {int(named[1])}")
         yield content
     except (ValueError, OSError) as error:
         why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
@@ -96,38 +101,40 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
-    """Build a manifest from JSON; raises ValueError unless every part is what it must be."""
+    """Build a manifest from JSON; raises ValueError for a missing or invalid entry."""
     entries = content.get("files")
     if not isinstance(entries, dict):
         raise ValueError("has no files")
     files = {}
     for name, entry in entries.items():
         if name != os.path.basename(name) or name in ("", ".", "..", NAME) or "\0" in name:
-            raise ValueError(f"names {shown(name)}, which cannot be a file of a checkpoint")
+            raise ValueError(f"lists {shown(name)}, which cannot be a file of a checkpoint")
         record = entry if isinstance(entry, dict) else {}
         size, digest = record.get("size"), record.get("sha256")
         if type(size) is not int or size < 0 or not SHA256.fullmatch(str(digest)):
-            raise ValueError(f"has no size and checksum of {shown(name)}")
+            raise ValueError(f"has no valid size and checksum of {shown(name)}")
         files[name] = FileRecord(size, str(digest))
     if not files.keys() >= set(REQUIRED):
-        raise ValueError(f"does not name {' and '.join(REQUIRED)}")
+        raise ValueError(f"does not list {' and '.join(REQUIRED)}")
     return files
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
-    """Return the faults of a checkpoint's files, one phrase per file; sizes only without
-    `checksums`."""
+    """Compare a checkpoint's files with the manifest; return one phrase per damaged file.
+
+    Without `checksums`, compare only sizes.
+    """
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{path} is not a checkpoint: ")]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Hashing releases the GIL.
         found = pool.map(lambda name: fault(path / name, manifest[name], checksums), manifest)
         return [problem for problem in found if problem]
 
 
 def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
-    """Return why a file is not the recorded one; None if it is, as far as was looked."""
+    """Return the difference between a file and its record; None without a difference."""
     name = shown(file.name)
     try:
         about = file.lstat()
@@ -136,7 +143,7 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
         if about.st_size != record.size:
             return f"{name} has {about.st_size:,} bytes, not {record.size:,}"
         if checksum and sha256_of(file) != record.sha256:
-            return f"{name} has another checksum"
+            return f"{name} has a wrong checksum"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -145,16 +152,16 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Escape at most 100 characters of text from a file."""
+    """Return at most 100 characters of untrusted text, safe to print."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:100])
 
 
 STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(None))}
-"""Types of the entries of state.json; without a loop the checkpoint holds parameters only."""
+"""Types of entries in state.json. If `loop` is null, the checkpoint contains only parameters."""
 
 
 def faults(path: Path, checksums: bool = True) -> list[str]:
-    """Return the faults of a checkpoint's files as `verify` does, or of its state."""
+    """Return the faults of a checkpoint's files, as `verify`; if none, the faults of its state."""
     if problems := verify(path, checksums):
         return problems
     try:
@@ -165,19 +172,18 @@ def faults(path: Path, checksums: bool = True) -> list[str]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the JSON part of a checkpoint; raises CheckpointError if it is not one of ours."""
+    """Read state.json of a checkpoint; raises CheckpointError for missing or invalid entries."""
     with reading(path, "state.json") as state:
         for name, kinds in STATE_ENTRIES.items():
             if name not in state or type(state[name]) not in kinds:
-                raise ValueError(f"has no {name}")
+                raise ValueError(f"has no valid {name}")
         if state["ranks"] < 1:
-            raise ValueError("has no ranks")
+            raise ValueError("has no valid ranks")
         return state
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a run can resume from the loop state in `state`, if there is
-    one."""
+    """Raise CheckpointError if `state` contains a loop state from which a run cannot resume."""
     loop = state["loop"]
     if loop is None:
         return
@@ -208,7 +214,7 @@ def passes(check: Callable[[Any], Any], value: Any) -> bool:
 
 def check_spikes(values: Any) -> None:
     if not isinstance(values, dict) or not numbers_only(values):
-        raise ValueError("is no state of a monitor")
+        raise ValueError("is not the state of a SpikeMonitor")
     monitor = SpikeMonitor()
     monitor.load_state_dict(values)
     monitor.update(1.0, 1.0)
@@ -216,19 +222,20 @@ def check_spikes(values: Any) -> None:
 
 
 def numbers_only(value: Any) -> bool:
-    """Whether a JSON value contains no leaf except numbers and nulls."""
+    """Whether all leaves of a JSON value are numbers or null."""
     if isinstance(value, dict | list):
         return all(map(numbers_only, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (int, float)
 
 
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless a checkpoint's state names just these parameters and shapes."""
+    """Raise CheckpointError unless the checkpoint has exactly these parameter names and shapes."""
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}
     for name in sorted(saved.keys() | here.keys()):
         if saved.get(name) != here.get(name):
             raise CheckpointError(
-                f"{path} is a checkpoint of another model: {shown(name)} is "
-                f"{shown(saved.get(name, 'absent'))} there and {here.get(name, 'absent')} here"
+                f"{path} is a checkpoint of a different model: {shown(name)} is "
+                f"{shown(saved.get(name, 'absent'))} in the checkpoint and "
+                f"{here.get(name, 'absent')} in the model"
             )

@@ -1,7 +1,7 @@
-"""Reading checkpoints without running what is in them.
+"""Read checkpoints without running code from their files.
 
-DCP keeps its index as a pickle. The index is opened only if it is the one in the manifest, may name
-only the records that DCP itself writes, and entries must be tensors.
+DCP stores its index as a pickle. The index is opened only if its checksum is in the manifest. The
+index may contain only classes that DCP itself writes, and every entry must be a tensor.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ RECORDS = {
 
 
 def enum_member(kind: Any, name: Any) -> Enum:
-    """Stand in for getattr, with which Python 3.11.0 to 3.11.3 pickles the members of an enum."""
+    """Replace getattr, which Python 3.11.0 to 3.11.3 uses in pickles of enum members."""
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
         member: Enum = kind.__members__[name]
         return member
@@ -52,21 +52,22 @@ def enum_member(kind: Any, name: Any) -> Enum:
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """An unpickler that refuses every global but DCP's own records."""
+    """An unpickler that refuses all globals except DCP's records."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         if name in RECORDS.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{shown(module)}.{shown(name)} is not allowed in an index")
+        name = f"{shown(module)}.{shown(name)}"
+        raise pickle.UnpicklingError(f"{name} is not allowed in a checkpoint's index")
 
 
 class TensorReader(FileSystemReader):
-    """DCP's reader, restricted to directories that hold tensors and nothing else."""
+    """DCP's reader, restricted to checkpoints that contain only tensors."""
 
     refused: Exception | None = None
-    """The error from reading the index, which `dcp.load` leaves out (torch 2.11) or wraps."""
+    """The error from reading the index; `dcp.load` drops (torch 2.11) or wraps the error."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -80,17 +81,16 @@ class TensorReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read DCP's index of a checkpoint; raises CheckpointError or UnpicklingError unless it is
-    sound."""
+    """Read DCP's index of a checkpoint; raises CheckpointError or UnpicklingError if unsafe."""
     if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
     data = read_bytes(path / ".metadata", LARGEST_INDEX)
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
-        raise CheckpointError(".metadata has another checksum")
+        raise CheckpointError(".metadata has a wrong checksum")
     metadata = RecordUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError("the index is not one of DCP's")
+        raise pickle.UnpicklingError("the index is not a DCP Metadata object")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise pickle.UnpicklingError(f"entry {shown(name)} is not a tensor")
@@ -104,7 +104,7 @@ def read_index(path: Path) -> Metadata:
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
     """Fill `tensors` in place from a checkpoint of any mesh; raises CheckpointError.
 
-    Sizes and the index are checked, the checksums of tensors are not.
+    Check file sizes and the index, but not the checksums of tensor files.
     """
     reader = TensorReader(path)
     try:
@@ -117,7 +117,10 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
 
 
 def failure_reason(error: BaseException) -> str:
-    """Describe a failure in one line; DCP wraps those of the ranks, and not in an Exception."""
+    """Describe an error in one line.
+
+    DCP wraps the errors of ranks in a CheckpointException, which is not an Exception.
+    """
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {failure_reason(error)}"

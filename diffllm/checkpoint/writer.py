@@ -1,4 +1,4 @@
-"""Saving checkpoints in the background, and reporting checkpoints that cannot be written."""
+"""Save checkpoints in the background, and report failed saves."""
 
 import contextlib
 import json
@@ -38,15 +38,15 @@ from diffllm.core.printing import to_stderr
 from diffllm.distributed.world import BACKGROUND
 
 Part = Manifest | str
-"""The files that a rank wrote, or the reason why it could not write them."""
+"""The files that a rank wrote, or the reason for a failed write."""
 
-GONE = "the run's directory has been removed"
+GONE = "the run directory was removed"
 WRAPPING = 2048
 """Bytes that DCP adds to each piece of a tensor, in its file and in the index."""
 
 
 class TensorWriter(FileSystemWriter):
-    """DCP's writer, which raises the system's error where torch's hides it."""
+    """DCP's writer; raises the original OSError in place of torch's error."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -59,8 +59,7 @@ class TensorWriter(FileSystemWriter):
 
 
 class Stager(DefaultStager):
-    """DCP's stager, which copies to the same memory; torch 2.11 closes the inner one after every
-    copy."""
+    """DCP's stager, which reuses its host memory; torch 2.11 would free the memory at each copy."""
 
     def __init__(self, options: StagingOptions):
         super().__init__(options)
@@ -73,10 +72,10 @@ class Stager(DefaultStager):
 
 
 class Checkpointer:
-    """Writes checkpoints of one run in the background, one at a time.
+    """Writes the checkpoints of one run in the background, one at a time.
 
-    Every rank makes one and calls the same methods at the same steps. Checkpoints after `step`,
-    where the run starts, are damaged ones that were skipped; they are neither counted nor deleted.
+    Every rank must create a Checkpointer and call the same methods at the same steps. The run
+    starts at `step`: existing later checkpoints are damaged, and are neither counted nor deleted.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -84,13 +83,13 @@ class Checkpointer:
         self.run = identity(directory.parent)
         self.skipped = {path for path in list_checkpoints(directory) if step_of(path) > step}
         self.seconds, self.since = cfg.seconds, monotonic()
-        # Collectives in the background must not meet the training's on one group.
+        # Collectives in the background must not mix with the training's in one group.
         self.group = dist.new_group(backend="gloo")
         BACKGROUND.add(self.group.group_name)
         self.rank = dist.get_rank()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         gpu = torch.cuda.is_available()
-        # Copies go to the same host memory each time: fresh pages cost more than the copy.
+        # Reuse the host memory of copies: fresh pages cost more than the copy.
         self.stager = Stager(
             StagingOptions(
                 use_pinned_memory=gpu,
@@ -104,11 +103,11 @@ class Checkpointer:
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], final: bool = False
     ) -> None:
-        """Wait for an earlier save, copy the tensors, and start to write them and `state`
-        (state.json).
+        """Wait for the previous save, copy the tensors, and start writing in the background.
 
-        If a save fails, rank 0 prints a warning. Raises AgreedByAll if the `final` save of a run
-        has no space, and if the run's directory is gone.
+        `state` is the content of state.json. If a save fails, rank 0 prints a warning. Raises
+        AgreedByAll if the run directory was removed, or if the disk has no space for the `final`
+        save.
         """
         self.wait()
         self.since = monotonic()
@@ -122,16 +121,16 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Whether the interval in time has passed, on rank 0; then the next interval begins."""
+        """Return True on rank 0 if the interval in time has passed, and start the next interval."""
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
         self.since = monotonic()
         return True
 
     def wait(self) -> None:
-        """Wait until no save is under way.
+        """Wait for the save in progress.
 
-        Raises AgreedByAll if a final save failed, CheckpointError if the ranks could not agree.
+        Raises AgreedByAll if a final save failed, and CheckpointError if the ranks lost contact.
         """
         pending, self.pending = self.pending, None
         try:
@@ -142,7 +141,7 @@ class Checkpointer:
         except Exception as error:
             why = failure_reason(error)
             raise CheckpointError(
-                f"the ranks lost each other in {self.directory}: {why}"
+                f"the ranks lost contact while saving to {self.directory}: {why}"
             ) from error
 
     def close(self) -> None:
@@ -153,7 +152,7 @@ class Checkpointer:
             self.stager.close()
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
-        """Write, agree, publish: on a thread of its own, on every rank."""
+        """Write this rank's files, agree with other ranks, publish; runs on a background thread."""
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
             part: Part = file_records(hidden.glob(f"__{self.rank}_*.distcp"))
@@ -166,7 +165,10 @@ class Checkpointer:
             self._failed(step, failure, final)
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
-        """On rank 0, write the manifest, publish, delete old checkpoints; return any failure."""
+        """Write the manifest, publish, delete old checkpoints; return the reason of a failure.
+
+        Runs on rank 0.
+        """
         final, files = checkpoint_path(self.directory, step), Manifest()
         try:
             for part in parts:
@@ -195,8 +197,10 @@ class Checkpointer:
         return decision[0]
 
     def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-        """Make an empty hidden directory with room for tensors and `extra` bytes, or return a
-        reason."""
+        """Create an empty hidden directory; return a reason if the disk lacks space or fails.
+
+        A checkpoint needs the bytes of the tensors plus `extra`.
+        """
         if identity(self.directory.parent) != self.run:
             return GONE
         try:
@@ -205,9 +209,9 @@ class Checkpointer:
             hidden.mkdir(parents=True)
             disk = shutil.disk_usage(hidden)
             needed = needed_bytes(tensors) + extra
-            if disk.total and disk.free < needed:  # some network file systems know no sizes
+            if disk.total and disk.free < needed:  # Some network file systems report sizes of 0.
                 hidden.rmdir()
-                return f"it needs {needed:,} bytes and {disk.free:,} are free"
+                return f"a checkpoint needs {needed:,} bytes, but only {disk.free:,} are free"
         except OSError as error:
             return failure_reason(error)
         return None
@@ -219,8 +223,8 @@ class Checkpointer:
         newest = f"the newest checkpoint is {left[-1]}" if left else "there is no checkpoint yet"
         said = f"step {step} could not be saved under {self.directory}: {why}; {newest}"
         if final:
-            again = "the same command continues from it" if left else "start again"
-            raise AgreedByAll(said if why == GONE else f"{said}; make room, then {again}")
+            again = "the same command resumes from it" if left else "start again"
+            raise AgreedByAll(said if why == GONE else f"{said}; free disk space, then {again}")
         to_stderr(f"warning: {said}; training continues")
 
 
@@ -239,7 +243,10 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_parameters(
     directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
 ) -> Path:
-    """Write float32 parameters and router state as the checkpoint of step 0, not atomically."""
+    """Write parameters and router state as the checkpoint of step 0; return its directory.
+
+    Not atomic. `parameters` are the names in `tensors` that are parameters.
+    """
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)
     with warnings.catch_warnings():

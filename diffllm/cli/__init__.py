@@ -1,4 +1,4 @@
-"""The `diffllm` console script: `<command>_command` in one of the modules here for each command."""
+"""The `diffllm` console script; each command is a function `<command>_command` in a module here."""
 
 import importlib
 import os
@@ -17,22 +17,22 @@ from diffllm.distributed.launcher import own_rank, report_signal
 from diffllm.metrics.streams import never_fail, open_closed_descriptors, result
 
 COMMANDS = {
-    "train": "train a decoder, or with -m a sweep of them; the same as python train.py",
-    "prepare": "make a corpus's tokenizer and token shards ahead of a run",
-    "count": "parameters, FLOPs and KV cache of a model",
-    "plan": "memory, communication and time of a run on a cluster, without the cluster",
-    "checkpoints": "the checkpoints of a run, every file verified",
-    "consolidate": "a checkpoint's parameters as safetensors, for inference",
-    "export": "a checkpoint as a model of the transformers library",
-    "import": "a model of the transformers library as a run, as it is or converted to DIFF V2",
+    "train": "train a decoder, or a sweep with -m; the same as python train.py",
+    "prepare": "make the tokenizer and the token shards of a corpus before a run",
+    "count": "count parameters, FLOPs and KV cache of a model",
+    "plan": "estimate memory, communication and time of a run on a cluster",
+    "checkpoints": "list the checkpoints of a run and verify every file",
+    "consolidate": "write a checkpoint's parameters as safetensors, for inference",
+    "export": "write a checkpoint as a model of the transformers library",
+    "import": "make a run from a transformers model, unchanged or converted to DIFF V2",
     "generate": "continue a prompt with a trained run",
-    "evaluate": "retrieval and in-context tasks on the checkpoints of runs",
-    "report": "runs side by side: losses with intervals, gaps, curves, as a page and a table",
-    "power": "seeds, tokens and hours that a gap takes, from a pilot's runs",
-    "study": "a claim, its runs, and the rule that decides it: run, verdict",
-    "attention-map": "what the heads of a trained run attend to, as a figure",
-    "outliers": "outliers and sinks of a checkpoint over fixed tokens, layer by layer",
-    "noise-floor": "a signal among noisy logits: standard against differential attention",
+    "evaluate": "run retrieval and in-context tasks on checkpoints",
+    "report": "compare runs: losses with intervals, gaps and curves, as a page and a table",
+    "power": "estimate the seeds, tokens and hours to find a gap, from pilot runs",
+    "study": "test a claim with a rule stated in advance: study run, study verdict",
+    "attention-map": "draw the attention of the heads of a trained run",
+    "outliers": "measure outliers and attention sinks of a checkpoint, per layer",
+    "noise-floor": "simulate a signal among noisy logits: standard and differential attention",
 }
 MODULES = {
     "consolidate": "convert", "export": "convert", "import": "convert", "power": "study",
@@ -40,14 +40,14 @@ MODULES = {
 REMOVED_COMMANDS = {
     "dashboard": "group the runs of a wandb workspace by run.choices.attention (docs/training.md)",
 }
-"""What to do instead of a removed command."""
+"""Replacement for each removed command."""
 NO_PLUGINS = ("train", "noise-floor")
-"""Commands whose plugins=[...] is not imported here."""
+"""Commands for which `with_plugins` imports no plugins."""
 COMPOSE = ("prepare", "count", "plan", "report", "power", "study")
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 RANK_0_S = 30.0
-"""Seconds for rank 0 to print an error of every rank."""
+"""Seconds that other ranks wait while rank 0 prints a shared error."""
 
 
 def usage() -> str:
@@ -58,8 +58,8 @@ usage: diffllm COMMAND ...; diffllm COMMAND --help; diffllm --version
 
 {commands}
 
-plugins=[MODULE,...] imports variants, data sources and metrics of your own, in every
-command that composes a config or opens a run; --config-dir DIR searches YAMLs of your own"""
+plugins=[MODULE,...] imports your variants, data sources and metrics, for all commands
+that compose a config or open a run; --config-dir DIR adds a directory of your YAML files"""
 
 
 def module_of_command(name: str) -> str:
@@ -70,7 +70,7 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
     """Import the plugins that a command line names; return the words without --config-dir."""
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
-        return words  # and nothing heavy is imported
+        return words  # avoids the slow imports below
     from diffllm.config.plugins import load_plugins, take_directories
 
     found, others = take_directories(words) if name in COMPOSE else ([], words)
@@ -92,10 +92,11 @@ def run_command(name: str, words: list[str]) -> int:
         lacks = f"{sys.executable} has no module {error.name}"
         raise UserError(f"{lacks}; activate the environment: source .venv/bin/activate") from error
     command = getattr(module, f"{name.replace('-', '_')}_command")
+    # `train` installs handlers later. From here on, other commands can clean up after Ctrl-C.
     if name != "train" and signal.getsignal(signal.SIGINT) is exit_at_once:
         more = "; the same command resumes" * (name == "prepare")
         signal.signal(signal.SIGINT, partial(interrupt, f"interrupted{more}"))
-    # The result of all others is their output: they fail if it cannot be written.
+    # Commands that only print fail if the output cannot be written.
     makes_files = name in ("train", "prepare") or [name, *words[:1]] == ["study", "run"]
     with nullcontext() if makes_files else result():
         return command(words) or 0
@@ -103,13 +104,13 @@ def run_command(name: str, words: list[str]) -> int:
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C before a command begins, because imports may lose or wrap an exception."""
+    """Handle Ctrl-C before a command begins: imports may lose or wrap a KeyboardInterrupt."""
     report_signal("interrupted")
     os._exit(INTERRUPTED)
 
 
 def interrupt(text: str, number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C in a command, which then removes unfinished files; the next Ctrl-C kills it."""
+    """Raise KeyboardInterrupt on Ctrl-C, so that a command cleans up; the next Ctrl-C kills."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     report_signal(text)
     raise KeyboardInterrupt
@@ -120,16 +121,16 @@ def report_error(error: UserError, more: str) -> None:
     rank = own_rank()
     if rank == 0:
         echo(f"error: {error}{more}", file=sys.stderr)
-    elif not isinstance(error, (AgreedError, ConfigError)):  # those are every rank's
+    elif not isinstance(error, (AgreedError, ConfigError)):  # all ranks raise such errors
         echo(f"error: rank {rank}: {error}", file=sys.stderr)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(RANK_0_S)  # torchrun stops all ranks when the first one ends
 
 
 def main(argv: list[str] | None = None, command: str | None = None) -> int:
-    """Run one subcommand and return its exit code: 2 for an error of the user, 130 after Ctrl-C.
+    """Run one command and return the exit code: 2 for a UserError, 130 after Ctrl-C.
 
-    If `argv` is None, use the command line; the caller must exit afterwards.
+    Without `argv`, use the command line; the caller must then exit.
     """
     open_closed_descriptors()  # before the imports that open files
     args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]
@@ -151,5 +152,5 @@ def main(argv: list[str] | None = None, command: str | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        if before is signal.default_int_handler:  # it prints a traceback while the process ends
+        if before is signal.default_int_handler:  # prints a traceback at exit
             signal.signal(signal.SIGINT, signal.SIG_DFL if argv is None else before)

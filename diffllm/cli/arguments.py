@@ -1,4 +1,4 @@
-"""The grammar of commands: `key=value` words, flags and plain words into a dataclass."""
+"""Parse the words of a command (`key=value`, flags and plain words) into a dataclass."""
 
 import os
 import re
@@ -22,9 +22,9 @@ OPTION = re.compile(r"-.*|[a-z_]+=.*", re.S)
 
 REMOVED_ARGUMENTS = {
     ("EvaluateArguments", "wandb"): "take the scores from --json, or from diffllm report",
-    ("StudyRunArguments", "probe"): "name ended runs for the speed: pilot=DIR",
+    ("StudyRunArguments", "probe"): "name finished runs for the speed: pilot=DIR",
 }
-"""What to do instead of an argument that a command had, by class and name."""
+"""Replacement for each removed argument, by class and name."""
 
 
 def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
@@ -32,9 +32,9 @@ def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
 
     Args:
         text: a line of --help.
-        metadata: bounds of `core.bounds`; `path`, a path that `parse` expands and checks; `flag`,
-            --name and --name VALUE are spellings too; `words`, the list takes the words that are
-            no option of the command ("plain"), or all that are none of its keys ("overrides").
+        metadata: bounds of `core.bounds`; `path`: `parse` expands and checks the value as a path;
+            `flag`: also accept --name and --name VALUE; `words`: the list collects all words that
+            are not options of the command ("plain"), or all other words ("overrides").
     """
     metadata["help"] = text
     if default == []:
@@ -47,22 +47,22 @@ def flag(text: str) -> Any:
 
 
 def plugins_argument() -> Any:
-    return argument("[module,...] that register what a run was made with, or metrics", "")
+    return argument("[module,...] with the variants, data sources or metrics of a run", "")
 
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """Arguments of every command that opens a run."""
+    """Shared arguments of all commands that open a run."""
 
     run: str = argument("run directory", path=True)
     plugins: str = plugins_argument()
 
 
 def parse(cls: type[T], argv: list[str], what: str) -> T:
-    """Make an instance of the dataclass `cls` from the words of a command, values verbatim.
+    """Parse the words of a command into the dataclass `cls`; text values are taken verbatim.
 
-    Fields are str, int, float or bool, or one of them or None, or list[str], whose key may come
-    several times. `--help` prints `what`, then the fields, and exits. Raises ConfigError.
+    Fields are str, int, float or bool, each optionally with None, or list[str], whose key may be
+    repeated. `--help` prints `what`, then the fields, and exits. Raises ConfigError.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
@@ -83,7 +83,7 @@ def parse(cls: type[T], argv: list[str], what: str) -> T:
     for name, text in split_words(argv, known):
         try:
             text.encode()
-        except UnicodeEncodeError:  # bytes that the shell handed over undecoded
+        except UnicodeEncodeError:  # Python keeps undecodable bytes as surrogates
             raise ConfigError(f"{name}= is not valid UTF-8") from None
         key, kind = known[name].name, known[name].type
         if known[name].metadata.get("path") and text:
@@ -108,7 +108,7 @@ def required(f: "Field[Any]") -> bool:
 
 
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
-    """Iterate over (key, value) of the words; raises ConfigError for a word that is neither."""
+    """Split the words into pairs (key, value); raises ConfigError for an unknown word."""
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"
     words = iter(argv)
@@ -133,7 +133,7 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
 
 
 def write_out(out: str | Path, content: str | bytes) -> None:
-    """Write the file of the argument `out`; raises ConfigError."""
+    """Write the file that the argument `out` names; raises ConfigError."""
     try:
         replace_file(Path(out), content)
     except OSError as error:

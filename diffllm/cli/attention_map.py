@@ -1,4 +1,4 @@
-"""diffllm attention-map run=<dir> prompt="...": what the heads of a trained run attend to."""
+"""diffllm attention-map run=<dir> prompt="...": draw the attention of a trained run's heads."""
 
 import hashlib
 import re
@@ -18,19 +18,19 @@ from diffllm.evaluation.maps import LayerMaps, draw, layer_maps, visible
 from diffllm.model.stats import entropy, negative_share
 
 MOST_TOKENS = 256
-"""Maximum; labels and cells of more would be too small to read."""
+"""Maximum tokens of a prompt; labels and cells of more tokens would be too small to read."""
 FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass
 class AttentionMapArguments(RunArguments):
     prompt: str = argument("text to read, taken verbatim")
-    layer: str = argument("from 0; -1 is the last; all: a figure a layer", "-1")
-    head: str = argument("from 0, or all", "all")
-    step: int | None = argument("checkpoint; 0 or none: the newest", None)
+    layer: str = argument("index from 0; -1: the last layer; all: one figure per layer", "-1")
+    head: str = argument("index from 0, or all", "all")
+    step: int | None = argument("step of the checkpoint; 0 or not given: the newest", None)
     out: str = argument(
-        "figure, .png, .pdf or .svg; with layer=all its name gets the layer's number; empty: in "
-        "the run directory, under a name of its own for each prompt",
+        "figure file: .png, .pdf or .svg; layer=all adds the layer number to the name; empty: in "
+        "the run directory, with a different name for each prompt",
         "",
         path=True,
     )
@@ -45,13 +45,13 @@ def attention_map_command(argv: list[str]) -> None:
     tokens = tokenizer.encode(args.prompt)
     most = min(cfg.model.seq_len, MOST_TOKENS)
     if not 0 < len(tokens) <= most:
-        raise ConfigError(f"prompt has {len(tokens)} tokens, not 1 to {most}")
+        raise ConfigError(f"prompt has {len(tokens)} tokens; allowed: 1 to {most}")
     if args.out and Path(args.out).suffix.lower() not in FORMATS:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
     if not all(m.isfinite().all() for shown in maps for m in shown.maps.values()):
-        raise CheckpointError(f"{run} gives attention weights that are not finite")
+        raise CheckpointError(f"{run}: the attention weights are not finite")
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     for layer, shown in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)
@@ -69,17 +69,17 @@ def attention_map_command(argv: list[str]) -> None:
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
-    """Return one index, counted from 0, or all; raises ConfigError beyond `lowest` and `count`."""
+    """Parse one index from `lowest` to `count` - 1, or "all"; raises ConfigError."""
     if text == "all":
         return list(range(count))
     if not text.removeprefix("-").isdecimal() or not lowest <= int(text) < count:
-        last = " (-1: the last)" * (lowest < 0)
-        raise ConfigError(f"{key}={text}: this run has {key}s 0 to {count - 1}{last}, or all")
+        last = ", -1 for the last" * (lowest < 0)
+        raise ConfigError(f"{key}={text} must be 0 to {count - 1}{last}, or all")
     return [int(text) % count]
 
 
 def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -> Path:
-    """Return the file of a layer's figure; a given step appears in it as the number loaded."""
+    """Return the file of a layer's figure; the name has the loaded step if a step was given."""
     if args.out:
         out = Path(args.out)
         each = f"{out.stem}-layer{layer:02d}{out.suffix}"
@@ -88,7 +88,7 @@ def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -
     at = "" if args.step is None else f"-step{step}"
     words = re.sub(r"[^A-Za-z0-9]+", "-", args.prompt).strip("-")[:24].strip("-")
     digest = hashlib.sha256(args.prompt.encode(errors="surrogatepass")).hexdigest()[:6]
-    prompt = "-".join(filter(None, [words, digest]))  # prompts with equal words differ in it
+    prompt = "-".join(filter(None, [words, digest]))  # unique for each prompt
     return run / f"attention-map-layer{layer:02d}{head}{at}-{prompt}.png"
 
 
@@ -97,7 +97,7 @@ def heads_text(shown: LayerMaps, heads: list[int]) -> str:
     columns: dict[str, torch.Tensor] = {}
     for name, values in shown.by_query.items():
         columns |= {f"{name} mean": values.mean(-1), "min": values.amin(-1), "max": values.amax(-1)}
-    # of the queries that could look elsewhere; a single token has none
+    # Skip the first query, which sees only the first token. A single token gives NaN.
     columns["on first token"] = shown.effective[..., 1:, 0].mean(-1)
     columns["negative share"] = negative_share(shown.effective).mean(-1)
     columns[f"entropy of {first}"] = entropy(shown.maps[first]).mean(-1)
@@ -108,6 +108,6 @@ def heads_text(shown: LayerMaps, heads: list[int]) -> str:
     table = str(Table.of(["head", *columns], rows, left=())).replace("nan", "  -")
     return (
         f"{table}\n"
-        "Means over queries: on first token is weight; negative share is of the sum of |weights|; "
-        "entropy is in nats, ln n for equal weights on n keys."
+        "Means over queries. on first token: weight on that token; negative share: of the sum of "
+        "|weights|; entropy: in nats, ln n for equal weights on n keys."
     )

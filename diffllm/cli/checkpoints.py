@@ -1,6 +1,6 @@
-"""diffllm checkpoints run=<dir> [key=value ...] [--json]: the checkpoints of a run, oldest first.
+"""diffllm checkpoints run=<dir> [key=value ...] [--json]: list the checkpoints, oldest first.
 
-Each file is compared with the manifest; exit code 1 if one is damaged.
+Compare all files with the manifests; exit with code 1 if a checkpoint is damaged.
 
 diffllm checkpoints run=outputs/mine verify=false --json
 """
@@ -21,7 +21,7 @@ from diffllm.metrics.display import duration
 
 @dataclass
 class CheckpointsArguments(RunArguments):
-    verify: bool = argument("read all files; false: sizes only", True)
+    verify: bool = argument("read all files; false: compare only sizes", True)
     json: bool = flag("a JSON list instead of a table")
 
 
@@ -29,12 +29,12 @@ def checkpoints_command(argv: list[str]) -> int:
     args = parse(CheckpointsArguments, argv, __doc__)
     directory = Path(args.run) / "checkpoints"
     if not directory.is_dir():
-        from diffllm.config.saved import no_run  # and with it Hydra
+        from diffllm.config.saved import no_run  # imports Hydra, which is slow
 
         raise CheckpointError(no_run(Path(args.run), "checkpoints/"))
     listed = []
     for path in list_checkpoints(directory) + list_incomplete(directory):
-        with suppress(FileNotFoundError):  # a run deletes old ones, and renames the one it wrote
+        with suppress(FileNotFoundError):  # a running process may delete or rename it
             listed.append(checkpoint_facts(path, args.verify))
     if args.json:
         echo_json(listed)
@@ -44,14 +44,14 @@ def checkpoints_command(argv: list[str]) -> int:
 
 
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
-    """Collect a checkpoint's facts; raises FileNotFoundError if it is gone."""
+    """Return facts of a checkpoint; raises FileNotFoundError if the checkpoint was deleted."""
     incomplete = path.name.startswith(".")
     problems = [] if incomplete else faults(path, checksums)
     ranks = None
     if not incomplete and not problems:
-        with suppress(CheckpointError):  # it was whole a moment ago, and is being deleted
+        with suppress(CheckpointError):  # the run may just have deleted the files
             ranks = read_state(path)["ranks"]
-    written = path.lstat().st_mtime  # first: one that is gone by now is not damaged
+    written = path.lstat().st_mtime  # raises if the run has deleted the checkpoint
     try:
         size = sum(file.lstat().st_size for file in path.iterdir())
     except FileNotFoundError:
@@ -75,8 +75,8 @@ def table_of(listed: list[dict[str, Any]]) -> Table:
     for one in listed:
         words = {
             "damaged": f"damaged: {'; '.join(one['problems'])}",
-            "incomplete": "incomplete: being written, or cut short",
-            "good": "good" if one["checksums"] else "good by size, checksums not read",
+            "incomplete": "incomplete: being written, or interrupted",
+            "good": "good" if one["checksums"] else "good by size, checksums not compared",
         }
         size, when = f"{one['bytes'] / 1e6:,.1f}", time.localtime(one["written"])
         age = duration(max(0, time.time() - one["written"]))

@@ -1,4 +1,4 @@
-"""A checkpoint in other formats: `diffllm consolidate`, `diffllm export` and `diffllm import`."""
+"""Convert checkpoints: `diffllm consolidate`, `diffllm export` and `diffllm import`."""
 
 import re
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ from diffllm.core.printing import echo
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
 
 CONSOLIDATE = """\
-diffllm consolidate run=<dir> [key=value ...]: a checkpoint's parameters as safetensors.
+diffllm consolidate run=<dir> [key=value ...]: write a checkpoint's parameters as safetensors.
 
-Writes model.safetensors, next to the config.yaml and tokenizer.model of the run; beyond
-max_shard_size several files and model.safetensors.index.json, as Hugging Face libraries do.
+Writes model.safetensors, config.yaml and tokenizer.model. Above max_shard_size, writes several
+files and model.safetensors.index.json, like Hugging Face libraries.
 
 diffllm consolidate run=outputs/mine step=2000 out=exported dtype=bf16
 
@@ -37,60 +37,60 @@ To load it again:
   model = diffllm.build_model(cfg.model)
   model.load_state_dict(safetensors.torch.load_file("exported/model.safetensors"))"""
 EXPORT = """\
-diffllm export run=<dir> out=<dir> [key=value ...]: a checkpoint as transformers opens it.
+diffllm export run=<dir> out=<dir> [key=value ...]: write a checkpoint for transformers.
 
-Softmax attention becomes Llama, or Qwen3 with QK-norm, Qwen3Moe where a mixture fits its rules;
-DIFF V1 becomes DiffLlama. Everything else comes with a modelling file of ours in the directory, for
-trust_remote_code=True. Beside safetensors there are a fast tokenizer and a model card.
+Softmax attention becomes Llama, Qwen3 (with QK-norm) or Qwen3Moe (a mixture that follows the rules
+of Qwen3Moe). DIFF V1 becomes DiffLlama. All other models get a diffllm modelling file, which needs
+trust_remote_code=True. The directory also contains a fast tokenizer and a model card.
 
 diffllm export run=outputs/mine step=2000 out=mine-hf dtype=bf16"""
 IMPORT = """\
-diffllm import hf=<dir or owner/name> out=<dir> [key=value ...]: a model from elsewhere as a run.
+diffllm import hf=<dir or owner/name> out=<dir> [key=value ...]: make a run from another model.
 
-Llama, Qwen3, Qwen3Moe, DiffLlama and our own exports come in as they are, from safetensors; a run
-of ours may be named too. No code of the model's is run, and no pickle read.
+Llama, Qwen3, Qwen3Moe, DiffLlama and diffllm exports are imported unchanged, from safetensors.
+hf= may also name a run. Code and pickle files of the model are never used.
 
-attention=diff_v2 converts softmax attention to DIFF V2 with the same function; perturb=0.01 adds
-noise of 1% of the weights to second queries. attention=standard converts DIFF V2 with a constant
-lambda to softmax attention.
+attention=diff_v2 converts softmax attention to DIFF V2 without a change of the model's function;
+perturb=0.01 adds noise of 1% of the weights to second queries. attention=standard converts DIFF V2
+with a constant lambda to softmax attention.
 
 diffllm import hf=Qwen/Qwen3-0.6B@main out=outputs/qwen3
 diffllm import hf=my-llama out=outputs/llama-v2 attention=diff_v2
 python train.py resume=weights:outputs/llama-v2 data.paths=[a.parquet] seq_len=2048 optim.lr=1e-5"""
 PARAMETERS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 LARGEST_FILE = 2**30
-"""Limit in bytes of what is copied beside the parameters."""
+"""Limit in bytes of a file that is copied next to the parameters."""
 
 
 @dataclass(kw_only=True)
 class FormatArguments(RunArguments):
-    step: int = argument("checkpoint; 0 is the newest whole one", 0)
+    step: int = argument("step of the checkpoint; 0: the newest complete checkpoint", 0)
     dtype: str = argument("float32 or bf16", "float32")
-    max_shard_size: str = argument("of a file, as in 500MB or 5GB", "5GB")
+    max_shard_size: str = argument("maximum size of a file, such as 500MB or 5GB", "5GB")
 
 
 @dataclass
 class ConsolidateArguments(FormatArguments):
-    out: str = argument("directory; empty: in the run", "", path=True)
-    overwrite: bool = argument("replace files that are there", False)
+    out: str = argument("directory; empty: in the run directory", "", path=True)
+    overwrite: bool = argument("replace existing files", False)
 
 
 @dataclass
 class ExportArguments(FormatArguments):
     out: str = argument("new directory", path=True)
-    format: str = argument("hf: of the transformers library", "hf")
-    own: bool = argument("our own modelling file even where another fits", False)
+    format: str = argument("hf: format of the transformers library", "hf")
+    own: bool = argument("use the diffllm modelling file even if another fits", False)
 
 
 @dataclass
 class ImportArguments:
-    hf: str = argument("directory of transformers, a run, or owner/name[@revision]", path=True)
+    hf: str = argument("transformers directory, run, or owner/name[@revision]", path=True)
     out: str = argument("new run directory", path=True)
-    attention: str | None = argument("convert: diff_v2, or standard from DIFF V2", None)
+    attention: str | None = argument("convert to diff_v2, or from DIFF V2 to standard", None)
     perturb: float = argument(
-        "noise on second queries, over the weights' size", 0.0, least=0, most=1
+        "noise on second queries, relative to the weights", 0.0, least=0, most=1
     )
-    seed: int = argument("of that noise", 0)
+    seed: int = argument("seed of the noise", 0)
     plugins: str = plugins_argument()
 
 
@@ -103,7 +103,7 @@ def consolidate_command(argv: list[str]) -> None:
 
 
 def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> None:
-    """Write and print the files; raises CheckpointError if one is missing or is a link."""
+    """Write the files and print the paths; raises CheckpointError for a missing file or a link."""
     step = step_of(checkpoint)
     directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
     beside: dict[str, bytes] = {}
@@ -115,7 +115,7 @@ def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpo
     earlier = [file for file in directory.glob("*") if PARAMETERS.fullmatch(file.name)]
     there = [*earlier, *(directory / name for name in beside if (directory / name).exists())]
     if there and not args.overwrite:
-        raise ConfigError(f"{there[0]} is there already; overwrite=true replaces it")
+        raise ConfigError(f"{there[0]} already exists; overwrite=true replaces it")
     tensors = tensors_of(cfg.model, checkpoint, DTYPES[args.dtype])
     made = not directory.exists()
     try:
@@ -134,7 +134,7 @@ def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpo
             sync(directory)
     finally:
         if made:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # the directory is not empty
                 directory.rmdir()
     echo(f"step {step}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
     echo("\n".join(map(str, written)))
@@ -170,4 +170,4 @@ def import_command(argv: list[str]) -> None:
     size = f"{totals(origin.model)['params'] / 1e6:,.2f}M parameters"
     echo(f"{origin.name}: {size}, {origin.attention}: {out}")
     weights = printed_override("resume", f"weights:{out}")
-    echo(f"python train.py {weights} data.paths=[...] continues from it")
+    echo(f"python train.py {weights} data.paths=[...] trains with these weights")

@@ -1,6 +1,6 @@
 """diffllm count [overrides as for train.py] [--compare VARIANT,VARIANT,...] [--json]
 
-What a model costs, without building it.
+Count parameters, training FLOPs and KV cache of a model without allocating tensors.
 
 diffllm count model=dense_7b attention=diff_v2
 diffllm count --compare standard,gated,diff_v1,diff_v2 model=dense_7b model.match_params_to=diff_v2
@@ -21,17 +21,17 @@ from diffllm.model import without_storage
 from diffllm.model.stats import ATTENTION_COMPONENTS, OTHER_COMPONENTS, component_of, group_of
 
 Counts = dict[str, dict[str, Any]]
-"""Variant to what `count` gives; the first is what the others are compared with."""
+"""Variant to result of `count`; the first variant is the reference of the comparison."""
 Row = tuple[str, ...]
 
 
 @dataclass
 class CountArguments:
     compare: list[str] = argument(
-        "VARIANT,VARIANT,...: a column per variant, changes against the first", [], flag=True
+        "VARIANT,VARIANT,...: one column per variant, with changes from the first", [], flag=True
     )
     json: bool = flag("the counts as JSON; with --compare, a mapping from variant to counts")
-    overrides: list[str] = argument("of the config", [], words="overrides")
+    overrides: list[str] = argument("overrides of the config", [], words="overrides")
 
 
 def config_of_variant(name: str, overrides: list[str]) -> TrainConfig:
@@ -58,11 +58,11 @@ def count_command(argv: list[str]) -> None:
 
 
 def compared(lists: list[str], overrides: list[str]) -> list[str]:
-    """Return the variants that the values of `--compare` name; raises ConfigError."""
+    """Parse the variants in the values of `--compare`; raises ConfigError."""
     text = " --compare ".join(lists)
     names = text.split(",")
     if len(lists) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
-        raise ConfigError(f"--compare={text} needs several variants, as in standard,diff_v2")
+        raise ConfigError(f"--compare={text} needs several variants, such as standard,diff_v2")
     for name in names:
         check_choice(f"--compare: {name}", name, variants())
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
@@ -72,8 +72,8 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Count parameters, training FLOPs per token over stated visible keys or whole sequences, and
-    KV-cache bytes per token in bf16."""
+    """Count parameters, training FLOPs per token (over stated visible keys or whole sequences) and
+    bytes of the bf16 KV cache per token."""
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
     by_component: Counter[str] = Counter()
@@ -99,7 +99,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Return the visible keys that FLOPs are computed from, if documents are masked."""
+    """Describe the visible keys used for FLOPs of masked documents; "" without masks."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:
@@ -110,7 +110,7 @@ def keys_text(cfg: TrainConfig) -> str:
 
 def print_counts(title: str, counts: Counts) -> None:
     first, *others = counts
-    changes = f"; changes are against {first}" if others else ""
+    changes = f"; changes are relative to {first}" if others else ""
     echo(f"{title}\nparameters, training FLOPs, bf16 KV cache{changes}")
     if matched := counts[first]["matched"]:
         by = matched["by"]
@@ -156,8 +156,8 @@ def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
         totals,
         [
             quantity(width, width),
-            row("MFLOPs a token", [each["flops_per_token"] / 1e6 for each in columns], ",.1f"),
-            quantity("KV bytes a token", "kv_cache_bytes_per_token"),
+            row("MFLOPs per token", [each["flops_per_token"] / 1e6 for each in columns], ",.1f"),
+            quantity("KV bytes per token", "kv_cache_bytes_per_token"),
         ],
     ]
 

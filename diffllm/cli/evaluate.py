@@ -1,11 +1,11 @@
 """diffllm evaluate run=<run or sweep> [key=value ...]: tasks and measures on checkpoints.
 
-The suite claims has retrieval and in-context tasks for the tokenizer and length of a run: needle,
-mqar, icl. The model chooses among candidates by likelihood. The suite checkpoint measures held-out
-data: position (loss by position, distance and repetition), outliers, quantise (loss with 8, 6 and
-4 bits). The suite attention_mass measures the attention to the text that contains the answer.
-Results are kept in <run>/evaluation/ and reused. For a sweep, the command also prints tables of
-means over seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
+The suite claims contains the retrieval and in-context tasks needle, mqar and icl. The model chooses
+among candidates by likelihood. The suite checkpoint measures held-out data: position (loss by
+position, distance and repetition), outliers, and quantise (loss with 8, 6 and 4 bits). The suite
+attention_mass measures the attention to the text that contains the answer. Results are stored in
+<run>/evaluation/ and reused. For a sweep, the command also prints tables of means over seeds and
+gaps to the baseline. Tasks that are too long for a run are skipped.
 
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json
@@ -39,14 +39,14 @@ from diffllm.metrics.records import read_record
 
 @dataclass
 class EvaluateArguments:
-    run: str = argument("run directory, or that of a sweep", path=True)
-    step: int = argument("checkpoint; 0 is the newest whole one", 0)
-    every: bool = argument("true: every checkpoint, for scores at equal loss", False)
+    run: str = argument("directory of a run or of a sweep", path=True)
+    step: int = argument("step of the checkpoint; 0: the newest complete checkpoint", 0)
+    every: bool = argument("true: all checkpoints, for scores at equal loss", False)
     suite: str = argument(f"one of {', '.join(SUITES)}", "claims")
-    tasks: str = argument("[a,b]: these alone; or .jsonl or .ndjson files of examples", "")
-    level: str = argument("{key: value or list}: of the one task in tasks", "")
-    limit: int | None = argument("most examples, or documents", None, least=1)
-    seed: int = argument("of the examples", 0)
+    tasks: str = argument("[a,b]: only these tasks; or .jsonl or .ndjson files of examples", "")
+    level: str = argument("{key: value or list}: difficulty of the single task in tasks", "")
+    limit: int | None = argument("maximum examples or documents", None, least=1)
+    seed: int = argument("seed of the examples", 0)
     json: bool = flag("JSON instead of tables")
     plugins: str = plugins_argument()
 
@@ -56,7 +56,7 @@ def evaluate_command(argv: list[str]) -> None:
         raise ConfigError("suite=lm_eval was removed: use diffllm export, then lm_eval --model hf")
     args = parse(EvaluateArguments, argv, __doc__)
     if args.every and args.step:
-        raise ConfigError(f"step={args.step} is one checkpoint, and every=true all")
+        raise ConfigError(f"step={args.step} selects one checkpoint, every=true all; drop one")
     names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
     root = Path(args.run)
     sweep = sorted(file.parent for file in root.glob("*/config.yaml"))
@@ -115,7 +115,7 @@ def without_empty(table: Table) -> Table:
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
-    """Print scores and gaps by variant, or by another row of the report, as a table per unit."""
+    """Print one table per unit: scores and gaps for each row of the report, such as a variant."""
     from diffllm.compare.report.comparison import read
 
     comparison, _ = read(runs, step=step)

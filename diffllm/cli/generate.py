@@ -14,11 +14,11 @@ from diffllm.model.generate import generate
 @dataclass
 class GenerateArguments(RunArguments):
     prompt: list[str] = argument("text to continue, taken verbatim; repeatable")
-    max_new_tokens: int = argument("tokens to add at most", 128, least=1)
-    temperature: float = argument("0 takes the likeliest token", 0.8, least=0, most=1e6)
-    top_p: float = argument("nucleus to sample from", 0.95, above=0, most=1)
-    seed: int = argument("of the sampling", 0, least=-(2**63), most=2**63 - 1)
-    step: int = argument("checkpoint; 0 is the newest whole one", 0, least=0)
+    max_new_tokens: int = argument("maximum tokens to add", 128, least=1)
+    temperature: float = argument("0: always the most likely token", 0.8, least=0, most=1e6)
+    top_p: float = argument("probability mass of nucleus sampling", 0.95, above=0, most=1)
+    seed: int = argument("seed of the sampling", 0, least=-(2**63), most=2**63 - 1)
+    step: int = argument("step of the checkpoint; 0: the newest complete checkpoint", 0, least=0)
 
 
 def generate_command(argv: list[str]) -> None:
@@ -28,7 +28,7 @@ def generate_command(argv: list[str]) -> None:
     prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:
-        raise ConfigError(f"prompt has {longest} tokens; the model reads {model.cfg.seq_len}")
+        raise ConfigError(f"prompt has {longest} tokens; it must be below {model.cfg.seq_len}")
     texts = generate(
         model.to(device),
         prompts,

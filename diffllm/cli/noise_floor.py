@@ -1,7 +1,7 @@
-"""diffllm noise-floor [key=value ...]: a signal among noisy logits, one map against two.
+"""diffllm noise-floor [key=value ...]: signal-to-noise ratio of attention with one or two maps.
 
-A caricature of differential attention (arXiv 2410.05258): one query sees n keys. Key s is the
-signal; the other keys i carry noise x_i, e_i ~ N(0, 1), all independent. The logits are
+A simplified model of differential attention (arXiv 2410.05258): one query sees n keys. Key s is the
+signal; all other keys i have noise x_i, e_i ~ N(0, 1), all independent. The logits are
 
     map 1:   a       at s,   sigma x_i                                elsewhere
     map 2:   0       at s,   sigma (rho x_i + sqrt(1 - rho^2) e_i)    elsewhere
@@ -33,30 +33,30 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.printing import Table, echo, echo_json
 
 WHAT = """\
-diffllm noise-floor [key=value ...]: signal-to-noise ratio of one query's attention, standard
-against differential, over the number of keys, lambda and the noise's amplitude"""
+diffllm noise-floor [key=value ...]: signal-to-noise ratio of one query's attention, standard and
+differential, as a function of the number of keys, lambda and the amplitude of the noise"""
 Array = np.ndarray
 Points = Sequence[tuple[int, float]]
-"""Pairs of a number of keys and an amplitude."""
+"""Pairs (number of keys, amplitude)."""
 CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAMBDAS = np.linspace(0, 1, 101)
 LARGEST_AMPLITUDE = 20.0
 AXES = {"keys": range(8), "lambda": range(0, 101, 10), "amplitude": range(3, 40, 4)}
-"""The sweeps, and the points of each that its table shows."""
+"""Sweeps, and the indices of the points in the printed table of each sweep."""
 
 
 @dataclass
 class NoiseFloorArguments:
-    keys: int = argument("keys where lambda or amplitude varies", 8192, least=2, most=CONTEXTS[-1])
-    lambda_: float = argument("share of map 2 that is subtracted", 0.8, least=0, most=1)
+    keys: int = argument("keys in sweeps of lambda and amplitude", 8192, least=2, most=CONTEXTS[-1])
+    lambda_: float = argument("subtracted share of map 2", 0.8, least=0, most=1)
     amplitude: float = argument(
-        "noise's standard deviation, in logits", 1.0, least=0, most=LARGEST_AMPLITUDE
+        "standard deviation of the noise, in logits", 1.0, least=0, most=LARGEST_AMPLITUDE
     )
-    signal: float = argument("signal's advantage in map 1, in logits", 6.0, least=0, most=100)
-    correlation: float = argument("of the two maps' noise", 0.9, least=-1, most=1)
-    threshold: float = argument("SNR from which a map is usable", 1.0, above=0, below=np.inf)
+    signal: float = argument("advantage of the signal in map 1, in logits", 6.0, least=0, most=100)
+    correlation: float = argument("correlation of the noise of both maps", 0.9, least=-1, most=1)
+    threshold: float = argument("smallest SNR of a usable map", 1.0, above=0, below=np.inf)
     draws: int = argument("random draws of the noise", 32, least=2, most=1000)
-    seed: int = argument("of the noise", 0, least=0)
+    seed: int = argument("seed of the noise", 0, least=0)
     out: str = argument("figure to write, a PNG", "noise-floor.png", path=True)
     json: bool = flag("JSON instead of tables")
 
@@ -73,8 +73,8 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
 
 
 def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
-    """Return `reduce_maps` at all points, (5, points, draws). Points share their draws, so that
-    curves are smooth."""
+    """Return `reduce_maps` at all points, (5, points, draws). All points share the random draws,
+    which makes curves smooth."""
     maps = np.empty((5, len(points), cfg.draws))
     most = max(keys for keys, _ in points) - 1
     for draw in range(cfg.draws):
@@ -87,7 +87,7 @@ def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> A
 
 
 def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
-    """Return the weight on the signal and the SNR; `lam` broadcasts against one field of maps."""
+    """Return the weight on the signal and the SNR; `lam` broadcasts against one row of maps."""
     p_s, q_s, m, r2, q2 = maps
     weight = p_s - lam * q_s
     return weight, weight / np.sqrt(r2 + q2 * (lam - m) ** 2)
@@ -109,8 +109,8 @@ def best_lambda(maps: Array) -> Array:
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
-    """Return the amplitude at which the mean SNR falls below the threshold, within 1e-4: with the
-    best lambda of each amplitude, or of standard attention. None beyond LARGEST_AMPLITUDE."""
+    """Return the amplitude, within 1e-4, at which the mean SNR falls below the threshold, with the
+    best lambda per amplitude or for standard attention; None above LARGEST_AMPLITUDE."""
 
     def surplus(amplitude: float) -> float:
         maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)
@@ -177,7 +177,7 @@ def draw_figure(result: dict[str, Any]) -> Any:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Return a table of SNRs for each sweep, and the best lambdas and usable amplitudes."""
+    """Format one table of SNRs per sweep, the best lambdas and the usable amplitudes."""
     lines = [", ".join(f"{name} {value}" for name, value in result["settings"].items())]
     for axis, places in AXES.items():
         at, curves = result[f"by_{axis}"].values()
@@ -191,7 +191,7 @@ def tables(result: dict[str, Any]) -> str:
         highest = result["by_lambda"]["curves"][name]["snr"].max()
         lines += ["", f"best lambda, {name}: {value:.2f}, SNR {short(highest)}"]
     for name, amplitude in result["usable_amplitude"].items():
-        reach = f"beyond {LARGEST_AMPLITUDE:g}" if amplitude is None else f"{amplitude:.2f}"
+        reach = f"above {LARGEST_AMPLITUDE:g}" if amplitude is None else f"{amplitude:.2f}"
         lines.append(f"largest usable amplitude, {name}: {reach}")
     return "\n".join(lines)
 

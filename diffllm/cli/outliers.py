@@ -1,4 +1,4 @@
-"""diffllm outliers run=<dir>: outliers and sinks of a checkpoint over fixed held-out tokens."""
+"""diffllm outliers run=<dir>: measure outliers and attention sinks of a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,13 @@ from diffllm.evaluation.load import TOKENS, decoder, first_sequences, sequences_
 from diffllm.evaluation.outliers import TOP, measure_outliers
 
 WHAT = """\
-diffllm outliers run=<dir> [key=value ...]: outliers and sinks, layer by layer
+diffllm outliers run=<dir> [key=value ...]: measure outliers and attention sinks per layer
 
-One pass in float32 over the first sequences of the run's held-out split, always the same. Of each
-layer's output (hidden states) and of the logits of each attention map, before its softmax: the
-largest magnitudes, their percentiles, the kurtosis. The weight on the first token that a query
-sees, map by map, signed, and its share of |weight|. The context's RMS, and over the values' RMS.
+Reads the first sequences of the run's held-out split once, in float32. The tables contain:
+- hidden states (layer outputs): largest magnitudes, percentiles of magnitudes, kurtosis
+- logits of each attention map before the softmax: the same statistics
+- first visible token of a query: signed weight in each map, and the share of |weight|
+- context: RMS, and RMS divided by the RMS of the values
 
 diffllm outliers run=outputs/mine step=400 tokens=65536 --json"""
 SIZES = {f"top-{k}": f"top_{k}" for k in TOP} | {
@@ -28,17 +29,17 @@ OF_SINKS = (
     "map", "weight", "of |weight|", "context RMS", "over values' RMS", "smallest", "largest"
 )  # fmt: skip
 READING = """\
-Top-k and percentiles are of |value|, percentiles within 0.1%; kurtosis is of all values together,
-3 for a normal law; "over channels" is that of a token, mean over tokens; the channel is that of
-top-1. Logits are q k / sqrt(d) of the keys that a query sees. Weights on the first token are means
-over heads, sequences and the queries that see more than themselves."""
+Top-k and percentiles: of |value|, percentiles within 0.1%. Kurtosis: of all values together, 3 for
+a normal distribution. Over channels: kurtosis of one token, mean over tokens. Channel: of top-1.
+Logits: q k / sqrt(d) for the visible keys of a query. Weights on the first token: means over heads,
+sequences, and queries that see two or more tokens."""
 
 
 @dataclass
 class OutliersArguments(RunArguments):
-    step: int = argument("checkpoint; 0 is the newest whole one", 0)
+    step: int = argument("step of the checkpoint; 0: the newest complete checkpoint", 0)
     tokens: int = argument(
-        "tokens to read, in whole sequences; all if there are less", TOKENS, least=1
+        "tokens to read, in whole sequences; at most the held-out split", TOKENS, least=1
     )
     json: bool = flag("a JSON object instead of tables")
 

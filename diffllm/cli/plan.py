@@ -1,7 +1,7 @@
 """diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
 
-Memory and communication are those of a training step on tensors without data, in a process group
-without processes; times follow from stated FLOP/s and bandwidths.
+Estimate memory, communication and time of a training run on a cluster. Memory and communication
+come from a simulated step without data or processes, time from stated FLOP/s and bandwidths.
 
 diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
     gpus=512 gpu=h200 tokens=1e12
@@ -23,12 +23,12 @@ STATE = ("parameters", "gradients", "optimizer")
 
 @dataclass
 class PlanArguments(Cluster):
-    json: bool = flag("everything as JSON, bytes and seconds")
-    overrides: list[str] = argument("of the config", [], words="overrides")
+    json: bool = flag("the plan as JSON, in bytes and seconds")
+    overrides: list[str] = argument("overrides of the config", [], words="overrides")
 
 
 def plan_command(argv: list[str]) -> None:
-    """Print each part of the plan when it is ready, or everything as JSON at the end."""
+    """Print each part of the plan when the part is ready, or the whole plan as JSON at the end."""
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
     if not args.json:
@@ -50,7 +50,7 @@ def plan_command(argv: list[str]) -> None:
 
 
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
-    """Return everything a plan says, in bytes, seconds and FLOPs."""
+    """Return all numbers of a plan, in bytes, seconds and FLOPs."""
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
     return {
@@ -117,27 +117,27 @@ def head_text(made: RunPlan) -> str:
         f"{cfg.run.choices['attention']} / {cfg.run.choices['model']}: "
         f"{made.n_params / 1e9:,.2f}B parameters, "
         f"{cluster.gpus:,} x {cluster.device.name}, {layout}\n"
-        f"{cfg.global_batch_size:,} x {cfg.seq_len:,} tokens a step, "
-        f"a rank {count} x {micro} sequences; numbers of rank {cluster.rank}"
+        f"{cfg.global_batch_size:,} x {cfg.seq_len:,} tokens per step, "
+        f"{count} x {micro} sequences per rank; numbers of rank {cluster.rank}"
     )
 
 
 def speed_text(made: RunPlan) -> str:
     rows = []
     for kind, ranks, near, calls, sent, seconds in made.flows:
-        over = "inside a node" if near == ranks else f"network, {near} a node"
+        over = "inside a node" if near == ranks else f"network, {near} per node"
         ms = f"{1e3 * seconds:,.1f}"
         rows.append([kind.value, f"{ranks:,}", over, f"{calls:,}", gib(sent), ms])
-    table = Table.of(["a rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
-    time = "time" if made.fits else "time, if it did fit"
+    table = Table.of(["per rank and step", "ranks", "over", "calls", "GiB sent", "ms"], rows)
+    time = "time" if made.fits else "time, if the memory were enough"
     return "\n  ".join([f"\ncommunication\n{table}\n\n{time}", *time_lines(made)])
 
 
 def print_assumptions(made: RunPlan) -> None:
-    echo("\nassumed, not measured; each key can be given")
+    echo("\nassumed, not measured; each key can be set")
     for key, value, why, given in made.assumptions:
         text = f"{value:.5g}" if isinstance(value, float) else str(value)
-        echo(f"  {f'{key}={text}':<28} {why}{' (given)' if given else ''}")
+        echo(f"  {f'{key}={text}':<28} {why}{' (set)' if given else ''}")
     echo("\nidealised")
     for what, how in idealised(made.cfg).items():
         echo(f"  {what:<28} {how}")
@@ -164,37 +164,37 @@ def memory_text(made: RunPlan) -> str:
         ["peak and reserve", *(gib(step.peak.total + made.reserve) for step in steps)],
         [f"of {made.cluster.device.name}", *[gib(made.memory)] * 2],
     ]
-    table = Table.of(["GiB a rank, activation_checkpointing=", *names], rows)
+    table = Table.of(["GiB per rank, activation_checkpointing=", *names], rows)
     return f"\nmemory\n{table}"
 
 
 def fit_text(made: RunPlan, change: RunPlan | None) -> str:
     free, device = made.free(made.step), made.cluster.device.name
     if free >= 0:
-        return f"\nfits {device}, {gib(free)} GiB are left"
+        return f"\nfits {device}, {gib(free)} GiB free"
     text = f"\ndoes not fit {device}: {gib(-free)} GiB too much"
     if change is None:
-        return f"{text}; nor with all changes that were tried"
+        return f"{text}; no tried change of the config fits either"
     used = change.step.peak.total + change.reserve
     return (
-        f"{text}\nnearest change: {' '.join(change.words)}, which takes {gib(used)} GiB, "
-        f"{change.step_seconds:.3g} s a step and reaches {change.tokens_per_s:,.0f} tokens a second"
+        f"{text}\nnearest change: {' '.join(change.words)}: {gib(used)} GiB, "
+        f"{change.step_seconds:.3g} s per step, {change.tokens_per_s:,.0f} tokens per second"
     )
 
 
 def time_lines(made: RunPlan) -> list[str]:
     cluster = made.cluster
     lines = [
-        f"{made.flops_per_step:.3g} FLOPs a step, {made.flops_per_token:.4g} a token",
-        f"{made.compute_seconds:.3g} s to compute a step at mfu={cluster.mfu:g}, "
+        f"{made.flops_per_step:.3g} FLOPs per step, {made.flops_per_token:.4g} per token",
+        f"{made.compute_seconds:.3g} s to compute a step with mfu={cluster.mfu:g}, "
         f"{made.communication_seconds:.3g} s to send",
     ]
     if made.mfu < cluster.mfu:
-        lines.append(f"sending decides: {made.step_seconds:.3g} s a step, an MFU of {made.mfu:.2f}")
-    lines.append(f"{made.tokens_per_s:,.0f} tokens a second")
+        lines.append(f"sending limits: {made.step_seconds:.3g} s per step, MFU {made.mfu:.2f}")
+    lines.append(f"{made.tokens_per_s:,.0f} tokens per second")
     if made.seconds and cluster.tokens:
         days, hours = made.seconds / DAY, made.seconds / 3600 * cluster.gpus
         lines.append(f"{days:,.1f} days and {hours:,.0f} GPU-hours for {cluster.tokens:.3g} tokens")
     else:
-        lines.append("tokens= gives days and GPU-hours")
+        lines.append("set tokens= for days and GPU-hours")
     return lines

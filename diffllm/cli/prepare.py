@@ -1,4 +1,4 @@
-"""diffllm prepare [overrides]: the tokenizer, tokens and packing that a run would make first."""
+"""diffllm prepare [overrides]: make the tokenizer, the token shards and the packing of a run."""
 
 from diffllm.config import load_config
 from diffllm.config.help import sections_text
@@ -11,7 +11,7 @@ from diffllm.data.shards import Split, thin_heldout
 USAGE = """\
 diffllm prepare [overrides as for train.py], e.g. data=files data.paths=[a.parquet]
 
-Below are the keys that it reads beside seq_len, for packing; `python train.py --help` has all."""
+Relevant keys: seq_len, for packing, and the keys below; `python train.py --help` lists all keys."""
 
 
 def prepare_command(argv: list[str]) -> None:
@@ -45,5 +45,5 @@ def counts_text(split: Split) -> str:
     if not split.bytes:
         return said
     asked = split.tokens * split.share_predicted
-    of_all = f", {split.share_predicted:.0%} of them to be predicted" * split.masked
-    return f"{said}{of_all}, {split.bytes / asked:.2f} bytes a token"
+    of_all = f", {split.share_predicted:.0%} of them targets" * split.masked
+    return f"{said}{of_all}, {split.bytes / asked:.2f} bytes per token"

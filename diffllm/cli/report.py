@@ -1,4 +1,4 @@
-"""`diffllm report`: runs side by side as a page and a table."""
+"""`diffllm report`: compare runs as a page and a table."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +7,13 @@ from diffllm.cli.arguments import argument, parse, plugins_argument
 from diffllm.core.printing import echo
 
 REPORT = """\
-diffllm report DIR... [key=value ...]: report.html and report.csv about runs
+diffllm report DIR... [key=value ...]: compare runs in report.html and report.csv
 
-DIR is a run, a sweep or another directory of runs, or a quoted glob of them. One row for every
-combination of swept keys: held-out loss with a 95% interval over seeds, and its gap to the
-baseline over the same seeds. Runs that differ in data, steps, tokenizer, batch, schedule, held-out
-evaluation, precision or model shape, or of which that is unknown, are told apart as groups, and no
-gap is measured between them.
+DIR is a run, a sweep, another directory of runs, or a quoted glob of such directories. The report
+has one row per combination of swept keys: held-out loss with a 95% interval over seeds, and its gap
+to the baseline over the same seeds. Runs form separate groups, without gaps between groups, if
+data, steps, tokenizer, batch, schedule, held-out evaluation, precision or model shape differs or is
+unknown.
 
 diffllm report outputs/sweep-20261120-195742
 diffllm report 'outputs/cmp*' baseline=gated out=reports"""
@@ -21,11 +21,11 @@ diffllm report 'outputs/cmp*' baseline=gated out=reports"""
 
 @dataclass
 class ReportArguments:
-    run: list[str] = argument("DIR, without run= too; several times", [], words="plain", path=True)
-    baseline: str = argument("variant to measure gaps from; standard if it is there", "")
-    out: str = argument("where the files go; else next to the named runs", "", path=True)
+    run: list[str] = argument("DIR, with or without run=; repeatable", [], words="plain", path=True)
+    baseline: str = argument("baseline variant of gaps; empty: standard if present", "")
+    out: str = argument("directory of the files; empty: next to the named runs", "", path=True)
     wandb: bool = argument(
-        "true: gaps over tokens as a wandb run too, if the runs have theirs", False
+        "true: also log gaps over tokens as a wandb run, if the runs used wandb", False
     )
     plugins: str = plugins_argument()
 

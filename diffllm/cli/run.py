@@ -1,4 +1,4 @@
-"""One run with its tasks and its report, for `diffllm train` and, from Python, `diffllm.train`."""
+"""Train one run with tasks and report, for `diffllm train` and for `diffllm.train` in Python."""
 
 import signal
 from pathlib import Path
@@ -13,7 +13,7 @@ from diffllm.training.run import Outcome, run
 
 
 def run_and_report(cfg: TrainConfig) -> Outcome:
-    """Run a config in every process of a launch; raises UserError as `run` does."""
+    """Run a config in every process of a launch; raises UserError like `run`."""
     return run(cfg, tasks_of(cfg), report_on if cfg.run.report else None)
 
 
@@ -25,33 +25,33 @@ def report_on(path: Path) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal, `number`, has ended training; what was trained is saved.
+    """The signal `number` has stopped training; the run has saved a checkpoint.
 
-    As Ctrl-C does elsewhere, it ends a notebook's cell and a loop over configs.
+    As a KeyboardInterrupt, this exception stops a notebook cell and a loop over configs.
     """
 
     def __init__(self, number: signal.Signals):
-        super().__init__(f"stopped by {number.name}; the same config continues the run")
+        super().__init__(f"stopped by {number.name}; the same config resumes the run")
         self.number = number
 
 
 def train(cfg: TrainConfig) -> dict[str, Any]:
-    """Run what `diffllm train` would run with this config, or continue it, in this process.
+    """Start or resume a run in this process, like `diffllm train` with the same config.
 
-    Under torchrun every rank calls it, and gets the same answer. In the main thread Ctrl-C, SIGTERM
-    and SIGUSR1 save first; in another one no signal is handled.
+    Under torchrun every rank must call this function; all ranks return the same summary. In the
+    main thread, Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint first. Other threads handle none.
 
     Returns:
         The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",
-        "diverged", "sample" and others; of a run that has ended already, too. A run that diverged
-        has None in place of a loss that is not finite.
+        "diverged", "sample" and others. A finished run returns the stored summary. After
+        divergence, None replaces losses that are not finite.
 
     Raises:
-        UserError: something outside the code is wrong, such as a config that cannot run.
-        Stopped: a signal came; a KeyboardInterrupt.
+        UserError: an error outside the code, such as an invalid config.
+        Stopped: a signal stopped training; a subclass of KeyboardInterrupt.
     """
     if not isinstance(cfg, TrainConfig):
-        raise ConfigError(f"train takes a config, which load_config returns, not {cfg!r}")
+        raise ConfigError(f"train needs a config from load_config, not {cfg!r}")
     outcome = run_and_report(checked(cfg))
     if outcome.summary is None:
         assert outcome.stopped

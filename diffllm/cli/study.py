@@ -1,4 +1,4 @@
-"""`diffllm study`: a claim, its runs and the rule that decides. `diffllm power`: its seeds."""
+"""`diffllm study` runs and judges a study; `diffllm power` estimates the number of seeds."""
 
 import math
 from collections.abc import Iterator
@@ -33,22 +33,22 @@ diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...
 diffllm study verdict STUDY.yaml out=DIR [--json]
 diffllm study verdict STUDY.yaml values=FILE [--json]
 
-A study is a YAML file: a claim, the arms that are compared, their seeds, and the rule that decides.
-docs/studies.md has its keys.
+A study is a YAML file with a claim, the compared arms, their seeds, and the decision rule.
+docs/studies.md lists the keys.
 
-run       makes all runs that have not ended, in DIR, and goes on where it was stopped
-verdict   shown, refuted, equivalent, underpowered, not comparable or exploratory, with numbers;
-          writes DIR/verdict.html, DIR/verdict.md and DIR/values.json; values=FILE reads such a
-          values.json instead of run directories, and writes nothing
---dry-run says what the runs cost, and checks all of them; hours follow from their FLOPs and the
-          speed of the study's runs that have ended, or else of those in pilot=DIR
---json    the verdict as JSON alone"""
+run       trains all unfinished runs in DIR; after an interruption, resumes
+verdict   prints shown, refuted, equivalent, underpowered, not comparable or exploratory, with
+          numbers; writes DIR/verdict.html, DIR/verdict.md and DIR/values.json; values=FILE reads
+          such a values.json instead of run directories, and writes no files
+--dry-run checks all runs and prints their cost; hours follow from FLOPs and the speed of finished
+          runs of the study, or else of the runs in pilot=DIR
+--json    prints only the verdict, as JSON"""
 POWER = """\
-diffllm power pilot=DIR... gap=NATS [key=value ...]: seeds, tokens and hours for a gap
+diffllm power pilot=DIR... gap=NATS [key=value ...]: estimate seeds, tokens and hours for a gap
 
-A pilot is runs that were made: a sweep, a directory of runs, or a quoted glob of them, with two
-seeds or more of an arm. The command estimates the standard deviation of their final held-out losses
-between seeds. From its upper 80% confidence limit, it computes the seeds per arm that find the gap.
+A pilot consists of finished runs: a sweep, a directory of runs, or a quoted glob, with two or more
+seeds of at least one arm. The command estimates the standard deviation of final held-out losses
+between seeds, and computes the seeds per arm that find the gap from the upper 80% confidence limit.
 
 diffllm power pilot=outputs/first gap=0.02
 diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
@@ -56,7 +56,7 @@ diffllm power pilot=outputs/first gap=0.02 power=0.9 comparisons=3 --json"""
 
 @dataclass
 class SharedStudyArguments:
-    study: list[str] = argument("STUDY.yaml, without study= too", [], words="plain")
+    study: list[str] = argument("STUDY.yaml, with or without study=", [], words="plain")
     out: str = argument("directory of the study's runs", "", path=True)
     plugins: str = plugins_argument()
 
@@ -64,29 +64,29 @@ class SharedStudyArguments:
 @dataclass
 class VerdictArguments(SharedStudyArguments):
     values: str = argument("values.json of a verdict, instead of out=", "", path=True)
-    json: bool = flag("the verdict as JSON alone")
+    json: bool = flag("only the verdict, as JSON")
 
 
 @dataclass
 class StudyRunArguments(SharedStudyArguments):
-    dry_run: bool = flag("check all runs and say what they cost")
-    pilot: list[str] = argument("ended runs that tell the speed", [], path=True)
+    dry_run: bool = flag("check all runs and print their cost")
+    pilot: list[str] = argument("finished runs, to estimate the speed", [], path=True)
 
 
 @dataclass
 class PowerArguments:
     pilot: list[str] = argument(
-        "runs, a sweep, or a quoted glob, without pilot= too; several times",
+        "runs, a sweep, or a quoted glob, with or without pilot=; repeatable",
         path=True,
         words="plain",
     )
-    gap: float = argument("true difference to be found, nats a token", above=0, below=math.inf)
+    gap: float = argument("true difference to find, nats per token", above=0, below=math.inf)
     alpha: float = argument(
         "probability of reporting a gap that does not exist", ALPHA, above=0, most=MOST_ALPHA
     )
-    power: float = argument("chance of finding the gap", 0.8, above=0, below=1)
-    sides: int = argument("1 where the gap's sign was said before", 2, least=1, most=2)
-    comparisons: int = argument("gaps of one family, for Holm's correction", 1, least=1)
+    power: float = argument("probability of finding the gap", 0.8, above=0, below=1)
+    sides: int = argument("1 if the sign of the gap is stated in advance", 2, least=1, most=2)
+    comparisons: int = argument("number of gaps in the family, for Holm's correction", 1, least=1)
     json: bool = flag("JSON instead of tables")
     plugins: str = plugins_argument()
 
@@ -103,7 +103,7 @@ def study_command(argv: list[str]) -> int:
         judge_study(study, place, bool(asked.values), asked.json)
         return 0
     if argv[:1] != ["run"]:
-        raise ConfigError(f"study {' '.join(argv[:1])}: choose from run, verdict; --help says more")
+        raise ConfigError(f"study {' '.join(argv[:1])}: choose from run, verdict; see --help")
     args = parse(StudyRunArguments, argv[1:], STUDY)
     launcher = [w for w in args.study if w.startswith(("hydra/launcher=", "hydra.launcher."))]
     files = [word for word in args.study if word not in launcher]
@@ -122,7 +122,7 @@ def study_command(argv: list[str]) -> int:
 def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
     if len(files) != 1:
         wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
-        raise ConfigError(f"{wrong}; give one, as in diffllm study run STUDY.yaml out=DIR")
+        raise ConfigError(f"{wrong}; write, for example, diffllm study run STUDY.yaml out=DIR")
     if not out:
         raise ConfigError("out=DIR is missing: the directory of the study's runs")
     return load_study(user_path(files[0], "STUDY")), Path(out)
@@ -138,16 +138,16 @@ def dry_run(study: Study, out: Path, pilot: list[Path]) -> None:
          compact(cost.flops), MISSING if cost.hours is None else f"{cost.hours:.2g}"]
         for cost in found
     ]  # fmt: skip
-    heads = ["stage", "arm", "runs", "ended", "tokens a run", "FLOPs a run", "hours to go"]
+    heads = ["stage", "arm", "runs", "ended", "tokens per run", "FLOPs per run", "hours left"]
     echo(f"{study.path}: {study.claim}\n\n{Table.of(heads, rows)}\n")
     runs, ended = sum(cost.runs for cost in found), sum(cost.ended for cost in found)
     tokens = sum((cost.runs - cost.ended) * cost.tokens for cost in found)
     flops = sum((cost.runs - cost.ended) * cost.flops for cost in found)
-    time = "a time that is not known: no run has ended here, and no pilot=DIR is given"
+    time = "unknown time: no run has finished here, set pilot=DIR for an estimate"
     if None not in (hours := [cost.hours for cost in found]):
         time = f"about {clock(3600 * sum(filter(None, hours)))} here, one run after another"
-    state = f"{runs} runs; {ended} have ended" if ended else f"{runs} runs"
-    echo(f"{state}. To go: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
+    state = f"{runs} runs; {ended} finished" if ended else f"{runs} runs"
+    echo(f"{state}. Left: {compact(tokens)} tokens, {compact(flops)} training FLOPs, {time}.")
     for note in design_notes(study):
         echo(f"note: {note}")
 
@@ -171,11 +171,11 @@ def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> 
 
 
 def power_command(argv: list[str]) -> None:
-    """Print the seeds, tokens and hours that a gap takes, as a table or as JSON."""
+    """Print the seeds, tokens and hours to find a gap, as a table or as JSON."""
     args = vars(parse(PowerArguments, argv, POWER))
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
-        raise ConfigError(f"power={power:g} must lie between alpha={alpha:g} and 1")
+        raise ConfigError(f"power={power:g} must be between alpha={alpha:g} and 1")
     found, pairs = power_numbers([Path(word) for word in args["pilot"]], goal)
     if args["json"]:
         echo_json(found)
@@ -186,24 +186,24 @@ def power_command(argv: list[str]) -> None:
 
 
 def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
-    """Yield subjects, and what the pilot says of seeds on each."""
+    """Yield pairs (subject, estimate about seeds from the pilot)."""
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
     said = f"{found['pilot']}: {runs} finished runs of {plural(len(arms), 'arm')}"
-    yield "pilot", f"{said}; {compact(found['tokens'])} tokens a run{seconds}"
+    yield "pilot", f"{said}; {compact(found['tokens'])} tokens per run{seconds}"
     interval = f"(95%: {fixed(found['sd_low'])} to {fixed(found['sd_high'])})"
     freedom = f"{found['df']} degrees of freedom"
-    yield "seeds", f"sd {fixed(found['sd'])} nats a token {interval}, {freedom}"
+    yield "seeds", f"sd {fixed(found['sd'])} nats per token {interval}, {freedom}"
     yield "", "by arm: " + ", ".join(f"{arm['arm']} {fixed(arm['sd'])}" for arm in arms)
     if pairs:
         r, n = pairs.correlation, pairs.seeds
-        said = f"correlation {r:+.2f}" if r is not None else "nothing varies"
+        said = f"correlation {r:+.2f}" if r is not None else "no variation"
         pays = f"pairing pays above {pairing_pays_above(n):.2f} with {n}"
         sd = fixed(pairs.differences.sd)
         yield "pairs", f"sd of differences {sd}, {said} over {n} seeds; {pays}"
     if found["diverged"]:
         share = f"{found['diverged']} of {runs} runs diverged"
-        yield "diverged", f"{share}: seeds below are of runs that end finite, start more"
+        yield "diverged", f"{share}: the seeds below exclude diverged runs, start more"
     yield from (("note", note) for note in found["notes"])
 
 
@@ -220,14 +220,14 @@ def print_needs(found: dict[str, Any]) -> None:
         cost = compact(each["total_tokens"]), short(each["hours"])
         power = (f"{each['power_by_seeds'][n]:.2f}" for n in SHOWN)
         rows.append([each["design"], *sds, asked, by_sd, *cost, *power])
-    heads = ["design", "sd", "upper", "seeds an arm", "by sd", "tokens in all", "hours in all"]
+    heads = ["design", "sd", "upper", "seeds per arm", "by sd", "total tokens", "total hours"]
     echo(
-        f"\na gap of {found['gap']:g} nats a token between two arms, found with power "
+        f"\na gap of {found['gap']:g} nats per token between two arms, found with power "
         f"{found['power']:g} at alpha {found['alpha']:g}, {sides}{family}\n"
         f"{Table.of([*heads, f'power with {SHOWN[0]}', *map(str, SHOWN[1:])], rows)}\n\n"
         f"upper: upper {100 * UPPER:g}% confidence limit of sd, used for seeds, tokens, hours and "
         "power. by sd: seeds computed from sd\n"
-        "hours: of the pilot's machine, one run after another\n"
+        "hours: on the pilot's machine, one run after another\n"
     )
     print_risks(found)
 

@@ -1,4 +1,4 @@
-"""diffllm train [overrides]: train a decoder, alone or under torchrun; -m for a sweep."""
+"""diffllm train [overrides]: train a decoder in one process or under torchrun; -m for a sweep."""
 
 import warnings
 from argparse import ArgumentParser
@@ -23,7 +23,7 @@ from diffllm.metrics.streams import result  # noqa: E402
 
 
 class Parser(ArgumentParser):
-    """The flags of `diffllm train` besides --config-dir; a wrong one raises ConfigError."""
+    """Flags of `diffllm train` except --config-dir; a wrong flag raises ConfigError."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)

@@ -1,1 +1,1 @@
-"""Runs against each other: sweeps, reports and studies."""
+"""Comparison of runs: sweeps, reports and studies."""

@@ -1,4 +1,4 @@
-"""From overrides to a typed config: Hydra composes, and the dataclasses type it."""
+"""Compose overrides with Hydra and convert the result to typed dataclasses."""
 
 import math
 from collections.abc import Iterator
@@ -45,14 +45,14 @@ from diffllm.model.attention.base import AttentionConfig
 
 @contextmanager
 def hydra() -> Iterator[ConfigLoader]:
-    """Use our YAML tree, whatever Hydra was initialised with before; yields its loader."""
+    """Initialise Hydra with our YAML tree, replacing an earlier tree; yield the config loader."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
 
 
 def yaml_names(group: str) -> list[str]:
-    """List the names of a group's YAML files, sorted; Hydra's own listing is slow."""
+    """List the names of a group's YAML files, sorted; faster than Hydra's listing."""
     places = (config_directory(), *directories())
     return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})
 
@@ -62,7 +62,7 @@ def variants() -> list[str]:
 
 
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
-    """Return a variant's config from its YAML alone, or without one that of the class `schema`."""
+    """Return the config in a variant's YAML; without a YAML, the defaults of the class `schema`."""
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()
     with hydra():
@@ -74,12 +74,12 @@ def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
 def parsed_override(word: str) -> Override:
     try:
         return OverridesParser.create().parse_overrides([word])[0]
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number has thousands of digits
         raise ConfigError(f"{word[:40]}...: {error}") from None
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """Compose a config, untyped; raises ConfigError."""
+    """Compose an untyped config from overrides; raises ConfigError."""
     with hydra():
         try:
             check_secrets(overrides)
@@ -89,8 +89,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
             check_overrides(parsed, yaml_names)
             overrides = [for_hydra(override) for override in parsed]
             if all(is_allowed(each.get_key_element(), list(OF_NO_EFFECT)) for each in parsed):
-                overrides.insert(0, "experiment=quickstart")  # nothing says what to compute
+                overrides.insert(0, "experiment=quickstart")  # no override affects the computation
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            # A key such as data.paths selects a source, whose YAML requires a second composition.
             if source := implied_source(cfg, parsed):
                 overrides = [*source, *overrides]
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
@@ -109,14 +110,14 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 
 def typed_config(composed: DictConfig) -> TrainConfig:
-    """Turn a composed config into validated dataclasses; raises ConfigError."""
+    """Convert a composed config to validated dataclasses; raises ConfigError."""
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{one_line(error)}") from error
-    except TypeError as error:  # of a list whose interpolation is none
-        raise ConfigError(f"a list is interpolated from something else: {error}") from error
+    except TypeError as error:  # the interpolated value of a list key is not a list
+        raise ConfigError(f"the interpolated value of a list is not a list: {error}") from error
     assert isinstance(cfg, TrainConfig)
     used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
     names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
@@ -132,11 +133,11 @@ def typed_config(composed: DictConfig) -> TrainConfig:
 
 
 def checked(cfg: TrainConfig) -> TrainConfig:
-    """Return a config that may have been changed in Python, typed anew; raises ConfigError."""
+    """Validate and convert a config again that Python code may have changed; raises ConfigError."""
     check_fields(cfg)
     try:
         composed = OmegaConf.structured(cfg)
-    except OmegaConfBaseException as error:  # which names a key without its section
+    except OmegaConfBaseException as error:  # the error names a key without its section
         named = [key for key, _, _ in leaves(cfg) if f".{key}".endswith(f".{error.full_key}")]
         key = named[0] if len(named) == 1 else error.full_key
         raise ConfigError(f"{key}: {one_line(error)}") from error
@@ -159,7 +160,7 @@ LENGTHS = ("steps", "max_tokens", "epochs")
 ROUNDING = 1e-6
 
 
-# The share is rounded up: otherwise the last interval would end a step or two before the run does.
+# Round the share up: otherwise the last interval would end one or two steps before the run ends.
 OmegaConf.register_new_resolver(
     "of_steps",
     lambda share, most, _root_: max(1, min(most, math.ceil(share * _root_.steps - ROUNDING))),
@@ -168,18 +169,18 @@ OmegaConf.register_new_resolver(
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Let a length on the command line replace a YAML's; raises ConfigError for several."""
+    """Let a length on the command line override a YAML's; raises ConfigError for two lengths."""
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
         for name in {"max_tokens", "epochs"} - given:
             cfg[name] = None
     kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
     if len(given) > 1 or len(kept) > 1:
-        raise ConfigError(f"{', '.join(sorted(given or kept))}: give one of {', '.join(LENGTHS)}")
+        raise ConfigError(f"{', '.join(sorted(given or kept))}: set only one of these keys")
 
 
 def steps_to_train(cfg: TrainConfig) -> int:
-    """Return the steps in max_tokens or epochs, which need the corpus; raises ConfigError for 0."""
+    """Convert max_tokens or epochs to steps; epochs need the corpus. Raises ConfigError for 0."""
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)
     else:

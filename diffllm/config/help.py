@@ -1,4 +1,4 @@
-"""Every choice and key of the config in words, for `train.py --help` and docs/configuration.md."""
+"""Descriptions of all choices and keys, for `train.py --help` and docs/configuration.md."""
 
 import ast
 import inspect
@@ -25,10 +25,10 @@ SENTENCE = re.compile(r"(?<=\.)\s+")
 OF_STEPS = re.compile(r"\$\{of_steps:([\d.]+),\s*(\d+)\}")
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+),\s*'?([^'}]*)'?\}")
 FLAGS = {
-    "-m, --multirun": "a sweep: a run for every combination of values, as in seed=0,1,2",
-    "--config-dir DIR": "YAMLs of yours beside ours, for plugins=[my_variant] attention=my_variant",
-    "--cfg job": "print the config that these overrides make, and end; --resolve fills in ${...}",
-    "--help": "this list, with the defaults that the choices before it make",
+    "-m, --multirun": "a sweep: one run per combination of values, such as seed=0,1,2",
+    "--config-dir DIR": "a directory of extra YAMLs, for plugins=[my_variant] attention=my_variant",
+    "--cfg job": "print the composed config and exit; --resolve also resolves ${...}",
+    "--help": "print this list, with the defaults of the given choices",
 }
 USAGE = """\
 usage: python train.py [choice or key]...      one process, or under torchrun; also: diffllm train
@@ -37,11 +37,11 @@ usage: python train.py [choice or key]...      one process, or under torchrun; a
 
 
 class Key(NamedTuple):
-    """A key that a command line may set, by its dotted name."""
+    """A key that a command line may set; `name` is the dotted name."""
 
     name: str
     default: str
-    """Its default as one writes it; in words if the value follows another key."""
+    """The default in override notation, or in words if the value depends on another key."""
     allowed: list[str]
     meaning: str
 
@@ -52,10 +52,10 @@ class Key(NamedTuple):
 
 
 class KeySection(NamedTuple):
-    """The keys beside each other in one dataclass."""
+    """The keys of one dataclass."""
 
     name: str
-    """The prefix of its keys without the dot; empty for those at the top."""
+    """Prefix of the keys without the dot; empty for keys at the top level."""
     config: type
     keys: list[Key]
 
@@ -65,13 +65,13 @@ class KeySection(NamedTuple):
 
 
 def help_text(overrides: list[str]) -> str:
-    """Return the text of --help: usage, choices, then a line for every key; raises ConfigError."""
+    """Return the text of --help: usage, choices, then one line per key; raises ConfigError."""
     cfg = compose_config(overrides or ["experiment=none"])
     parts = [USAGE + "\n" + rows(FLAGS.items())]
-    parts.append("Choices, as in attention=standard; each is a YAML file in conf/")
+    parts.append("Choices, such as attention=standard; each is a YAML file in conf/")
     for group, options in choices().items():
         parts.append(f"{group}={cfg.run.choices[group]}\n{rows(options.items())}")
-    parts.append("Keys, as in optim.lr=1e-3, with their defaults")
+    parts.append("Keys, such as optim.lr=1e-3, with their defaults")
     parts += map(section_text, sections_of(cfg))
     return "\n\n".join(parts)
 
@@ -87,7 +87,7 @@ def section_text(section: KeySection) -> str:
 
 
 def rows(pairs: Any) -> str:
-    """Lay out (name, words) in two columns, wrapped on a terminal."""
+    """Format pairs (name, text) in two columns; wrap lines on a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     indent, lines = " " * 38, []
     for name, words in pairs:
@@ -102,7 +102,7 @@ def rows(pairs: Any) -> str:
 
 
 def choices() -> dict[str, dict[str, str]]:
-    """Map each config group to its choices, each with the first sentence of its YAML's comment."""
+    """Map each config group to its choices and the first sentence of each YAML's comment."""
     return {
         group: {
             name: first_sentence(yaml_comment(group, name)).rstrip(".:")
@@ -113,7 +113,7 @@ def choices() -> dict[str, dict[str, str]]:
 
 
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
-    """Iterate over the sections of a composed config, each before those inside it."""
+    """Iterate over the sections of a composed config, outer sections before inner sections."""
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
     hints, words = get_type_hints(config), meanings(config)  # type: ignore[arg-type]
@@ -137,14 +137,14 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
 
 @cache
 def meanings(config: type) -> dict[str, str]:
-    """Map the fields of a dataclass, inherited ones too, to the docstrings under them."""
+    """Map the fields of a dataclass, including inherited fields, to the docstrings below them."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
         if not is_dataclass(base):
             continue
         try:
             source = inspect.getsource(base)
-        except (OSError, TypeError):  # a class made in a notebook
+        except (OSError, TypeError):  # a class defined in a notebook has no source file
             continue
         (tree,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(tree, ast.ClassDef)
@@ -162,7 +162,7 @@ def first_sentence(text: str) -> str:
 
 def default_text(node: Any) -> str:
     value = node._value()
-    value = value._value() if isinstance(value, Node) else value  # of a union
+    value = value._value() if isinstance(value, Node) else value  # the value of a union is a node
     if isinstance(value, str):
         if found := OF_STEPS.fullmatch(value):
             return f"{float(found[1]):.0%} of steps, at most {int(found[2]):,}"
@@ -180,13 +180,13 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return a variant's YAML comment, or without one its config's first paragraph, or ""."""
+    """Return the comment in a variant's YAML, else the first paragraph of its config class."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """Return the comment at the top of a YAML as one line, without package and commands."""
+    """Return the comment at the top of a YAML as one line, without @package line and commands."""
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
     text = next((file.read_text() for file in places if file.is_file()), "")
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -195,6 +195,6 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """Return a class's own first paragraph as one line, without a dataclass's generated one."""
+    """Return the first paragraph of a class docstring as one line; "" for a generated docstring."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

@@ -1,5 +1,4 @@
-"""Equal parameters, or equal training FLOPs a token, for variants of unequal size: the feed-forward
-width makes up the difference."""
+"""Solve the feed-forward width that gives two variants equal parameters or equal training FLOPs."""
 
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -13,10 +12,10 @@ from diffllm.model import ModelConfig, without_storage
 from diffllm.model.attention.base import AttentionConfig
 
 MODULI = (64, 32, 16, 8)
-"""Candidates for a divisor of the solved width; the first that comes close enough is taken."""
+"""Candidate divisors of the solved width; the first divisor that meets TOLERANCE is used."""
 TOLERANCE = Fraction(1, 200)
-"""Largest difference of the totals, as a share of the target's."""
-UNITS = {"params": "parameters", "flops": "FLOPs a token"}
+"""Largest allowed difference of the totals, as a share of the target's total."""
+UNITS = {"params": "parameters", "flops": "FLOPs per token"}
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Matched:
     by: str = "params"
     target_flops: float = 0.0
     flops: float = 0.0
-    """Training FLOPs a token."""
+    """Training FLOPs per token."""
 
     @property
     def difference_percent(self) -> float:
@@ -61,9 +60,9 @@ def match(
 ) -> Matched:
     """Solve the feed-forward (or expert) width that gives `model` the total of another attention.
 
-    FLOPs of both are counted with the same `visible_keys`, as by `Transformer.flops_per_token`. A
-    width with exactly the target's total stays; otherwise it is the nearest positive multiple of
-    the largest of MODULI that comes within TOLERANCE. Raises ConfigError if there is none.
+    Count the FLOPs of both models with the same `visible_keys`; see `Transformer.flops_per_token`.
+    Keep a width with exactly the target's total. Otherwise use the nearest positive multiple of
+    the largest of MODULI that meets TOLERANCE. Raises ConfigError if no multiple meets TOLERANCE.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)

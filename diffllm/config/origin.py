@@ -1,6 +1,6 @@
 """The model and tokenizer of the weights in `resume=weights:PATH`.
 
-PATH is a run directory, one of its checkpoints, or a directory of transformers.
+PATH is a run directory, a checkpoint of a run, or a model directory of transformers.
 """
 
 import os
@@ -31,28 +31,28 @@ OF_A_RUN = (
     "seq_len", "init_seed", "init_match", "match_params_to", "match_flops_to", "loss_chunk",
     "attention.backend", "attention.values",
 )  # fmt: skip
-"""Keys of a model that each run has for itself."""
+"""Keys of the model config that a new run does not take over."""
 
 
 @dataclass
 class Origin:
-    """A decoder that diffllm or another library has trained."""
+    """A trained decoder: a run of diffllm, or a model of another library."""
 
     path: Path
     model: ModelConfig
     chosen: str | None = None
-    """The YAML of a run's attention."""
+    """Attention YAML of a run; None for a model of another library."""
     name: str = ""
-    """The YAML of a run's shape; from elsewhere, the name of the directory or of the repository."""
+    """Model YAML of a run; for other models, the name of the directory or the repository."""
     run: Path | None = None
-    """Its run directory; None for a model from elsewhere."""
+    """Run directory; None for a model of another library."""
     directory: ModelDirectory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """The facts in the run's run.json."""
+    """Content of the run's run.json."""
 
     @cached_property
     def attention(self) -> str:
-        """The YAML of its attention; from elsewhere, the one with the same values if any."""
+        """Attention YAML of a run; for other models, a YAML with equal values or the base YAML."""
         if self.chosen:
             return self.chosen
         own = self.model.attention
@@ -62,7 +62,7 @@ class Origin:
 
     @property
     def tokenizer(self) -> Path:
-        """The file of its tokenizer; raises CheckpointError where there is none."""
+        """Path of the tokenizer file; raises CheckpointError if the file is missing."""
         if self.directory:
             return self.directory.tokenizer
         assert self.run
@@ -70,19 +70,19 @@ class Origin:
 
     @property
     def architecture(self) -> str | None:
-        """The class of transformers that the model was imported from; None for a run of diffllm."""
+        """The transformers class of an imported model; None for a run that diffllm trained."""
         imported = self.facts.get("imported") or {}
         return self.directory.architecture if self.directory else imported.get("architecture")
 
     def checkpoint(self) -> Path | None:
-        """Return the verified checkpoint, None without a run; raises CheckpointError."""
+        """Return the verified checkpoint of a run, else None; raises CheckpointError."""
         if self.run is None:
             return None
         return find_checkpoint(self.run, 0 if self.path == self.run else step_of(self.path))
 
 
 def origin_of(path: Path) -> Origin:
-    """Open what `resume=weights:PATH` names; raises CheckpointError for anything else."""
+    """Open the PATH of `resume=weights:PATH`; raises CheckpointError for any other path."""
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
@@ -94,23 +94,23 @@ def origin_of(path: Path) -> Origin:
         return Origin(path, directory.model, name=name, directory=directory)
     missing = ": it does not exist" * (not path.exists()) + similar_path(path, os.path.isdir)
     raise CheckpointError(
-        f"{path} is neither a run, one of its checkpoints nor a model directory{missing}"
+        f"{path} is neither a run, a checkpoint of a run nor a model directory{missing}"
     )
 
 
 def name_from(path: Path) -> str:
-    """Return the name of a directory, as a run's name may contain it."""
+    """Return the name of a directory, restricted to characters that a run name may contain."""
     return re.sub(r"[^\w.,+-]+", "-", path.absolute().name).lstrip(".") or "model"
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
-    """Return the values of an attention that differ from those of a YAML."""
+    """Return the values of an attention config that differ from the YAML `name`."""
     changes = changes_to(variant_config(name), attention, ("backend", "values"))
     return {key: value for key, (_, value) in changes.items()}
 
 
 def named_in(resume: str) -> Path | None:
-    """Return the path in a value of `resume` that asks for weights alone; None for another."""
+    """Return PATH of the value "weights:PATH" of `resume`; None for any other value."""
     if not resume.startswith(OF_WEIGHTS):
         return None
     path = resume.removeprefix(OF_WEIGHTS)
@@ -120,8 +120,7 @@ def named_in(resume: str) -> Path | None:
 
 
 def compose_with_origin(words: list[str]) -> DictConfig:
-    """Compose a config with the overrides that `resume=weights:PATH` implies, before a command
-    line, which wins."""
+    """Compose a config; overrides that `resume=weights:PATH` implies precede the given words."""
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
     if path is None:
@@ -134,10 +133,10 @@ def compose_with_origin(words: list[str]) -> DictConfig:
 
 
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
-    """Return the overrides for the model and tokenizer of weights, unless `given` has its own."""
+    """Return overrides for the model and tokenizer of an origin, without keys in `given`."""
     words = []
     if "model" not in given:
-        # The learning rate belongs to the YAML; a run of an imported model has a name without one.
+        # The YAML also sets the learning rate. Imported models have no YAML.
         if not origin.architecture and origin.name in yaml_names("model"):
             words.append(f"model={origin.name}")
         words += [

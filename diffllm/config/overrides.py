@@ -1,4 +1,4 @@
-"""Checks of overrides as they are written, and one line about those that cannot be composed."""
+"""Checks of overrides before composition, and one-line explanations of composition errors."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ from diffllm.data.config import READ_BY
 GROUPS = ("model", "attention", "data", "optim", "parallel", "experiment")
 FILLED_IN = ("run.choices", "run.schemas", "run.matched")
 OPEN = ("data.sources", "data.level", "data.document_lengths", "eval.levels")
-"""Keys that hold a mapping of names that the config does not know."""
+"""Keys of mappings with arbitrary names."""
 LISTS = ("data.paths", "wandb.tags", "run.allow_changes")
-"""The keys of lists for which a command line may give a single text."""
+"""List keys for which a command line may give a single value without brackets."""
 COMPOSING = (
     HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, LookupError,
     ArithmeticError, OSError,
@@ -29,9 +29,9 @@ LONGEST_QUOTED = 200
 NOT_A_NUMBER = re.compile(r"Value (.*) of type '\w+' could not be converted to (Float|Integer)")
 NOT_A_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.")
 NOT_A_SECTION = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\..*")
-OF_A_SECTION = "a section has no value of its own; set its keys, such as wandb.mode=disabled"
-LIST_OR_TEXT = "a list needs brackets, a text with commas quotes"
-NUMBERS = {"Float": "a number, as 0.5 or 1e6 are", "Integer": "an integer"}
+OF_A_SECTION = "a section cannot have a value; set its keys, such as wandb.mode=disabled"
+LIST_OR_TEXT = "a list needs brackets, a text with commas needs quotes"
+NUMBERS = {"Float": "a number, such as 0.5 or 1e6", "Integer": "an integer"}
 SECRET = r"(?:\w+_)?(?:api_?key|key|token|secret|password|passwd|credentials?)"
 SECRET_KEY = re.compile(rf"(?:[\w/@]+\.)*{SECRET}", re.I)
 SECRET_IN_VALUE = re.compile(rf"\s*{{(?:.*,)?\s*{SECRET}\s*:.*", re.I | re.S)
@@ -39,7 +39,7 @@ ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
-    """Raise ConfigError, before it is resolved, for an interpolation of anything but a key."""
+    """Raise ConfigError for an interpolation of anything but a key, without resolving the value."""
     for word in words:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
             at = f"{where}{word.partition('=')[0]}"
@@ -47,7 +47,7 @@ def check_interpolations(words: list[str], where: str = "") -> None:
 
 
 def check_shared(words: list[str], where: str) -> None:
-    """Raise ConfigError for an override in a file that only a command line may give."""
+    """Raise ConfigError if a file contains an override that only a command line may set."""
     check_interpolations(words, f"{where}: ")
     for word in words:
         if re.match(r"[\s+~]*(plugins|hydra)\b", word):
@@ -55,12 +55,12 @@ def check_shared(words: list[str], where: str) -> None:
 
 
 def check_secrets(words: list[str]) -> None:
-    """Raise ConfigError, which does not repeat it, for a key that would put a secret on disk."""
+    """Raise ConfigError, without the value, for a key that would write a secret to disk."""
     for word in words:
         key, _, value = word.partition("=")
         key = key.strip().lstrip("+~")
         if SECRET_KEY.fullmatch(key) or SECRET_IN_VALUE.fullmatch(value.replace("\\", "")):
-            raise ConfigError(f"{key}: secrets come from the environment: WANDB_API_KEY, HF_TOKEN")
+            raise ConfigError(f"{key}: set secrets in the environment: WANDB_API_KEY, HF_TOKEN")
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:
@@ -70,7 +70,7 @@ def check_choice(word: str, name: str, options: list[str]) -> None:
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
-    """Raise ConfigError for overrides that no run can use; `choices` lists the names of a group."""
+    """Raise ConfigError for invalid overrides; `choices` lists the names of a group."""
     for override in overrides:
         word, key = override.input_line, override.key_or_group
         if key in REMOVED:
@@ -79,7 +79,7 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
         if fixed or override.is_delete():
             raise ConfigError(f"{word}: this key cannot be set or deleted")
         if key in GROUPS and override.is_add():
-            raise ConfigError(f"{word}: {key} is always set; leave out the +")
+            raise ConfigError(f"{word}: {key} is always set; remove the +")
         if override.is_sweep_override():
             raise ConfigError(f"{word}: several values need -m (a sweep); {LIST_OR_TEXT}")
         if key in GROUPS and override.package is None:
@@ -91,9 +91,10 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
 
 
 def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Raise ConfigError for a number other than 0 and 1 where true or false belongs."""
+    """Raise ConfigError if the value of a boolean key is a number other than 0 and 1."""
     for override in overrides:
         value = override.value()
+        # OmegaConf converts any integer to a boolean without an error.
         number = isinstance(value, int) and value not in (0, 1)
         if number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
             raise ConfigError(f"{override.input_line}: must be true or false")
@@ -104,7 +105,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """Put a single value of a list key in brackets, and ++ before a key that takes any names."""
+    """Put brackets around a single value of a list key, and ++ before a key in OPEN."""
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
         return f"++{word}"
@@ -114,14 +115,14 @@ def for_hydra(override: Override) -> str:
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
-    """Return the `data=` that a corpus's keys imply; raises ConfigError for several sources."""
+    """Return the `data=` override that corpus keys imply; raises ConfigError for two sources."""
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
     given = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") not in (None, [], {})}
     if len(set(given.values())) > 1:
         named = " and ".join(f"data.{name} (data={source})" for name, source in given.items())
-        raise ConfigError(f"{named}: a run has one source of text")
+        raise ConfigError(f"{named}: set keys of only one source")
     return [f"data={source}" for source in set(given.values()) if cfg.data.source != source]
 
 
@@ -136,7 +137,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Explain a failed composition in one line: Hydra's message, with the nearest known key."""
+    """Explain a failed composition in one line: Hydra's message and the most similar known key."""
     if isinstance(error, OverrideParseException):
         return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -147,15 +148,15 @@ def explain(error: Exception, words: list[str]) -> str:
         chosen = [word for word in words if word.partition("=")[0].lstrip("+") in GROUPS]
         known = [*GROUPS, *known_keys(compose("train", overrides=[] if file else chosen))]
         name = key[1] if key else unknown[1]
-        if file and name == file[1]:  # the content of the YAML is below the name of its group
-            return f"{where}the first line of its YAML must be '# @package _global_'"
+        if file and name == file[1]:  # Hydra put the content below the name of the group
+            return f"{where}the first line of the YAML must be '# @package _global_'"
         outer = re.search(r"Error merging override \+*([\w.]+)=", str(error))
-        if outer and "." not in name and outer[1] != name:  # a key inside of a list
+        if outer and "." not in name and outer[1] != name:  # the key is inside a list
             where = f"{outer[1]}: "
         known = [k for k in known if k != name and not name.startswith(f"{k}.")]
         return where + unknown_key(name, known)
     if schema := re.search(r"Could not load '(\w+)/(\w+)_schema'", text):
-        return f"{where}nothing has registered {schema[1]}={schema[2]}; plugins=[module] imports it"
+        return f"{where}{schema[1]}={schema[2]} is not registered; import it with plugins=[module]"
     if file:
         return f"{where}{f'{key[1]}: ' if key else ''}{text[file.end() :]}"
     blamed = re.search(r"Error merging override \+*(.*)|Could not override '(.*?)'", str(error))
@@ -164,19 +165,19 @@ def explain(error: Exception, words: list[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's text without line breaks or internals of the config library."""
+    """Return an exception's text on one line, without internals of Hydra and OmegaConf."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     internal = (
         "object_type=", "reference_type=", "full_key:", "See https://hydra.cc", "Config search",
         "provider=",
     )  # fmt: skip
     text = " ".join(line for line in lines if not line.startswith(internal))
-    text = NOT_A_LIST.sub("not a list, as [1,2] is", NOT_A_SECTION.sub(OF_A_SECTION, text))
+    text = NOT_A_LIST.sub("not a list, such as [1,2]", NOT_A_SECTION.sub(OF_A_SECTION, text))
     return NOT_A_NUMBER.sub(lambda match: f"{match[1]} is not {NUMBERS[match[2]]}", text)
 
 
 class Removed(NamedTuple):
-    """A key that no longer exists; a saved config with its former default still loads."""
+    """A removed key; a saved config with the key at its former default still loads."""
 
     default: Any
     instead: str
@@ -188,7 +189,7 @@ REMOVED = {
     "prepare.num_nodes": Removed(1, MACHINES),
     "prepare.node_rank": Removed(0, MACHINES),
 }
-"""The removed keys by dotted name; a whole section may be one entry with a mapping as default."""
+"""Removed keys by dotted name; an entry may be a section, with a mapping as default."""
 
 
 def removal(key: str, detail: str = "") -> str:
@@ -196,7 +197,7 @@ def removal(key: str, detail: str = "") -> str:
 
 
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a saved config without removed keys; raises ConfigError for one not at its default."""
+    """Drop removed keys from a saved config; raises ConfigError for a key not at its default."""
     kept = {}
     for name, value in saved.items():
         key = f"{prefix}{name}"

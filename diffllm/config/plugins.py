@@ -1,7 +1,7 @@
 """Plugins: modules and directories of YAMLs from outside the package.
 
-Only what is named in `plugins=[...]` on a command line, or in Python's overrides, is imported:
-neither a run directory nor a package that is merely installed names anything that then runs.
+Only the modules in `plugins=[...]` on a command line or in Python overrides are imported. A run
+directory or an installed package can never cause an import.
 """
 
 import ast
@@ -33,9 +33,9 @@ from diffllm.core.files import user_path
 from diffllm.distributed.consistency import hash_sources
 
 NOT_OWN = {*sys.stdlib_module_names, "diffllm"}
-"""Top-level modules that are not part of a plugin, even where they lie next to it."""
+"""Top-level modules that are never part of a plugin, even if they are next to the plugin."""
 LOADED: dict[str, tuple[ModuleSpec, str]] = {}
-"""Import and version of each imported plugin; an edited file counts after the next import."""
+"""Spec and version of each imported plugin; edited files count after the next import."""
 
 
 def loaded_version(module: str) -> str:
@@ -43,7 +43,7 @@ def loaded_version(module: str) -> str:
 
 
 def version_changes(recorded: dict[str, str]) -> Changes:
-    """Compare a run's versions of its plugins with this process: {"plugins": (before, now)}."""
+    """Compare a run's plugin versions with this process: {"plugins": (before, now)}, or {}."""
     now = {name: loaded_version(name) for name in recorded}
     changed = [name for name in recorded if recorded[name] != now[name]]
     both = versions_text(recorded, changed), versions_text(now, changed)
@@ -61,14 +61,14 @@ def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def sources(name: str, place: Path, base: Path) -> set[Path]:
-    """Find the files of a plugin at `place`, and the modules below `base` that it imports."""
+    """Find the files of a plugin at `place`, and the imported modules below `base`."""
     installed = any(base.glob("*.dist-info"))
     package = base / name.partition(".")[0] if installed else place
     todo = [place, *package.rglob("*.py"), *named_files(base, name)]
     found: set[Path] = set()
     while todo:
         file = todo.pop()
-        with suppress(OSError):  # of a name that is too long for a file
+        with suppress(OSError):  # the name may be too long for a file
             if file not in found and file.is_file() and file.is_relative_to(base):
                 found.add(file)
                 todo += [] if installed else imported_files(file, base)
@@ -110,13 +110,13 @@ _DIRECTORIES: list[Path] = []
 
 
 def config_directory() -> Path:
-    """Return the YAML tree: beside the package in an installed wheel, at the top of a checkout."""
+    """Return the YAML tree: inside the package in a wheel, at the top level in a checkout."""
     packaged = Path(__file__).parents[1] / "conf"
     return packaged if packaged.is_dir() else packaged.parents[1] / "conf"
 
 
 class SharedYaml(FileConfigSource):
-    """Reads YAMLs outside our own directory as files that come from others."""
+    """Hydra config source that reads YAMLs outside our own directory as untrusted files."""
 
     @staticmethod
     def scheme() -> str:
@@ -133,7 +133,7 @@ class SharedYaml(FileConfigSource):
 
 
 class SearchPath(SearchPathPlugin):
-    """Has Hydra look for YAMLs in the directories that were added here, after our own."""
+    """Hydra plugin that searches the added directories for YAMLs, after our own directory."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for directory in _DIRECTORIES:
@@ -161,11 +161,13 @@ def plugins_in(words: list[str]) -> list[str]:
 
 
 def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
-    """Search `named_directories` for YAMLs, import the plugins that overrides name, and search
-    the `conf/` next to each; raises ConfigError."""
+    """Import the plugins that overrides name; raises ConfigError.
+
+    Add `named_directories` and the `conf/` directory next to each plugin to the YAML search path.
+    """
     for directory in named_directories:
         if not yamls(directory):
-            raise ConfigError(f"--config-dir {directory}: no YAML is in {'/, '.join(GROUPS)}/")
+            raise ConfigError(f"--config-dir {directory}: no YAML in {'/, '.join(GROUPS)}/")
         add_directory(directory)
     for name in plugins_in(words):
         spec = imported(name)
@@ -176,7 +178,7 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
 
 
 def imported(name: str) -> ModuleSpec:
-    """Import a plugin and note its version; raises ConfigError for any failure."""
+    """Import a plugin and record the version; raises ConfigError for any failure."""
     target = plugin_module(name)
     importlib.invalidate_caches()  # a notebook may have written the file a moment ago
     try:
@@ -206,13 +208,13 @@ def imported(name: str) -> ModuleSpec:
 
 
 def plugin_module(name: str) -> str:
-    """Return the module of the entry point `name`, or the name; raises ConfigError for two."""
+    """Return the module of entry point `name`, else `name`; raises ConfigError if ambiguous."""
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
         is_module = name in sys.modules or importlib.util.find_spec(name) is not None
         modules += [name] * is_module
     if len(modules) > 1:
-        raise ConfigError(f"plugins=[{name}] must name one of {', '.join(modules)} in full")
+        raise ConfigError(f"plugins=[{name}] is ambiguous; choose {' or '.join(modules)}")
     return modules[0] if modules else name
 
 
@@ -221,7 +223,7 @@ def plugin_versions(names: list[str]) -> dict[str, str]:
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
-    """Split `--config-dir DIR` off a command line: absolute directories, and the other words."""
+    """Split a command line into absolute directories of `--config-dir DIR` and all other words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     try:
@@ -234,13 +236,13 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def add_directory(directory: Path) -> None:
-    """Search a directory for YAMLs too; raises ConfigError for a name that is there already."""
+    """Add a directory to the YAML search path; raises ConfigError for a duplicate name."""
     ours = config_directory()
     if directory in (ours.resolve(), *_DIRECTORIES):
         return
     for other in (ours, *_DIRECTORIES):
         if both := sorted(yamls(directory) & yamls(other)):
-            raise ConfigError(f"{directory / both[0]} has the name of {other / both[0]}")
+            raise ConfigError(f"{directory / both[0]} has the same name as {other / both[0]}")
     _DIRECTORIES.append(directory)
 
 

@@ -1,4 +1,4 @@
-"""The config of a run directory: read without running anything, and compared with another."""
+"""Read the config of a run directory without executing code, and compare two configs."""
 
 from dataclasses import asdict
 from enum import Enum
@@ -27,14 +27,14 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 
 
 def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
-    """Return the changes of config and plugin code to the run at `path`; raises CheckpointError."""
+    """Return changes of config and plugin code since the run at `path`; raises CheckpointError."""
     if not (path / "config.yaml").is_file():
         return {}
     return changes_to(load_run_config(path), cfg, free) | plugin_changes(path)
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
-    """Compare a run's plugins with this process; without `needs_all`, only the imported ones."""
+    """Compare a run's plugins with this process; without `needs_all`, only imported plugins."""
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
 
@@ -46,7 +46,7 @@ def warn_of_plugins(run: Path) -> None:
 
 
 def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
-    """Return the changes from one config, or section, to another, without `free` keys."""
+    """Return the changes from one config or section to another, ignoring keys in `free`."""
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
     keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
@@ -55,14 +55,14 @@ def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """Load the config of a run directory; raises CheckpointError or, for a plugin, UserError."""
+    """Load the config of a run directory; raises CheckpointError, UserError without a plugin."""
     file = path / "config.yaml"
     try:
-        with readable(file):  # it repeats the defaults of every source of a recipe
+        with readable(file):  # larger than a recipe: each source includes all defaults
             content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
         if not isinstance(content, dict):
             raise ValueError("it is not a mapping of keys to values")
-        # OmegaConf would resolve the first, also from the environment, and replace the second.
+        # OmegaConf would resolve ${, also from the environment, and replace '???'.
         if wrong := [text for text in ("${", "'???'") if text in repr(content)]:
             raise ValueError(f"it has {wrong[0]} in place of a value")
         content = without_removed(content)
@@ -70,7 +70,7 @@ def load_run_config(path: Path) -> TrainConfig:
         if "attention" in (schemas := content["run"].get("schemas", {})):
             classes = {group: SCHEMAS[group, name] for group, name in schemas.items()}
             base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
-        else:  # a run from before they were noted, whose variants are all ours
+        else:  # an old run without schemas, which can only use built-in variants
             base, values = defaults_of(content["run"]["choices"]["attention"])
         return typed_config(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
     except CheckpointError as error:
@@ -83,18 +83,18 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Say that a path is not a run directory, and which runs it contains."""
+    """Explain that a path is not a run directory; name similar runs, or runs in the directory."""
     if not path.is_dir():
-        names = (missing, f"*/{missing}")  # a run's, or those of a sweep's runs
+        names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
         near = similar_path(path, lambda near: any(any(near.glob(name)) for name in names))
         return f"{path} is not a run directory: it does not exist{near}"
     runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
-    hint = f"; it has the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
+    hint = f"; it contains {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
     return f"{path} is not a run directory: it has no {missing}{hint}"
 
 
 def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that differs from `values`: a merge of all of it takes long."""
+    """Return the part of a config that differs from `values`; merging all values takes long."""
     found = {}
     for key, value in content.items():
         there = values.get(key)
@@ -106,7 +106,7 @@ def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise UserError for an unregistered class or source: only a user may name its module."""
+    """Raise UserError for an unregistered class or source; only a user may name the module."""
     missing = [
         f"{group}={name}"
         for group, name in saved["run"].get("schemas", {}).items()
@@ -119,8 +119,8 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
         raise UserError(
-            f"{path} has {' and '.join(missing)}, which nothing here has registered; "
-            f"plugins=[{known or 'module'}] imports what does, if you trust it"
+            f"{path} needs {' and '.join(missing)}, not registered here; "
+            f"plugins=[{known or 'module'}] imports the code, if you trust it"
         )
 
 
@@ -141,7 +141,7 @@ def defaults_of(
 
 
 def yaml_dict(cfg: Any) -> dict[str, Any]:
-    """Return a config as plain values, enums by name."""
+    """Convert a config to plain values, with enums by name."""
 
     def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: v.name if isinstance(v, Enum) else v for key, v in items}

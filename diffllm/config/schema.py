@@ -1,4 +1,4 @@
-"""The typed config of a run, and the rules between its values."""
+"""Typed config of a run, and the rules between config values."""
 
 import os
 import re
@@ -39,15 +39,15 @@ class Precision(Enum):
 
 @dataclass
 class RunConfig:
-    """The name and place of a run, and what is known of its origin."""
+    """Name, directory and origin of a run."""
 
     name: str | None = None
-    """Name of the run; null: a fresh one from the variant and the time."""
+    """Name of the run; null: generated from the variant and the time."""
     dir: str | None = None
     """Directory of the run; null: outputs/<name>, or outputs/<sweep>/<name>."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys, or sections, that may differ from those of the run that is continued. Also `corpus`,
-    `tokenizer` and `tokens`, which are compared by content, and `plugins`, compared by code."""
+    """Keys or sections that may change when a run resumes. Also `corpus`, `tokenizer` and `tokens`,
+    which are compared by content, and `plugins`, compared by code."""
     report: bool = True
     """Write report.html and report.csv at the end of training."""
     sweep: str | None = None
@@ -55,14 +55,14 @@ class RunConfig:
     swept: list[str] = field(default_factory=list)
     """Keys whose values name the runs of a sweep; set by `train.py -m`."""
     study: str | None = None
-    """The study that the run was begun for, its stage and arm; set by `diffllm study run`."""
+    """Study of the run, with stage and arm; set by `diffllm study run`."""
     choices: dict[str, str] = field(default_factory=dict)
-    """The YAML chosen in each group, or an imported model's name. Filled in when composed."""
+    """The YAML chosen in each group, or an imported model's name; set at composition."""
     schemas: dict[str, str] = field(default_factory=dict)
-    """The registered names of the classes of `model.attention` and, where it has one of its own, of
-    `data`; filled in when the config is loaded, and what a run directory is read by."""
+    """Registered class names of `model.attention` and, if not the default class, of `data`; set at
+    loading. Readers of a run directory use these names."""
     matched: Matched | None = None
-    """The widths that model.match_params_to or match_flops_to solved; filled in at loading."""
+    """The widths solved by model.match_params_to or match_flops_to; set at loading."""
 
 
 @dataclass
@@ -70,19 +70,20 @@ class EvalConfig:
     """Intervals and sizes of evaluations during training."""
 
     interval: int = bounded(100, least=1)
-    """Steps between evaluations; the last step always has one."""
+    """Steps between evaluations; the last step always has an evaluation."""
     sequences: int = bounded(64, least=1)
-    """Held-out sequences of an evaluation, spread evenly over the split; always the same ones."""
+    """Held-out sequences per evaluation, spread evenly over the split; always the same ones."""
     tokens: float | None = bounded(None, above=0)
-    """Tokens of the held-out documents that the run's last loss is of; null: the whole split.
-    Documents are whole and spread evenly over the split, the same ones every time."""
+    """Held-out tokens for the last loss of a run; null: the whole split. Documents are complete,
+    spread evenly over the split, and always the same."""
     suites: list[str] = field(default_factory=list)
-    """Tasks that the model is asked while it is trained, as [mqar,needle]. A suite, as claims, is
-    its tasks, and a file of examples ends in .jsonl or .ndjson; see docs/evaluation.md."""
+    """Tasks to evaluate during training, such as [mqar,needle]. A suite name, such as claims,
+    selects all tasks of the suite; a file of examples ends with .jsonl or .ndjson; see
+    docs/evaluation.md."""
     suites_interval: int = bounded(500, least=1)
-    """Steps between those; the last step always has one."""
+    """Steps between evaluations of eval.suites; the last step always has an evaluation."""
     suites_limit: int = bounded(64, least=1)
-    """Most examples of a task at a time, of all its levels together, always the same ones."""
+    """Maximum examples per task, over all levels; always the same examples."""
     levels: dict[str, Any] = field(default_factory=dict)
     """Difficulty of tasks in eval.suites, for example {mqar: {filler: 64}}. All other tasks use all
     levels that fit seq_len."""
@@ -90,7 +91,7 @@ class EvalConfig:
 
 @dataclass
 class TrainConfig:
-    """The whole config of a run."""
+    """Complete config of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -105,40 +106,40 @@ class TrainConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     plugins: list[str] = field(default_factory=list)
-    """Python modules or entry points that register variants, data sources and metrics. They are
-    imported where they stand on the command line."""
+    """Python modules or entry points that register variants, data sources and metrics. YAML
+    files cannot set this key."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
-    """Seed of the initial values, of the order of samples and of the sample at the end."""
+    """Seed of the initial values, of the sample order and of the generated text at the end."""
     steps: int = bounded(1000, least=1, most=MOST_STEPS)
-    """Optimizer steps, unless max_tokens or epochs say how many."""
+    """Optimizer steps, unless max_tokens or epochs is set."""
     max_tokens: float | None = bounded(None, above=0)
-    """Tokens to train on at most; steps follows."""
+    """Maximum number of training tokens; determines steps."""
     epochs: float | None = bounded(None, above=0)
-    """Passes over the training split at most; steps follows, once the corpus is prepared."""
+    """Maximum passes over the training split; determines steps after corpus preparation."""
     seq_len: int = bounded(512, least=1, most=2**27)
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     global_batch_size: int = bounded(8, least=1, most=2**24)
-    """Sequences of an optimizer step."""
+    """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int | None = bounded(None, least=1, most=2**24)
-    """Sequences of a rank and forward pass; null: all that a rank gets. Accumulation follows."""
+    """Sequences per rank and forward pass; null: no gradient accumulation."""
     precision: Precision = Precision.auto
-    """Dtype of the computation; auto: bf16 on devices with units for it."""
+    """Dtype of the computation; auto: bf16 on devices with bf16 units, else fp32."""
     compile: bool | None = None
     """Whether torch.compile compiles blocks and loss; null: on GPUs and in long runs on CPUs."""
     activation_checkpointing: bool = False
-    """Compute each block again in the backward pass, which saves its activations' memory."""
+    """Recompute each block in the backward pass, to save the memory of activations."""
     log_interval: int = bounded(10, least=1)
-    """Steps between lines of metrics; the first and the last step always have one."""
+    """Steps between lines of metrics; the first and the last step always have a line."""
     resume: str = "auto"
-    """Where to start: auto, never, the path of a checkpoint, or weights:PATH. With auto at the
-    newest complete checkpoint of the run directory; with never anew, in a directory that holds no
-    run. weights:PATH takes the parameters of a run, an export or an import, and with them the model
-    and the tokenizer, unless the command line says otherwise; all else begins anew."""
+    """Starting point: auto, never, the path of a checkpoint, or weights:PATH. auto resumes from the
+    newest complete checkpoint of the run directory. never starts a new run, in a directory without
+    a run. weights:PATH loads the parameters of a run, an export or an import, and by default the
+    model and the tokenizer; everything else starts as in a new run."""
 
     def validate(self) -> None:
-        """Raise ConfigError for values and combinations that cannot run on any machine."""
+        """Raise ConfigError for values and combinations that are invalid on every machine."""
         check_bounds("", self)
         pieces, most = self.data.vocab_size, self.model.vocab_size
         if self.data.tokenizer is None and pieces > most:
@@ -179,8 +180,7 @@ class TrainConfig:
                 )
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError for batches or a mesh that do not fit `world_size`, or for outdated
-        data settings."""
+        """Raise ConfigError if batches or mesh do not fit `world_size`, or data keys are old."""
         self.data.check_current()
         self.micro_batches(world_size)
         _, shard, expert = self.parallel.sizes(world_size)
@@ -194,10 +194,10 @@ class TrainConfig:
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """Return (sequences a forward pass, forward passes a step) of one of `world_size` ranks."""
+        """Return (sequences per forward pass, forward passes per step) of one rank."""
         batch = self.global_batch_size
         if batch % world_size:
-            raise ConfigError(f"global_batch_size={batch} cannot be shared by {world_size} ranks")
+            raise ConfigError(f"global_batch_size={batch} must be a multiple of {world_size} ranks")
         share = batch // world_size
         micro = self.micro_batch_size or share
         if share % micro:
@@ -210,7 +210,7 @@ class TrainConfig:
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
-# Keys that change nothing of what a run computes.
+# Keys that do not affect the computed values of a run.
 OF_NO_EFFECT = (
     "run.name", "run.dir", "run.report", "run.sweep", "run.swept", "run.matched",
     "run.allow_changes", "wandb", "resume", "metrics", "profile", "prepare",
@@ -222,11 +222,11 @@ OF_NO_EFFECT = (
     "data.visible_keys", "data.document_lengths", "plugins",
     *(f"run.choices.{group}" for group in ("model", "data", "optim", "parallel", "experiment")),
 )  # fmt: skip
-# Keys that may differ between two starts of one run: what follows from the last four, the steps and
-# the corpus, is compared itself.
+# Keys that may differ between two launches of one run. The last four determine the steps and the
+# corpus, which are compared directly.
 FREE = (*OF_NO_EFFECT, "max_tokens", "epochs", "data.paths", "data.tokenizer")
-# Keys that may differ between two starts of a run that stopped because it had diverged, without a
-# chance that the second one gets further.
+# Keys whose change cannot help a run that stopped because training diverged: a second launch would
+# not get further.
 NO_WAY_ON = tuple(
     key for key in OF_NO_EFFECT if key not in ("run.allow_changes", "train.max_consecutive_skips")
 )
@@ -240,7 +240,7 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
 
 
 def what_differs(changes: Changes) -> str:
-    """Say whether code or config differs, and how: 'another config (seed: 0 there, 1 here)'."""
+    """Describe changes of code or config: 'another config (seed: 0 there, 1 here)'."""
     what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
     return f"{what} ({changes_text(changes)})"
 
@@ -250,17 +250,17 @@ def changes_text(changes: Changes) -> str:
 
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""Limits of float32: smaller values are 0, larger ones infinite."""
+"""Limits of float32: smaller values round to 0, larger values are infinite."""
 LONGEST_TEXT = 4096
 FREE_TEXT = ("data.sample_prompt", "model.match_params_to", "model.match_flops_to")
-"""Keys of text that is taken as it is, with line breaks; a variant's name is checked on its own."""
+"""Text keys that may contain line breaks; names of variants are checked elsewhere."""
 
 PATHS = re.compile(
     r"run\.dir|resume|data\.(sources\.[^.]+\.)?(paths|dataset)|data\.(cache_dir|tokenizer)"
 )
-"""Keys of text that is, or may be, a path."""
+"""Text keys whose values are or may be paths."""
 OF_WEIGHTS = "weights:"
-"""The beginning of a value of `resume` that asks for weights alone."""
+"""Prefix of a value of `resume` that loads only weights."""
 
 
 def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -273,11 +273,11 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_values(cfg: Any) -> None:
-    """Raise ConfigError for a value that cannot mean anything under its key."""
+    """Raise ConfigError for a value with a wrong type, invalid text or an invalid number."""
     for key, declared, value in leaves(cfg):
-        if "${" in str(value):  # reading config.yaml would resolve it
+        if "${" in str(value):  # readers of config.yaml would resolve ${
             raise ConfigError(f"{key}: a value cannot contain ${{ after interpolation")
-        if get_origin(declared) is list:  # an interpolation may put anything here
+        if get_origin(declared) is list:  # an interpolation may insert any value
             (kind,) = get_args(declared)
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
                 items = "text" if kind is str else "integers"
@@ -290,7 +290,7 @@ def check_values(cfg: Any) -> None:
 
 
 def check_paths(cfg: Any) -> None:
-    """Raise ConfigError for a path that cannot exist here; a saved config may be from elsewhere."""
+    """Raise ConfigError for an invalid path; saved configs may have paths of another machine."""
     for key, _, value in leaves(cfg):
         if PATHS.fullmatch(key):
             for text in value if isinstance(value, list) else [value]:
@@ -310,7 +310,7 @@ def check_number(key: str, value: float) -> None:
 
 
 def check_text(key: str, value: str) -> None:
-    broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)  # bytes of another encoding
+    broken = any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)  # from another encoding
     one_line = value.strip() and value.isprintable() and len(value) <= LONGEST_TEXT
     if broken or not (one_line or key in FREE_TEXT):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Fast reader of many run configs that differ only in seed, learning rate and directory.
 
-The result equals that of `load_run_config`.
+The result equals the result of `load_run_config`.
 """
 
 import re
@@ -49,9 +49,9 @@ class SimilarConfigs:
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """Split a config.yaml into the text without the values of READ and these values.
+    """Split a config.yaml into the text without values of READ, and a mapping of these values.
 
-    The values are None if one of them is not plain.
+    Return None instead of the mapping if a value is missing or not plain.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""The one reader of YAML from users and run directories: plain values, of bounded size."""
+"""Reader of all YAML from users and run directories: plain values, limited size."""
 
 import json
 import os
@@ -27,11 +27,11 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
     nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """Compose a node; raises ValueError for a tag, and for too many nodes."""
+        """Compose a node; raises ValueError for a tag, or for more than MOST_NODES nodes."""
         event, before = self.peek_event(), self.nodes
         if isinstance(event, yaml.AliasEvent):
             if not hasattr(self.anchors.get(event.anchor), "size"):
-                raise ValueError(f"has the alias {event.anchor[:40]} before the end of its value")
+                raise ValueError(f"has the alias {event.anchor[:40]} before its value is complete")
             self.nodes += self.anchors[event.anchor].size
         elif event.tag:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
@@ -45,7 +45,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
-        """Convert a number; raises ValueError for 010, which is 8 or 10 depending on the reader."""
+        """Convert a number; raises ValueError for 010, which readers parse as 8 or as 10."""
         text = str(node.value)
         if ":" in text:
             return text
@@ -70,12 +70,12 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
     except ValueError as error:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict | None):
-        raise ConfigError(f"{path}: a mapping of keys to values is needed")
+        raise ConfigError(f"{path} must contain a mapping of keys to values")
     return content or {}, text.encode()
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML of plain values; raises ValueError with words that follow a file's name."""
+    """Parse YAML of plain values; raises ValueError with text that follows the file name."""
     try:
         content = Loader(text).get_single_data()
     except RecursionError:
@@ -88,11 +88,11 @@ def parse_yaml(text: str) -> Any:
 
 SUFFIXES = (".yaml", ".yml")
 PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
-"""Values that need no quotes in a path."""
+"""Text values of an override that need no quotes."""
 
 
 def with_recipe(word: str) -> list[str]:
-    """Return a word, or for data=FILE.yaml the overrides in the file; raises ConfigError."""
+    """Expand data=FILE.yaml to the overrides in the file; raises ConfigError."""
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
         return [word]
@@ -110,12 +110,12 @@ def with_recipe(word: str) -> list[str]:
 
 
 def printed_override(key: str, value: str) -> str:
-    """Return KEY=VALUE as a command line has it, quoted for Hydra and for a shell if necessary."""
+    """Return KEY=VALUE for a command line, quoted for Hydra and for a shell if necessary."""
     return shlex.quote(f"{key}={value if PLAIN.fullmatch(value) else as_text(value)}")
 
 
 def as_text(value: Any) -> str:
-    """A YAML's value in the words of an override."""
+    """Convert a YAML value to the text of an override."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):

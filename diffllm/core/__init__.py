@@ -1,3 +1,3 @@
-"""What every other package uses: errors, bounds, names, files, printing, versions of torch."""
+"""Foundations of all packages: errors, bounds, files, printing, registries, torch versions."""
 
 VERSION = "0.1.0"

@@ -1,6 +1,6 @@
-"""Bounds of config values: declared at their fields, checked here.
+"""Bounds of config values, declared as metadata of dataclass fields.
 
-Beyond some upper bounds a number is a slip: sizes overflow, or processes and modules have no end.
+Upper bounds reject mistyped numbers, which would overflow sizes or start too many processes.
 """
 
 import operator
@@ -21,7 +21,7 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
-    """Make a dataclass field whose value keeps to bounds, each named by one of RULES."""
+    """Declare a dataclass field with bounds; the keywords are keys of RULES."""
     return field(default=default, metadata=metadata)
 
 
@@ -31,7 +31,7 @@ def at_most(where: str, count: int, most: int) -> None:
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over (prefix of its keys, such as "model.rope.", dataclass) of a config's tree."""
+    """Iterate over a config and its nested dataclasses, as (prefix such as "model.", dataclass)."""
     yield prefix, config
     for f in fields(config):
         value = getattr(config, f.name)
@@ -46,7 +46,7 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_bounds(prefix: str, config: Any) -> None:
-    """Raise ConfigError for a key in the tree of a config beyond its bounds; NaN is beyond all."""
+    """Raise ConfigError for a value outside its bounds in a config; NaN is outside all bounds."""
     for section, node in sections(config, prefix):
         for f in fields(node):
             value = getattr(node, f.name)
@@ -61,11 +61,11 @@ def check_counts(least: int, **counts: int) -> None:
     """Raise ConfigError unless all counts are whole numbers of at least `least`."""
     for name, count in counts.items():
         if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
-            raise ConfigError(f"{name}={count!r} has to be a whole number of at least {least}")
+            raise ConfigError(f"{name}={count!r} must be a whole number of at least {least}")
 
 
 def check_rank(rank: int, world_size: int) -> None:
     check_counts(least=1, world_size=world_size)
     check_counts(least=0, rank=rank)
     if rank >= world_size:
-        raise ConfigError(f"rank={rank} has to be below world_size={world_size}")
+        raise ConfigError(f"rank={rank} must be below world_size={world_size}")

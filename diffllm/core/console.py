@@ -1,4 +1,4 @@
-"""A rich console for text that may come from foreign files."""
+"""A rich console for text that may come from untrusted files."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from diffllm.core.printing import KEPT
 
 
 class Console(rich.console.Console):
-    """A rich console that escapes unprintable characters of strings and interprets no markup."""
+    """A rich console that escapes unprintable characters and does not interpret markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each ends in one line on stderr and exit code 2, no traceback."""
+"""Errors that a user can fix: printed as one line on stderr, with exit code 2, no traceback."""
 
 import difflib
 import re
@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 
 LONGEST = 1500
-"""Characters of a message; of a longer one the middle is left out."""
+"""Maximum characters of a message; the middle of a longer message is cut."""
 
 
 class UserError(Exception):
-    """Something outside the code is wrong; the message, one printable line, says what is
-    allowed."""
+    """An error outside the code; the message is one printable line with the allowed values."""
 
     def __init__(self, message: str) -> None:
         line = printable(" ".join(message.split("\n")))
@@ -22,7 +21,7 @@ class UserError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape what a terminal may act on: control characters, line breaks and direction marks."""
+    """Escape characters that terminals interpret, such as control characters, except `kept`."""
     return "".join(
         c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
     )
@@ -33,9 +32,9 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean x?' for the most similar name, else by the last part of dotted names.
+    """Return '; did you mean x?' for the most similar known name, or '' if no name is similar.
 
-    Upper and lower case are equal. Return '' if no name is similar.
+    Compare full names first, then the last parts of dotted names. Ignore upper and lower case.
     """
     whole = {each.lower(): each for each in known}
     last = {key.rpartition(".")[2]: each for key, each in reversed(whole.items())}
@@ -52,25 +51,25 @@ def choose_from(name: str, options: Sequence[str]) -> str:
 NUL, KEY, PLAIN = "\0", r"[\w.+~/@]+", r"[^\0=-][^\0=]*"
 SHAPES: dict[str, Callable[[re.Match[str]], str]] = {
     rf"({KEY})(?:\0=\0?|=\0)({PLAIN})|{KEY}=\d+(?:\0(\d\d\d))+":
-        lambda m: f"write {m[0].replace(NUL, '')} without blanks",
+        lambda m: f"write {m[0].replace(NUL, '')} without spaces",
     rf"(--(?!config-)[\w.-]+(?:=[^\0]*|(?=\0{PLAIN}(?![^\0]))))":
         lambda m: f"write {m[0][2:].partition('=')[0].replace('-', '_')}=... without dashes",
     rf"({KEY}=(?:[^\0\[{{]*,(?:\0{PLAIN})+|[\[{{][^\0\]}}]*(?:\0[^\0=\]}}]+)*\0[^\0=]*[\]}}]))":
-        lambda m: f"quote a value that contains blanks: {shlex.quote(m[0])}",
-    rf"{KEY}=[^\0]+\0({PLAIN})": lambda m: "quote a value if it contains blanks",
+        lambda m: f"quote a value that contains spaces: {shlex.quote(m[0])}",
+    rf"{KEY}=[^\0]+\0({PLAIN})": lambda m: "quote a value if it contains spaces",
 }  # fmt: skip
-"""Patterns of misread words, with NUL between two words, and the fix for a match.
+"""Patterns of mistyped overrides, with NUL between two words, and the fix for a match.
 
-The groups contain the words of which the error must name at least one.
+An error must name at least one word in the groups of a pattern.
 """
 SEARCHED = 4096
-"""Characters of a command line that the patterns search."""
+"""Maximum characters of a command line that are searched for SHAPES."""
 SEVERAL = "several values"
 POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 
 
 def hint(words: list[str], error: str) -> str:
-    """Return '; ' and the fix for a common slip in the words that an error names, or ''."""
+    """Return '; ' and the fix for a typing mistake in a word that the error names, or ''."""
     if "did you mean" in error:
         return ""
     for shape, fix in SHAPES.items():
@@ -86,7 +85,7 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Return a refused number as Python writes it, such as 10e6 for 10M, or ''."""
+    """Convert a rejected number to Python's notation, such as 10e6 for 10M; '' if impossible."""
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
         return ""
@@ -105,19 +104,19 @@ def number_meant(text: str, error: str) -> str:
 
 
 class AgreedError(UserError):
-    """An error of rank 0 that the other ranks share; rank 0 reports it."""
+    """An error of rank 0 that all ranks raise; only rank 0 reports it."""
 
 
 class AgreedByAll(AgreedError):
-    """An error that every rank raises at the same point of training; rank 0 reports it."""
+    """An error that all ranks raise at the same point of training; only rank 0 reports it."""
 
 
 class ConfigError(UserError):
-    """A configuration key, value or combination that cannot run."""
+    """An invalid configuration key, value or combination of values."""
 
 
 class InUseError(ConfigError):
-    """A directory that another process holds."""
+    """A directory that another process has locked."""
 
 
 class DataError(UserError):
@@ -129,4 +128,4 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """Processes that were not started as a launcher starts them, or that do not meet."""
+    """A failed launch: invalid launcher variables, or processes that cannot connect or disagree."""

@@ -1,7 +1,7 @@
-"""Files that are whole or not there, untrusted files, locks between processes, paths of users.
+"""Atomic writes, reads of untrusted files, locks between processes, and paths from users.
 
-A run's own files are never symbolic links, and nothing is written through a link. A file that a
-user names may be a link.
+Files of a run are never symbolic links, and writes never follow a link. A file that a user names
+may be a link.
 """
 
 import difflib
@@ -24,9 +24,9 @@ from diffllm.core.errors import CheckpointError, ConfigError, InUseError, printa
 from diffllm.core.printing import to_stderr
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096 - 128
-"""Limits in bytes; a run writes names of up to 128 bytes below its directory."""
+"""Limits in bytes; names below a run directory need up to 128 bytes."""
 LARGEST_JSON = 64 * 2**20
-"""Limit in bytes; the manifest of 100,000 parameters and 10,000 ranks has a tenth of it."""
+"""Limit in bytes; ten times the manifest of 100,000 parameters and 10,000 ranks."""
 LARGEST_LINES = 4 * 2**30
 LONGEST_LINE = 16 * 2**20
 DEEPEST = 64
@@ -34,9 +34,9 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def user_path(text: str | Path, key: str) -> Path:
-    """Return a path that a user has written, with ~ expanded; it need not exist.
+    """Expand ~ in a path that a user has written; the path need not exist.
 
-    Raises ConfigError, which begins with `key`, for a path that cannot exist.
+    Raises ConfigError, which begins with `key`, for an invalid path.
     """
     shown = f"{key}={str(text)[:300]}"
     try:
@@ -69,7 +69,7 @@ def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
 
 def check_absent(path: Path, key: str) -> None:
     if os.path.lexists(path):
-        raise ConfigError(f"{key}={path} is there already; choose a new directory")
+        raise ConfigError(f"{key}={path} already exists; choose a new directory")
 
 
 def check_length(path: Path, shown: str) -> None:
@@ -82,7 +82,7 @@ def check_length(path: Path, shown: str) -> None:
 
 
 def why_no_file(path: Path) -> str:
-    """Describe what is in place of a file; return "" for a file or nothing."""
+    """Return the reason why a path is not a regular file; "" for a file or a missing path."""
     if path.is_symlink():
         return "is a symbolic link, not a file"
     return "is not a regular file" if path.exists() and not path.is_file() else ""
@@ -99,11 +99,12 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
-    """Open a regular file, through a link only to `follow`; never waits, as at a pipe."""
+    """Open a regular file without blocking on a pipe; follow a link only if `follow` is true."""
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags | safe, 0o666)
     except OSError as error:
+        # ELOOP means a link at `path` itself, or a circle of links among the parent directories.
         circle = error.errno == errno.ELOOP and not path.is_symlink()
         if error.errno in (errno.ELOOP, errno.ENXIO) and not (follow or circle):
             raise OSError(errno.EINVAL, "Link or not a regular file", str(path)) from error
@@ -115,9 +116,9 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
 
 
 def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
-    """Open a regular file of at most `most` bytes, through a link only to `follow`.
+    """Open a regular file of at most `most` bytes; follow a link only if `follow` is true.
 
-    Raises OSError, or ValueError with words that follow the file's name.
+    Raises OSError, or ValueError; its message continues a sentence that begins with the file name.
     """
     try:
         descriptor = _opened(file, os.O_RDONLY, follow)
@@ -144,15 +145,14 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """Iterate over a file's lines as text; very long lines come in parts, bad bytes are
-    replaced."""
+    """Iterate over a file's lines as text; split very long lines and replace invalid bytes."""
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
             yield line.decode(errors="replace")
 
 
 def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
-    """Read a regular file with a JSON object; raises as `open_regular`."""
+    """Read a regular file that contains a JSON object; raises like `open_regular`."""
     content = parse_json(read_text(file, most, follow))
     if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
@@ -160,8 +160,10 @@ def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dic
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of plain values: moderate depth, 64-bit numbers, UTF-8. Raises ValueError with
-    words that follow a file's name."""
+    """Parse JSON with limited depth, 64-bit numbers and valid UTF-8.
+
+    Raises ValueError; the message continues a sentence that begins with the file's name.
+    """
     try:
         content = json.loads(text)
     except RecursionError:
@@ -180,16 +182,16 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
             check_plain(inner, depth - 1)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("holds a number beyond 64 bits")
+        raise ValueError("contains a number beyond 64 bits")
     elif isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError("holds half of a surrogate pair, which is no text") from None
+            raise ValueError("contains an unpaired surrogate, which is not text") from None
 
 
 def acquire(path: Path, wait: bool = True) -> FileLock:
-    """Create and lock a file, which names this process, until `release` or the end of this process.
+    """Lock a file until `release` or the end of this process; write the process id into the file.
 
     Raises Timeout if another process holds the lock and `wait` is false, and OSError.
     """
@@ -200,14 +202,16 @@ def acquire(path: Path, wait: bool = True) -> FileLock:
         lock.acquire(timeout=-1 if wait else 0)
     except OSError as error:
         if error.errno in NO_FLOCK:
-            raise OSError(error.errno, "its file system has no flock", str(path)) from None
+            raise OSError(
+                error.errno, "its file system does not support flock", str(path)
+            ) from None
         raise
     return lock
 
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a file during the block; raises as `acquire`."""
+    """Hold the lock of a file during the block; raises like `acquire`."""
     lock = acquire(path, wait)
     try:
         yield
@@ -216,23 +220,23 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
 
 def sign(descriptor: int) -> None:
-    with suppress(OSError):  # a full disk; the lock does not depend on it
+    with suppress(OSError):  # the lock works without this text, for example on a full disk
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def holder(path: Path) -> str:
-    """Name the process that holds a lock, such as 'process 17 on node3', or 'another process'."""
+    """Describe the process that holds a lock: 'process 17 on node3', or 'another process'."""
     with suppress(OSError, ValueError):
         return printable(read_text(path, most=1000)) or "another process"
     return "another process"
 
 
 def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
-    """Make a directory and lock it until this process ends; raises ConfigError if it cannot.
+    """Create and lock a directory until this process ends; raises ConfigError on failure.
 
-    With `wait` this waits until another process releases the directory, else raises InUseError.
-    Messages call the directory `kind`, as in "run directory", and tell to change the key `instead`.
+    If another process holds the lock, wait if `wait` is true, otherwise raise InUseError. Messages
+    call the directory `kind`, such as "run directory", and suggest to change the key `instead`.
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -246,7 +250,7 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
             return acquire(lock)
     except OSError as error:
         for part in made:
-            with suppress(OSError):  # it was not made, or others use it by now
+            with suppress(OSError):  # the part is missing, or another process uses the directory
                 part.unlink() if part == lock else part.rmdir()
         raise ConfigError(
             f"{kind} {path} cannot be written ({error.strerror}); choose {instead}"
@@ -254,12 +258,12 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
 
 
 def missing(path: Path) -> list[Path]:
-    """List what making a directory makes, innermost first: its lock, itself, its parents."""
+    """List the missing paths among a directory, its lock and its parents, innermost first."""
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
 def take_back(path: Path, made: list[Path]) -> None:
-    """Remove a directory, its lock and its empty parents, as far as they are in `made`."""
+    """Remove a directory, its lock and its empty parents, but only paths in `made`."""
     for part in made:
         with suppress(OSError):
             if part == path:
@@ -271,7 +275,7 @@ def take_back(path: Path, made: list[Path]) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, also with respect to a power cut; replaces a link of that name.
+    """Write a file atomically, even if power fails; replace a link instead of following the link.
 
     Raises OSError, and then leaves no partial file.
     """
@@ -279,12 +283,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.unlink(missing_ok=True)  # left by a killed process
+        partial.unlink(missing_ok=True)  # a killed process may have left this file
         with open(partial, "xb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(path)  # fails for a directory
+        partial.replace(path)  # raises OSError if the path is a directory
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -303,9 +307,9 @@ def open_to_write(path: Path) -> int:
 
 
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
-    """Replace a file of a run as `replace_file`; raises CheckpointError if it fails.
+    """Write a file of a run like `replace_file`; raises CheckpointError on failure.
 
-    The nearest `new_parents` directories are created if they are missing.
+    Create the nearest `new_parents` parent directories if they are missing.
     """
     try:
         for parent in reversed(path.parents[:new_parents]):
@@ -318,7 +322,7 @@ def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None
 def build_once(final: Path, build: Callable[[Path], None]) -> None:
     """Create the directory `final` by calling `build` on a scratch directory, then rename it.
 
-    One process builds, and the others wait for it.
+    One process builds; the other processes wait.
     """
     if final.is_dir():
         return
@@ -331,9 +335,9 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield an empty scratch directory, which becomes `final` after the block, unless it raises.
+    """Yield an empty scratch directory; rename it to `final` if the block does not raise.
 
-    Raises OSError, also if `final` exists, and InUseError if another process is building it.
+    Raises OSError, also if `final` exists, and InUseError if another process is building `final`.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with scratch_directory(final) as scratch:
@@ -343,13 +347,13 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Create an empty hidden directory next to `final`, which the block may rename.
+    """Create an empty hidden directory next to `final`; the block may rename the directory.
 
-    A lock keeps other processes out: with `wait` they wait, else they raise InUseError. What a
-    killed process left is removed. Raises OSError.
+    A lock excludes other processes, which wait if `wait` is true, otherwise raise InUseError.
+    Remove the remains of a killed process. Raises OSError.
     """
     name = f".{final.name}"
-    if len(os.fsencode(name)) > 200:  # the longest name of a file has 255 bytes
+    if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes
         name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
     scratch, lock_file = final.with_name(f"{name}.partial"), final.with_name(f"{name}.lock")
     try:
@@ -365,7 +369,7 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with suppress(OSError):
-            lock_file.unlink()  # before the release: a waiting process then makes a new one
+            lock_file.unlink()  # before the release, so that a waiting process creates a new lock
         lock.release()
 
 
@@ -385,7 +389,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems keep names without being asked, and refuse to be.
+        # Some file systems cannot sync a directory; its names need no sync there.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -393,6 +397,6 @@ def sync(path: Path) -> None:
 
 
 def fresh(path: Path) -> Path:
-    """Return an unused path: `path`, or `path` with the first free number appended."""
+    """Return an unused path: `path` itself, or `path` with the first free number appended."""
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     return next(p for name in names if not os.path.lexists(p := path.with_name(name)))

@@ -1,4 +1,4 @@
-"""What commands print: text that may come from foreign files, JSON, and tables."""
+"""Output of commands: text that may come from untrusted files, JSON, and tables."""
 
 import csv
 import io
@@ -14,8 +14,8 @@ from diffllm.core.errors import printable
 SPACES = "\u00a0\u1680\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 JOINERS = "\u00ad\u200b\u200c\u200d\u2060" + "".join(map(chr, range(0xE0020, 0xE0080)))
 KEPT = f"\n\t{SPACES}{JOINERS}"
-"""Characters that Python calls unprintable and that terminals only display: line breaks, tabs, and
-the spaces, joiners and tags of written languages."""
+"""Characters that are safe on terminals although Python calls them unprintable: line breaks, tabs,
+and the spaces, joiners and tags of written languages."""
 
 
 def echo(
@@ -38,20 +38,20 @@ APART = "  "
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a table."""
+    """One cell of a table."""
 
     text: str = ""
     value: Any = None
-    """What CSV holds; the text if None."""
+    """The value in CSV files; None: the text."""
     small: tuple[str, ...] = ()
-    """Lines in small print: an interval, a second number."""
+    """Lines in small print, such as an interval or a second number."""
     tag: str = ""
-    """A caution about the number: "no difference shown", "1 of 3 seeds diverged"."""
+    """A warning about the number, such as "1 of 3 seeds diverged"."""
     icon: str = ""
 
     @property
     def line(self) -> str:
-        """Everything in one line: "4.064 (4.027 to 4.102), 1 of 3 seeds diverged"."""
+        """Text, small print and tag: "4.064 (4.027 to 4.102), 1 of 3 seeds diverged"."""
         words = " ".join(filter(None, [self.text, *(f"({part})" for part in self.small)]))
         return ", ".join(filter(None, [words, self.tag]))
 
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A header and the cell of every row."""
+    """A table column: header, unit, and one cell per row."""
 
     title: str
     cells: Sequence[Cell]
@@ -80,7 +80,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equal length; the first names the rows."""
+    """Columns of equal length; the first column names the rows."""
 
     columns: Sequence[TableColumn]
 
@@ -91,8 +91,7 @@ class Table:
         rows: Iterable[Sequence[str | Cell]],
         left: Collection[int] = (0,),
     ) -> "Table":
-        """Make a table of rows; `heads` are titles, or each with its unit, `left` columns of
-        words."""
+        """Make a table from rows; `heads` are titles or (title, unit), `left` columns of text."""
         cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
         columns = list(zip(*cells, strict=True)) or [()] * len(heads)
         titles = [head if isinstance(head, tuple) else (head, "") for head in heads]
@@ -112,7 +111,7 @@ class Table:
         return [heads, *([cell.line for cell in row] for row in self.rows)]
 
     def text(self, width: int | None = None) -> list[str]:
-        """Return lines of aligned cells. If they exceed `width`, each first cell has a line."""
+        """Return aligned lines; above `width` characters, put first cells on separate lines."""
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         apart = width is not None and sum(widths) + len(APART) * (len(widths) - 1) > width
@@ -137,7 +136,7 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
     def csv(self) -> str:
-        """Return a header line and a line for each row; numbers in full precision."""
+        """Return a header line and one line per row, with numbers in full precision."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)
@@ -148,7 +147,7 @@ class Table:
         return file.getvalue()
 
     def html(self, label: str, style: str = "cards", key: str = "") -> str:
-        """Return a <table> of class `style` and id `key`, in a region that can scroll."""
+        """Return a <table> with class `style` and id `key`, in a scrollable region."""
         heads = ""
         for i, column in enumerate(self.columns):
             kind = attribute("class", "text" if i and column.left else "")

@@ -1,4 +1,4 @@
-"""Registration by name: config dataclasses of a group, and sources of text, also of plugins."""
+"""Registries by name of config dataclasses and text sources; plugins register here too."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ SOURCES: dict[str, Callable[..., Any]] = {}
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:
     """Register the decorated dataclass as ``<group>/<name>_schema`` for YAML defaults lists.
 
-    Raises ConfigError for a name that another class has.
+    Raises ConfigError if another class has the same name.
     """
 
     def register(cls: T) -> T:
@@ -32,10 +32,10 @@ def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T
 
 
 def source(name: str) -> Callable[[Source], Source]:
-    """Register the decorated function as the source of text ``data.source=<name>``.
+    """Register the decorated function as the text source ``data.source=<name>``.
 
-    It takes the DataConfig and the cache's directory, and returns a Corpus of
-    `diffllm.data.text.corpus`. Raises ConfigError for a name that another function has.
+    The function takes the DataConfig and the cache directory, and returns a Corpus of
+    `diffllm.data.text.corpus`. Raises ConfigError if another function has the same name.
     """
 
     def register(function: Source) -> Source:
@@ -47,9 +47,9 @@ def source(name: str) -> Callable[[Source], Source]:
 
 
 def check_free(what: str, there: Any, new: Any) -> None:
-    """Raise ConfigError for a name of another class or function; the same may register again."""
+    """Raise ConfigError if a different class or function already has the name."""
     first, second = (f"{x.__module__}.{x.__qualname__}" for x in (there or new, new))
     if first != second:
         raise ConfigError(
-            f"{what} is registered twice, by {first} and {second}; give one another name"
+            f"{what} is registered twice, by {first} and {second}; rename one of them"
         )

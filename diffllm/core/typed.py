@@ -1,4 +1,4 @@
-"""Dataclasses made of plain values, as JSON and YAML have them, with checked types."""
+"""Conversion of plain values from JSON or YAML to dataclasses, with type checks."""
 
 import sys
 from contextlib import suppress
@@ -15,7 +15,7 @@ TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or f
 
 
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
-    """Read a JSON file as a dataclass; unknown keys are ignored. Raises OSError or ValueError."""
+    """Read a JSON file as a dataclass, ignoring unknown keys; raises OSError or ValueError."""
     content = read_json(file, follow=follow)
     try:
         return made(cls, content)
@@ -30,10 +30,10 @@ def made(
     strict: bool = False,
     omit: tuple[str, ...] = (),
 ) -> T:
-    """Make a dataclass of a mapping; raises ValueError that names the key and what it must be.
+    """Convert a mapping to a dataclass; raises ValueError with the key and the allowed type.
 
-    Unknown keys are ignored unless `strict` is true. `content` must not set the fields in `omit`;
-    `where` is its own key.
+    Ignore unknown keys unless `strict` is true. `content` must not set the fields in `omit`;
+    `where` is the key of `content`.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")
@@ -56,10 +56,10 @@ def made(
 
 
 def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
-    """Return a value as a field's type; raises ValueError for another type.
+    """Convert a value to a field's type `kind`; raises ValueError for a value of another type.
 
-    Supports dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers and whole
-    numbers of 64 bits.
+    Supported types: dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers
+    and 64-bit whole numbers.
     """
     if type(None) in (allowed := get_args(kind)):
         if value is None:

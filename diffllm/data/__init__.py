@@ -1,6 +1,6 @@
 """The data pipeline: corpus, tokenizer, token shards, loader (README.md).
 
-Importing this registers the sources of text that come with the package.
+Importing this package registers the built-in sources of text.
 """
 
 import diffllm.data.text.files

@@ -11,7 +11,7 @@ from diffllm.core.registry import SOURCES
 
 
 class SampleBy(Enum):
-    """The unit of a plain-text file that becomes one document, in the terms of `datasets`."""
+    """Unit of a plain-text file that becomes one document; names as in `datasets`."""
 
     document = "document"
     paragraph = "paragraph"
@@ -28,8 +28,8 @@ class Between(Enum):
 class Packing(Enum):
     """How documents become sequences.
 
-    stream: concatenated and cut at every full sequence. best_fit: whole, several per sequence; only
-    those longer than a sequence are cut.
+    stream: documents are concatenated and cut at every full sequence. best_fit: documents stay
+    whole, several per sequence; only documents longer than a sequence are cut.
     """
 
     stream = "stream"
@@ -54,7 +54,7 @@ READ = {
     TOKENS: ("paths",),
     MIXTURE: ("sources",),
 }
-"""Fields that each of our sources reads."""
+"""Fields that each built-in source reads."""
 NEEDED = {
     "files": ("paths", "[file, directory, glob, ...]"),
     TOKENS: ("paths", "[file.bin, file.ds, ...]"),
@@ -78,27 +78,29 @@ class TextConfig:
     text_column: str = "text"
     """Column that holds the text, in parquet and json."""
     prompt_column: str | None = None
-    """Column of what stands before each text and is only context: no loss is taken of it."""
+    """Column of the prompt before each text; prompts are context, without loss."""
     sample_by: SampleBy = SampleBy.document
     """Unit of a text file that becomes one document."""
     dataset: str | None = None
     """Hub dataset owner/name (data=hub)."""
     name: str | None = None
-    """Configuration of the hub dataset, where it has several."""
+    """Configuration of the hub dataset, if it has several."""
     data_dir: str | None = None
-    """Folder of the hub dataset that is read, where it has several."""
+    """Folder of the hub dataset to read, if it has several."""
     split: str = "train"
-    """Split of the hub dataset; held-out documents are chosen from it, too."""
+    """Split of the hub dataset, for training and held-out documents."""
     revision: str | None = None
-    """Branch, tag or commit of the hub dataset; null: the newest at its first use."""
+    """Branch, tag or commit of the hub dataset; null: the newest commit at first use."""
 
     def check_source(self, where: str) -> None:
-        """Raise ConfigError for keys, prefixed with `where`, that the source does not read, or
-        lacks."""
+        """Raise ConfigError for missing keys and for keys that the source does not read; messages
+        prefix keys with `where`."""
         if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
             raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
         if self.prompt_column == self.text_column:
-            raise ConfigError(f"{where}prompt_column has to be another than {where}text_column")
+            raise ConfigError(
+                f"{where}prompt_column={self.prompt_column} must differ from {where}text_column"
+            )
         for key in chain(*READ.values()) if self.source in READ else ():
             value = getattr(self, key, None)
             is_set = value and value != getattr(TextConfig, key, None)
@@ -106,7 +108,7 @@ class TextConfig:
                 raise ConfigError(
                     f"{where}{key}={getattr(value, 'value', value)} is not read with "
                     f"{where}source={self.source}, which reads "
-                    f"{', '.join(READ[self.source]) or 'none of these keys'}"
+                    f"{', '.join(READ[self.source]) or 'no such key'}"
                 )
         name, example = NEEDED.get(self.source, ("source", ""))
         if not getattr(self, name):
@@ -116,33 +118,34 @@ class TextConfig:
 @dataclass
 class SourceConfig(TextConfig):
     weight: float = bounded(1.0, least=0, most=MOST_WEIGHT)
-    """Share of the samples, in parts of the sum of all sources' weights."""
+    """Share of the samples, relative to the sum of the weights of all sources."""
     epochs_at_most: float | None = bounded(None, above=0)
-    """Passes over its training split after which its weight goes to the others; null: no limit."""
+    """Maximum passes over the training split; null: no limit. The weight of a source that reaches
+    the limit goes to the other sources."""
 
 
 @dataclass
 class Point:
     at: float = bounded(0.0, least=0, most=1e15)
-    """Share of the run's tokens, up to 1; above 1, tokens."""
+    """Share of the run's tokens if at most 1, else a number of tokens."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Weights from there on, by source; 0 for one that is not named."""
+    """Weights from this point on, by source; 0 for sources that are not named."""
 
 
 @dataclass
 class DataConfig(TextConfig):
-    """The corpus: where its text comes from, and how it becomes tokens."""
+    """The corpus: source of the text, and conversion to tokens."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    """Sources of a mixture by name: the keys above, weight, epochs_at_most."""
+    """Sources of a mixture by name, each with the keys above, weight, epochs_at_most."""
     curriculum: list[Point] = field(default_factory=list)
-    """Weights that change on the way: [{at: 0.8, weights: {code: 0.3, web: 0.7}}]."""
+    """Weights that change during the run: [{at: 0.8, weights: {code: 0.3, web: 0.7}}]."""
     between: Between = Between.constant
     """Weights between two points of the curriculum."""
     cache_dir: str = "${oc.env:DIFFLLM_CACHE,'~/.cache/diffllm'}"
     """Directory of prepared corpora and tokenizers."""
     tokenizer: str | None = None
-    """A .model, a tokenizer.json, a directory of one, or owner/name; null trains one."""
+    """Path (.model, tokenizer.json or their directory) or owner/name; null: train one."""
     vocab_size: int = bounded("${model.vocab_size}", least=1, most=2**24)
     """Number of pieces of a tokenizer that is trained here."""
     tokenizer_sample_bytes: int = bounded(100_000_000, least=1)
@@ -150,21 +153,21 @@ class DataConfig(TextConfig):
     heldout_fraction: float = bounded(0.02, above=0, below=1)
     """Share of documents to hold out; at least 20 and 50,000 tokens, at most a fifth."""
     num_workers: int = bounded(1, least=0, most=256)
-    """Loader processes a rank; 0 reads in the training process."""
+    """Loader processes per rank; 0 reads in the training process."""
     prefetch_factor: int = bounded(4, least=1, most=10_000)
     """Micro-batches each loader process prepares ahead."""
 
     packing: Packing = Packing.stream
-    """How documents become sequences: cut as a stream, or whole where they fit best."""
+    """How documents become sequences: stream cuts anywhere, best_fit keeps them whole."""
     mask_documents: bool = False
-    """Keep attention inside a document, and start positions at 0 in each."""
+    """Restrict attention to one document, and start positions at 0 in every document."""
     visible_keys: float | None = bounded(None, least=1)
     """Mean number of keys that a query sees with mask_documents=true. `plan`, `count`,
-    model.match_flops_to and the costs of a study compute FLOPs with it; null: FLOPs of whole
-    sequences. A run measures its own number: `visible_keys` in summary.json."""
+    model.match_flops_to and the costs of a study compute FLOPs from this number; null: FLOPs of
+    whole sequences. A run stores its measured number as `visible_keys` in summary.json."""
     document_lengths: dict[int, int] = field(default_factory=dict)
     """Number of documents by length in tokens with EOS, for example {500: 90, 8000: 10}.
-    visible_keys follows from it, seq_len and packing."""
+    visible_keys follows from these lengths, seq_len and packing."""
     sample_prompt: str | None = None
     """Text that the sample at the end of a run continues; null: the first held-out tokens."""
 
@@ -183,7 +186,7 @@ class DataConfig(TextConfig):
         if self.source == MIXTURE:
             self.check_mixture()
         elif self.curriculum:
-            raise ConfigError("data.curriculum is of a mixture: data=mixture data.sources={...}")
+            raise ConfigError("data.curriculum needs a mixture: data.sources={...}")
 
     def check_current(self) -> None:
         """Raise ConfigError for settings that only configs of older versions may contain."""
@@ -193,29 +196,29 @@ class DataConfig(TextConfig):
         for name, source in self.sources.items():
             where = f"data.sources.{name}."
             if not NAME.fullmatch(name):
-                raise ConfigError(f"data.sources: {name!r} has to be of letters, digits, _ and -")
+                raise ConfigError(f"data.sources: {name!r} must consist of letters, digits, _, -")
             if source.source == MIXTURE:
-                raise ConfigError(f"{where}source=mixture: a mixture cannot hold another")
+                raise ConfigError(f"{where}source=mixture: a mixture cannot contain a mixture")
             if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(f"{where}source=tokens needs the data.tokenizer of the tokens")
+                raise ConfigError(f"{where}source=tokens needs data.tokenizer")
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
-            raise ConfigError("data.sources: all weights are 0")
+            raise ConfigError("data.sources: all weights are 0; at least one must be above 0")
         for i, (former, point) in enumerate(pairwise([Point(), *self.curriculum])):
             where = f"data.curriculum[{i}]"
             for name, weight in point.weights.items():
                 if name not in self.sources:
                     known = ", ".join(self.sources)
-                    raise ConfigError(f"{where}.weights.{name} is no source; known: {known}")
+                    raise ConfigError(f"{where}.weights: {name!r} is not one of {known}")
                 if not 0 <= weight <= MOST_WEIGHT:
                     allowed = f"must be from 0 to {MOST_WEIGHT:g}"
                     raise ConfigError(f"{where}.weights.{name}={weight:g} {allowed}")
             if not any(point.weights.values()):
-                raise ConfigError(f"{where}.weights: all are 0")
-            # Shares and tokens compare only once the run's length is known.
+                raise ConfigError(f"{where}.weights: all are 0; at least one must be above 0")
+            # Shares and numbers of tokens compare only if the run's length is known.
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:
-                raise ConfigError(f"{where}.at={point.at:g} has to rise, above 0")
+                raise ConfigError(f"{where}.at={point.at:g} must be above {former.at:g}")
 
 
 def check_sizes(sources: int, points: int) -> None:

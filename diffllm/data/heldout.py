@@ -20,7 +20,7 @@ from diffllm.data.tokenizer import Tokenizer
 
 BLOCK = 2**22
 GOLDEN = (5**0.5 - 1) / 2
-"""Multiples modulo 1 of any number are spread evenly over [0, 1)."""
+"""The first n multiples of this number, modulo 1, are spread evenly over [0, 1) for every n."""
 
 OwnedBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets and each target's document, (b, T) int64 each."""
@@ -35,11 +35,11 @@ class HeldoutDocuments:
     lengths: np.ndarray
     """Tokens with EOS, (n,) int64."""
     whole: bool = False
-    """Keep documents that fit in one sequence, as data.packing=best_fit does."""
+    """Keep documents whole if they fit in one sequence, as data.packing=best_fit does."""
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """Tokens of each document that are not only context, (n,) int64."""
+        """Number of predicted tokens (not context) of each document, (n,) int64."""
         if not self.stream.masked:
             return self.lengths
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
@@ -56,10 +56,10 @@ class HeldoutDocuments:
     def batches(
         self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[OwnedBatch]:
-        """Yield this rank's share of all sequences: equally many batches of one shape on every
-        rank, with every token a target once.
+        """Yield this rank's share of all sequences. Every rank gets the same number of batches, all
+        of one shape; every token is a target once.
 
-        The first input is an EOS. Padding and context have -1 as targets.
+        The first input is an EOS. The targets of padding and context are -1.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -72,7 +72,7 @@ class HeldoutDocuments:
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
-        """Return the starts of the sequences and the end of the last one, (r + 1,) int64."""
+        """Return the starts of all sequences and the end of the last sequence, (r + 1,) int64."""
         total = int(self.ends[-1])
         if not self.whole:
             return np.append(np.arange(0, total, seq_len), total)
@@ -106,8 +106,8 @@ class HeldoutDocuments:
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the decoded UTF-8 bytes of each document's predicted tokens, and the first 8 bytes
-        of the SHA-256 of its whole text: (n,) int64 each, 0 for the documents of other ranks."""
+        """Return the number of UTF-8 bytes of each document's predicted tokens, and the first 8
+        bytes of the SHA-256 of its whole text: (n,) int64 each, 0 for documents of other ranks."""
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):
@@ -131,12 +131,12 @@ def heldout_documents(
 ) -> HeldoutDocuments:
     """Choose documents of a split with about `tokens` tokens, or at most `most` documents, or all.
 
-    Documents follow places spread evenly over the split, independent of their length; a choice is
-    deterministic and part of every larger one. Raises ConfigError for a number that is not above 0.
-    `whole` is a field of `HeldoutDocuments`.
+    Chosen documents follow places that are spread evenly over the split, independent of document
+    lengths. The choice is deterministic; a larger choice contains every smaller choice. `whole` is
+    a field of `HeldoutDocuments`. Raises ConfigError unless `tokens` and `most` are positive.
     """
     if tokens is not None and not tokens > 0:
-        raise ConfigError(f"tokens={tokens} has to be above 0")
+        raise ConfigError(f"tokens={tokens} must be positive")
     check_counts(least=1, most=1 if most is None else most)
     tokens = len(stream) if tokens is None else min(tokens, len(stream))
     if most is None and tokens == len(stream):
@@ -161,14 +161,14 @@ def heldout_documents(
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the predicted tokens of `heldout_documents`; raises DataError for none."""
-    if tokens is not None and not tokens >= len(stream):  # a NaN is refused, too
+    """Count the predicted tokens of `heldout_documents`; raises DataError if all are context."""
+    if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     else:
         starts = range(0, len(stream), BLOCK)
         count = sum(int(stream.loss_mask(i, min(i + BLOCK, len(stream))).sum()) for i in starts)
     if not count:
-        raise DataError("the held-out documents have no token that is to be predicted")
+        raise DataError("the held-out documents have no token to predict: all are context")
     return count
 
 

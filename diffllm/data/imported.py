@@ -1,4 +1,4 @@
-"""Tokens of other libraries as a corpus, read in place."""
+"""Token files of other libraries as a corpus, read in place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -33,8 +33,8 @@ from diffllm.data.verified import usable
 
 @dataclass(eq=False)
 class FilesStream:
-    """A range of the tokens of several files; cheap to pickle. Opening the files raises DataError,
-    also for a changed index."""
+    """A range of the tokens of several files; cheap to pickle. Raises DataError for unusable files
+    and for a changed index."""
 
     split: str
     paths: Sequence[str]
@@ -42,13 +42,13 @@ class FilesStream:
     """Vocabulary size and EOS id."""
     start: int
     stop: int
-    """[start, stop) in tokens of all files."""
+    """Range [start, stop) in the tokens of all files."""
     indexes: Mapping[str, FileFacts] = field(default_factory=dict)
     masked = False
 
     def __post_init__(self) -> None:
         self.whole = JoinedTokens([open_tokens(Path(p), *self.tokenizer) for p in self.paths])
-        for path, facts in self.indexes.items():  # after opening: an open array notices a change
+        for path, facts in self.indexes.items():  # open arrays detect later changes
             with usable(Path(path)):
                 check_unchanged(Path(path), facts)
 
@@ -76,7 +76,7 @@ class ImportedData(TokenData):
     def split(self, name: str) -> FilesStream:
         """Open "train" or "heldout"; raises DataError if files have changed."""
         manifest = self.manifest
-        manifest.split(name)  # raises for another name
+        manifest.split(name)  # raises ConfigError for an unknown name
         train = manifest.splits["train"].tokens
         total = train + manifest.splits["heldout"].tokens
         start, stop = (0, train) if name == "train" else (train, total)
@@ -84,18 +84,18 @@ class ImportedData(TokenData):
         stream = FilesStream(name, self.paths, tokenizer, start, stop, self.indexes)
         if len(stream.whole) != total:
             raise DataError(
-                f"{', '.join(self.paths[:3])}: {len(stream.whole):,} tokens where {total:,} were; "
-                f"delete {self.directory} to count them again"
+                f"{', '.join(self.paths[:3])}: {len(stream.whole):,} tokens, formerly {total:,}; "
+                f"delete {self.directory} to count the tokens again"
             )
         return stream
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Open the tokens of data.paths, or one directory of our shards; raises DataError."""
+    """Open the tokens of data.paths, or one directory of diffllm shards; raises DataError."""
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())
     if cfg.tokenizer is None:
-        raise DataError("data=tokens needs data.tokenizer, the one that they were written with")
+        raise DataError("data=tokens needs data.tokenizer, the tokenizer that encoded the tokens")
     tokenizer = Tokenizer.from_file(cfg.tokenizer)
     found, _ = paths_of(cfg)
     paths = [path for path, root in found.items() if root is None or path.suffix in OPENERS]
@@ -105,7 +105,8 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     paths = [path for path in paths if path not in beside]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:
         raise DataError(
-            f"data.paths: {wrong[0]}: none of {', '.join(OPENERS)}, and no prepared shards"
+            f"data.paths: {wrong[0]} is neither a {' or '.join(OPENERS)} file nor a directory with "
+            f"{MANIFEST}"
         )
     prints = [fingerprint(path) for path in paths]
     indexes = [index for path in paths for index in index_files(path)]
@@ -125,7 +126,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
 def counted(
     paths: Sequence[Path], prints: Sequence[str], tokenizer: Tokenizer, fraction: float, corpus: str
 ) -> Manifest:
-    """Count files of tokens, and hold out their end from the end of a document on."""
+    """Count the tokens and documents of files, and hold out the last documents."""
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
     length = len(whole)
@@ -133,8 +134,8 @@ def counted(
     cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
     if cut >= length:
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: no document ends before the last "
-            f"{share:.2g} of its tokens; a larger data.heldout_fraction holds out more"
+            f"{', '.join(map(str, paths[:3]))}: no document begins in the last "
+            f"{share:.2g} of the tokens; increase data.heldout_fraction={fraction}"
         )
     counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}

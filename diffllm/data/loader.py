@@ -25,11 +25,11 @@ from diffllm.data.sequences import Batch
 
 
 class TrainLoader:
-    """Yields (inputs, targets), (m, T) int64, for ever, and resumes at any step.
+    """Yields (inputs, targets), (m, T) int64, endlessly, and resumes at any step.
 
-    Step s reads the global samples [s * G, (s + 1) * G); its micro-step k on rank r reads m of them
-    from s * G + k * W * m + r * m. So the data of a step depends on neither the world size W, the
-    micro batch nor the workers.
+    Step s reads the global samples [s * G, (s + 1) * G); its micro-step k on rank r reads m samples
+    from s * G + k * W * m + r * m. So the data of a step does not depend on the world size W, the
+    micro batch or the workers.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample; raises ConfigError for a global batch that micro batches of
-        all ranks do not divide, and for impossible counts and ranks."""
+        """Start at the first sample; raises ConfigError unless the micro batches of all ranks
+        divide the global batch, and for impossible counts and ranks."""
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         check_counts(least=1, **sizes)
         check_counts(least=0, num_workers=num_workers)
@@ -52,8 +52,8 @@ class TrainLoader:
         check_rank(rank, world_size)
         if global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
-                f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size="
-                f"{micro_batch_size} times {world_size} ranks"
+                f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size="
+                f"{micro_batch_size} times world_size={world_size}"
             )
         self.samples, self._start = samples, 0
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
@@ -68,17 +68,17 @@ class TrainLoader:
         self._micro_steps = global_batch_size // (micro_batch_size * world_size)
         self._ahead: deque[Batch] = deque()
         self.failed: DataError | None = None
-        """The error that the next unread batch raised; None so far."""
+        """Error of the first batch that could not be read; raised when that batch is due."""
         self.waited_s = 0.0
         """Seconds spent in `read_ahead`."""
-        # Workers ignore SIGTERM, so at exit they have to be told to leave.
+        # Workers ignore SIGTERM, so the exit handler must stop all workers.
         atexit.register(self.close)
 
     def __iter__(self) -> "TrainLoader":
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro batch; raises DataError if it is unreadable or a worker died."""
+        """Return the next micro batch; raises DataError for unreadable data or a dead worker."""
         if not self._ahead:
             if self.failed:
                 raise self.failed
@@ -102,7 +102,7 @@ class TrainLoader:
             self._batches = self._started()
         try:
             batch = next(self._batches)
-        except (RuntimeError, OSError, EOFError) as error:  # also a pipe that ends half-way
+        except (RuntimeError, OSError, EOFError) as error:  # OSError, EOFError: broken pipe
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise DataError(f"a data loader process died: {error}") from error
@@ -119,7 +119,7 @@ class TrainLoader:
         return self.samples.state(self.sample)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, independent of world size, micro batch and workers; raises
+        """Resume from `state`, independent of world size, micro batch and workers; raises
         CheckpointError for other samples."""
         self._stop_workers()
         self._start = self.samples.sample_of(state)
@@ -132,23 +132,23 @@ class TrainLoader:
         atexit.unregister(self.close)
 
     def _started(self) -> Iterator[Any]:
-        """Start the workers without the SIGCHLD handler of torch, which would raise anywhere in the
-        main thread; reading notices a dead worker."""
+        """Start the workers and remove torch's SIGCHLD handler, which would raise at any point of
+        the main thread; `_read` detects dead workers."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         m = self._micro_batch_size
-        # Steps follow each other without a gap, and so do the micro-steps in them.
+        # Steps and their micro-steps are contiguous, so one counter covers all micro-steps.
         first = itertools.count(self._start + self._rank * m, self._world_size * m)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's own call
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # called by torchdata
             loader = StatefulDataLoader(
                 _Stacked(self.samples),
                 batch_size=None,
                 sampler=(range(start, start + m) for start in first),
                 worker_init_fn=ignore_signals,
-                # A generator of its own: worker seeds would otherwise be drawn from the model's.
+                # A separate generator: drawing worker seeds must not advance the model's generator.
                 generator=torch.Generator(),
-                # Our state is one number; that of the library also fixes the number of workers.
+                # Never take snapshots: the library's state would fix the number of workers.
                 snapshot_every_n_steps=2**62,
                 **self._options,
             )
@@ -169,7 +169,7 @@ class TrainLoader:
 
 
 class _Stacked(Dataset[Tensor | DataError]):
-    """Samples as one tensor (2, m, T): each tensor is one message between processes."""
+    """Samples as one tensor (2, m, T), because every tensor is one message between processes."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples

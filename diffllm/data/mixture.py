@@ -66,7 +66,7 @@ class MixtureData:
                 data.check()
         hashes = {name: data.manifest.pieces_hash[:12] for name, data in self.sources.items()}
         if len({*hashes.values()}) > 1:
-            raise DataError(f"data.sources are tokens of different tokenizers: {hashes}")
+            raise DataError(f"data.sources must share one tokenizer; hashes of pieces: {hashes}")
 
     def split(self, name: str) -> JoinedStream:
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])

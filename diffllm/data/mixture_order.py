@@ -1,10 +1,10 @@
-"""The source of every sample of a mixture by its number alone, from weights that may change.
+"""Compute the source of a mixture's sample from the sample number, by weights that may change.
 
 A run is cut into segments of constant weights, a segment into blocks. The samples per source before
-a block are the weights times the samples, rounded by largest remainders. Within a block they are
-laid out evenly, by the algorithm of R. Tijdeman ("The chairman assignment problem", Discrete
+a block are the weights times the samples, rounded by largest remainders. Within a block, sources
+are laid out evenly by the algorithm of R. Tijdeman ("The chairman assignment problem", Discrete
 Mathematics 32, 1980): with K sources, every count is within 1 - 1/(2K - 2) of its share after any
-number of samples. Integers only: equal on every platform.
+number of samples. Integer arithmetic only: equal on every platform.
 """
 
 import heapq
@@ -24,13 +24,13 @@ from diffllm.core.typed import made
 from diffllm.data.config import Between, DataConfig
 
 Segments = list[tuple[int, tuple[float, ...]]]
-"""First samples and the weights from there on, one per source."""
+"""First sample of each segment, with one weight per source."""
 WHOLE = 10**9
 LEAST_WEIGHT = 1e-4
-"""Smallest share of a source that is read."""
+"""Sources with a smaller share are not read."""
 SHORTEST, LONGEST = 64, 65_536
 ENOUGH = 8
-"""Least samples per block of the rarest source, per other source."""
+"""Minimum samples per block of the rarest source, for each other source."""
 STAIRS = 256
 MOST_SAMPLES = 2**53
 
@@ -39,7 +39,7 @@ MOST_SAMPLES = 2**53
 class Segment:
     start: int
     weights: tuple[int, ...]
-    """One per source, in parts of their sum."""
+    """One weight per source, relative to the sum of weights."""
     before: tuple[int, ...]
 
     @property
@@ -55,8 +55,8 @@ class Segment:
 
 
 class MixtureOrder:
-    """The order of sources: a pure function of the number of a sample. Segments have ascending
-    starts; `before` are earlier samples of each source."""
+    """The order of sources: a pure function of the sample number. Segments have ascending starts;
+    `before` counts earlier samples of each source."""
 
     def __init__(
         self, segments: Sequence[tuple[int, Sequence[float]]], before: Sequence[int] = ()
@@ -84,7 +84,7 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the sample after which a source would exceed `most` samples; None for never."""
+        """Return the sample after which a source would exceed `most` samples, or None."""
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
             weight = segment.weights[source]
@@ -124,11 +124,12 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
     """Round weights to parts of about `WHOLE`; raises ValueError for invalid weights."""
     exact = [Fraction(weight) for weight in weights]
     if min(exact) < 0 or not (total := sum(exact)):
-        raise ValueError(f"weights={list(weights)} have to be 0 or more, and one above 0")
+        raise ValueError(f"weights={list(weights)} must be at least 0, and one above 0")
     for weight in exact:
         if 0 < weight < Fraction(LEAST_WEIGHT) * total:
             raise ValueError(
-                f"a weight of {float(weight / total):.2g} of all is below {LEAST_WEIGHT:g}"
+                f"a weight is {float(weight / total):.2g} of the sum; must be 0 or at least "
+                f"{LEAST_WEIGHT:g}"
             )
     return tuple(round(weight * WHOLE / total) for weight in exact)
 
@@ -145,16 +146,16 @@ def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def laid_out(counts: Sequence[int]) -> np.ndarray:
-    """Lay out the samples of each source evenly: the source of each place, int16.
+    """Lay out the samples of each source evenly; return the source of each place, int16.
 
-    The n-th of a source with share w may come once w places - (n - 1) is at least 1 / (2K - 2), and
-    must before it exceeds 1 - 1 / (2K - 2); the most urgent of the allowed ones comes.
+    The n-th sample of a source with share w may come at place p if w * p - (n - 1) is at least
+    1 / (2K - 2), and must come before 1 - 1 / (2K - 2) is exceeded; the most urgent sample comes.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
 
     def first_place(count: int, n: int, part: int) -> int:
-        """First place at which count * place / size - n is at least part / parts."""
+        """Return the first place at which count * place / size - n is at least part / parts."""
         return -(-size * (parts * n + part) // (parts * count))
 
     waiting = [(first_place(counts[k], 0, 1), k, 0) for k in used]
@@ -174,7 +175,7 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
 
 def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
     """Return the segments of a run of `samples` samples of `seq_len` tokens. A slope has at most
-    STAIRS steps, each with the weights of its middle."""
+    STAIRS steps, each with the weights at its midpoint."""
     points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
     for point in cfg.curriculum:
         place = round(point.at * samples) if point.at <= 1 else round(point.at / seq_len)
@@ -193,7 +194,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Normalise weights above LEAST_WEIGHT; others become 0."""
+    """Normalise weights to a sum of 1; shares below LEAST_WEIGHT become 0."""
     total = sum(weights)
     kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(kept) for weight in kept)
@@ -202,9 +203,9 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """Return the segments from `first` on; a source that reaches its `most` samples leaves its
-    weight to the others. Raises ConfigError if no source is left before `last`, the end of the
-    run."""
+    """Return the segments from sample `first` on. After `most` samples, the weight of a source goes
+    to the other sources. Raises ConfigError if all sources reach `most` before `last`, the end of
+    the run."""
     plan = from_sample(plan, first)
     spent: set[int] = set()
     while True:
@@ -220,8 +221,8 @@ def limited(
             left = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
             if not any(left):
                 raise ConfigError(
-                    f"data.sources: after {end:,} samples no source with a weight is left that "
-                    "epochs_at_most lets be read again"
+                    f"data.sources: after {end:,} of {last:,} samples, all sources with a weight "
+                    "reach epochs_at_most; increase epochs_at_most or shorten the run"
                 )
             later.append((start, as_shares(left)))
         plan = [segment for segment in plan if segment[0] < end] + later
@@ -247,9 +248,9 @@ class MixturePlace:
     since: int
     """First sample of the order by `weights`."""
     before: dict[str, int]
-    """Like `consumed`, before `since`."""
+    """Samples per source before `since`."""
     weights: list[list[float]]
-    """Ascending first samples of segments, each with the shares of all sources."""
+    """One row per segment: first sample (ascending), then the share of every source."""
 
     def check(self) -> None:
         check_sample_counts(
@@ -257,17 +258,19 @@ class MixturePlace:
         )
         sums = sum(self.consumed.values()), sum(self.before.values())
         if [*self.before] != [*self.consumed] or sums != (self.sample, self.since):
-            raise ValueError("the samples of all sources must add up to sample and since")
+            raise ValueError(
+                "consumed must add up to sample, and before, by the same names, to since"
+            )
         for row in self.weights:
             start, *shares = row or [0.5]
             whole = len(shares) == len(self.consumed) and abs(sum(shares) - 1) < 1e-6
             if not (whole and start == int(start)):
-                raise ValueError(f"weights has {row}, not a start and the shares of all sources")
+                raise ValueError(f"weights has {row}; must be a start and one share per source")
             in_parts(shares)
         starts = [int(start) for start, *_ in self.weights]
         check_sample_counts(starts)
         if sorted(starts) != starts or starts[:1] > [self.since] or self.since > self.sample:
-            raise ValueError("the starts in weights, since and sample must rise")
+            raise ValueError("starts in weights must ascend; first start <= since <= sample")
 
 
 def check_sample_counts(counts: list[int]) -> None:
@@ -276,7 +279,7 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless this is the JSON of a place, or empty."""
+    """Raise ValueError unless `state` is a valid EpochPlace or MixturePlace, or empty."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

@@ -1,9 +1,9 @@
 """Packing by best fit: whole documents, several per sequence; longer documents are cut.
 
 Items go into bins largest first, each into the fullest bin that still has room for it, as in "Fewer
-Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830). Items of one size are
-put into all bins of one room at once, so that the number of steps depends on the numbers of
-distinct sizes and rooms, not of items.
+Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830). All items of one size
+go into all bins of one room at once: the number of steps depends on the distinct sizes and rooms,
+not on the number of items.
 
 The plan of a split, on disk, maps sequences to pieces of documents. Documents are packed window by
 window, to bound memory; the plan depends only on the tokens and the sequence length.
@@ -33,8 +33,8 @@ PLAN_VERSION = 1
 WINDOW = 2**20
 PLAN = "plan.json"
 ARRAYS = {"starts.bin": "<i8", "lengths.bin": "<i4", "firsts.bin": "<i8"}
-"""First token and length of each piece, by sequence, (k,) each; the first piece of each sequence,
-and k, (n + 1,)."""
+"""First token and length of each piece, ordered by sequence, (k,) each; first piece of each
+sequence, then k, (n + 1,)."""
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -46,7 +46,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
     assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
     bins = np.empty(len(sizes), np.int64)
     open_bins, count = Bins(), 0
-    dtype = np.uint16 if capacity <= 2**16 else np.int64  # numpy sorts 16 bits by radix
+    dtype = np.uint16 if capacity <= 2**16 else np.int64  # 16 bits: a fast radix sort
     order = np.argsort((capacity - sizes).astype(dtype), kind="stable")
     per_size = np.bincount(sizes, minlength=capacity + 1)[::-1]
     for items in np.split(order, np.cumsum(per_size[per_size > 0])[:-1]) if len(sizes) else []:
@@ -62,7 +62,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
             taken = min(len(items), used * each)
             bins[items[:taken]] = np.repeat(here[:used], each)[:taken]
             items = items[taken:]
-            last = taken - (used - 1) * each  # items of the last of these bins
+            last = taken - (used - 1) * each  # items in the last used bin
             open_bins.put(room - each * size, here[: used - 1])
             open_bins.put(room - last * size, here[used - 1 : used])
             open_bins.put(room, here[used:])
@@ -72,12 +72,13 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, i
 class Bins:
     def __init__(self) -> None:
         self._rooms: list[int] = []
-        """The rooms that there are, rising."""
+        """Distinct rooms of all bins, ascending."""
         self._bins: dict[int, list[np.ndarray]] = {}
-        """The bins of a room, in parts that rise each."""
+        """Bins by room, in arrays that are ascending."""
 
     def take(self, size: int) -> tuple[int, np.ndarray]:
-        """Take out all bins with the least room for `size`, ascending; room 0 if there is none."""
+        """Remove and return the smallest room for `size` and its bins, ascending; room 0 without
+        such a bin."""
         place = bisect_left(self._rooms, size)
         if place == len(self._rooms):
             return 0, np.empty(0, np.int64)
@@ -85,7 +86,7 @@ class Bins:
         return room, np.sort(np.concatenate(self._bins.pop(room)), kind="stable")
 
     def put(self, room: int, bins: np.ndarray) -> None:
-        """Add bins with this room, ascending; full bins are dropped."""
+        """Add `bins`, ascending, which have this room; drop full bins."""
         if not room or not len(bins):
             return
         if room not in self._bins:
@@ -95,14 +96,14 @@ class Bins:
 
 
 def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
-    """Cut the documents of a stream into pieces of at most T tokens, in their order.
+    """Cut the documents of a stream into pieces of at most T tokens, in corpus order.
 
     Yields (3, k) int64 per block: first token, length, and preceding tokens of the document.
     """
-    document = place = 0  # begin of the open document, and of the piece that it goes on with
+    document = place = 0  # start of the unfinished document, and of its next piece
     for stop, ends in document_ends(stream, eos_id):
         documents, places = np.append(document, ends), np.append(place, ends)
-        open_end = stop  # of the document that goes on behind the block, whole pieces are cut off
+        open_end = stop  # a document that continues after the block yields only whole pieces
         if stop < len(stream):
             open_end -= (stop - int(places[-1])) % seq_len
         tokens = np.append(ends, open_end) - places
@@ -115,7 +116,7 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Join parts (r, any) and cut them into windows (r, size); the last is shorter."""
+    """Join parts (r, any) and cut the result into windows (r, size); the last may be shorter."""
     held: list[np.ndarray] = []
     for part in parts:
         held.append(part)
@@ -137,7 +138,7 @@ class PackingCounts:
     tokens: int
     sequences: int
     padding: int
-    """Targets that are no token."""
+    """Targets without a token."""
 
     @property
     def padding_share(self) -> float:
@@ -145,9 +146,9 @@ class PackingCounts:
 
     def text(self) -> str:
         return (
-            f"best fit, {self.documents:,} documents in {self.sequences:,} sequences; documents "
-            f"that had to be cut, being longer than a sequence: {self.documents_cut:,}; tokens "
-            f"left out: 0; padding: {self.padding:,} tokens ({self.padding_share:.2%})"
+            f"best fit, {self.documents:,} documents in {self.sequences:,} sequences; longer than "
+            f"a sequence, so cut: {self.documents_cut:,}; dropped tokens: 0; "
+            f"padding: {self.padding:,} tokens ({self.padding_share:.2%})"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -170,12 +171,12 @@ class PlanRecord:
 
     def check(self, directory: Path) -> None:
         if min(vars(self.counts).values()) < 0 or self.files.keys() != ARRAYS.keys():
-            raise ValueError("must have counts of at least 0 and the files of a plan")
+            raise ValueError(f"counts must be at least 0, and files must be {', '.join(ARRAYS)}")
         for name in ARRAYS:
             check_size(directory / name, self.files[name].bytes)
         starts, lengths, firsts = (self.files[name].bytes for name in ARRAYS)
         if starts != 2 * lengths or firsts != 8 * (self.counts.sequences + 1):
-            raise ValueError("its files do not have the sizes that its counts give")
+            raise ValueError("the file sizes do not match each other or counts.sequences")
 
 
 def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
@@ -192,11 +193,11 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
     with track("packing", len(stream)) as advance:
         for window in windows(pieces_of_documents(stream, eos_id, seq_len), WINDOW):
             _, lengths, before = window
-            # The end of a document that was cut takes a place more: an EOS that is no target parts
-            # it from what lies before. A piece that fills a sequence begins where it begins.
+            # The last piece of a cut document takes one more place: an EOS without a target
+            # separates the piece from the document before. A piece of T tokens needs no EOS.
             slots = lengths + ((before > 0) & (lengths < seq_len))
             bins, count = best_fit_decreasing(slots, seq_len)
-            # A stable sort: in a sequence, pieces lie in the order of the corpus.
+            # A stable sort keeps the pieces of a sequence in corpus order.
             starts, lengths, before = window[:, np.argsort(bins, kind="stable")]
             each = np.bincount(bins)
             write(starts, lengths, packed + np.cumsum(each) - each)
@@ -235,7 +236,7 @@ class PackingPlan:
     def require(self, fits: bool) -> None:
         with usable(self._directory / PLAN, self._directory):
             if not fits:
-                raise ValueError("has a piece that does not fit")
+                raise ValueError("a piece exceeds its sequence or the corpus")
 
     @cached_property
     def _arrays(self) -> list[FileArray]:

@@ -39,7 +39,7 @@ def held(path: Path, what: str) -> Iterator[None]:
     try:
         lock = acquire(path, wait=False)
     except Timeout:
-        to_stderr(f"waiting for {holder(path)} that {what}")
+        to_stderr(f"waiting for {holder(path)}, which {what}")
         lock = acquire(path)
     try:
         yield

@@ -34,13 +34,13 @@ ROUNDS = 8
 
 class ShuffledSequences:
     """Infinite samples of one source: sample g is sequence `permute(g % n)` of epoch g // n. `bits`
-    per byte of text equal 1 nat per token."""
+    is the number of bits per byte of text that equals 1 nat per token."""
 
     def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
         self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return (inputs, targets), (m, T) int64 each, or the error: a worker would wrap it."""
+        """Return (inputs, targets), (m, T) int64 each, or an error; workers wrap raised errors."""
         places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
         try:
             return self.sequences.read(places)
@@ -64,11 +64,11 @@ class ShuffledSequences:
         count = len(self.sequences)
         if state["sample"] >= count:
             raise CheckpointError(
-                f"the checkpoint stands at sequence {state['sample']} of an epoch, but this corpus "
-                f"has {count}: it was saved with another corpus, seq_len or data.packing"
+                f"the checkpoint is at sequence {state['sample']} of an epoch, but this corpus has "
+                f"{count}; resume with the checkpoint's corpus, seq_len and data.packing"
             )
         if (sample := state["epoch"] * count + state["sample"]) >= MOST_SAMPLES:
-            raise CheckpointError(f"the checkpoint's sample {sample} is beyond {MOST_SAMPLES}")
+            raise CheckpointError(f"sample={sample} of the checkpoint must be below {MOST_SAMPLES}")
         return int(sample)
 
 
@@ -85,7 +85,7 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
 def check_seed(state: dict[str, Any], seed: int) -> None:
     if state["seed"] != seed:
         raise CheckpointError(
-            f"the checkpoint's data order has seed={state['seed']}, this run seed={seed}"
+            f"the checkpoint's data order has seed={state['seed']}, but this run has seed={seed}"
         )
 
 
@@ -124,8 +124,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class MixedSequences:
-    """Sample g is the next sequence, in the source's own shuffled order, of the source at place g
-    of the mixture's order.
+    """Samples of a mixture: sample g is the next sequence of the source at place g of the mixture's
+    order; each source has a separate shuffled order.
 
     Raises DataError for a source shorter than a sequence, ConfigError if no source is left before
     the end of `total` samples.
@@ -190,8 +190,8 @@ class MixedSequences:
         known = [*state.get("consumed", {})]
         if known != self.names:
             raise CheckpointError(
-                f"the checkpoint is of the sources {', '.join(known) or '(no mixture)'}, this run "
-                f"of the sources {', '.join(self.names)}"
+                f"the checkpoint has data.sources {', '.join(known) or '(no mixture)'}, but this "
+                f"run has data.sources {', '.join(self.names)}"
             )
         try:
             place = made(MixturePlace, state)

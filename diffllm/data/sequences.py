@@ -53,7 +53,7 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
     if n < 1:
         raise DataError(
             f"the corpus is shorter than one sequence: its {stream.split} split has "
-            f"{len(stream)} tokens, seq_len={seq_len} needs {seq_len + 1}"
+            f"{len(stream)} tokens, but seq_len={seq_len} needs {seq_len + 1}"
         )
     return n
 
@@ -61,8 +61,8 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 class PackedSequences:
     """Whole documents, several per sequence, in the order of the corpus, with padding.
 
-    The input of a first token is the EOS before its document. So every token is a target once,
-    unless it is only context. Padding has EOS as inputs and -1 as targets.
+    The input of a document's first token is the EOS before the document. So every token except
+    context is a target once. Padding has EOS as inputs and -1 as targets.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -80,9 +80,9 @@ class PackedSequences:
                 self.plan.require(0 <= start < start + length <= len(self.stream))
                 tokens = self.stream.tokens(max(start - 1, 0), start + length)
                 if not start:
-                    tokens = np.append(self.eos_id, tokens)  # an EOS is before the first token
+                    tokens = np.append(self.eos_id, tokens)  # no EOS precedes the corpus
                 if tokens[0] != self.eos_id and length < self.seq_len:
-                    at += 1  # the end of a document that was cut; an EOS parts it from the last one
+                    at += 1  # an EOS before the last piece of a cut document
                 self.plan.require(at + length <= self.seq_len)
                 inputs[row, at : at + length] = tokens[:-1]
                 targets[row, at : at + length] = as_targets(self.stream, start, tokens[1:])

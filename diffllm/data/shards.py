@@ -45,7 +45,7 @@ class Split:
     bytes: int
     shards: list[Shard]
     predicted: int | None = None
-    """Predicted tokens, which `bytes` counts; None: all."""
+    """Predicted tokens, whose text has `bytes` bytes; None: all tokens."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert nats per token to bits per byte of text; None if unknown."""
@@ -63,15 +63,15 @@ class Split:
     def check(self, name: str) -> None:
         counts = (self.documents, self.bytes, self.predicted or 0, *(s.tokens for s in self.shards))
         if min(counts) < 0 or (self.predicted or 0) > self.tokens:
-            raise ValueError(f"splits.{name} has a count out of range")
+            raise ValueError(f"splits.{name}: counts must be at least 0; predicted at most tokens")
         if self.tokens != sum(shard.tokens for shard in self.shards):
-            raise ValueError(f"the shards of {name} do not have its {self.tokens} tokens")
+            raise ValueError(f"splits.{name}: the tokens of shards must add up to {self.tokens}")
         for shard in self.shards:
             for file in filter(None, (shard.file, shard.mask)):
                 if Path(file).name != file or "\0" in file:
-                    raise ValueError(f"shard {file} is not in this directory")
+                    raise ValueError(f"shard {file} must be a file name without a directory")
             if (shard.mask is None) != (shard.mask_sha256 is None):
-                raise ValueError(f"shard {shard.file} has a mask without checksum, or none")
+                raise ValueError(f"shard {shard.file} must have both mask and mask_sha256, or none")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Manifest:
     """Held-out loss in nats per token of the best model that ignores context."""
     splits: dict[str, Split]
     cut: bool = False
-    """Whether the corpus is a single document, of which pieces are held out."""
+    """Whether the corpus is a single document with held-out pieces."""
     note: str = ""
     """Differences from a known reference; empty if none."""
 
@@ -125,7 +125,8 @@ class Manifest:
 
     def check(self) -> None:
         if self.dtype != token_dtype(self.vocab_size).name:
-            raise ValueError(f"dtype {self.dtype} does not go with {self.vocab_size} pieces")
+            expected = token_dtype(self.vocab_size).name
+            raise ValueError(f"dtype={self.dtype} must be {expected} for {self.vocab_size} pieces")
         if not 0 <= self.eos_id < self.vocab_size:
             raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
         skipped = (self.skipped_empty, self.skipped_undecodable)
@@ -158,8 +159,8 @@ def together(splits: Sequence[Split]) -> Split:
 
 
 def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fraction") -> str:
-    """Return the warning about too little held-out text, which names the key that increases it;
-    empty if there is enough. Only documents count if `tokens` is None."""
+    """Return a warning about too little held-out text, which advises to increase `key`; empty for
+    enough text. With `tokens=None`, only documents count."""
     if documents >= LEAST_DOCUMENTS and (tokens is None or tokens >= LEAST_TOKENS):
         return ""
     counted = f"{documents:,} document{'s' * (documents != 1)}"
@@ -182,8 +183,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter:
-    """Writes one split in shards of at most SHARD_TOKENS, in files that begin with `name`, and
-    optional loss masks next to them."""
+    """Writes one split in shards of at most SHARD_TOKENS tokens, in files that begin with `name`,
+    with optional loss masks next to the shards."""
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
         self._directory, self._name, self._masked = directory, name, masked
@@ -195,9 +196,9 @@ class ShardWriter:
     def add(
         self, tokens: np.ndarray, text_bytes: int, documents: int, mask: np.ndarray | None = None
     ) -> None:
-        """Append whole documents, each with its EOS: tokens (n,) of any integer type, the bytes
-        that are to be predicted, the number of documents, and with masks (n,) bool, True for
-        predicted tokens."""
+        """Append whole documents, each with its EOS: tokens (n,) of any integer type, the number of
+        predicted bytes of text, the number of documents, and for masked splits a mask (n,) bool,
+        True for predicted tokens."""
         if not len(tokens):
             return
         self._tokens += len(tokens)

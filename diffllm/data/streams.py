@@ -1,5 +1,5 @@
-"""Streams of tokens, read and not memory-mapped: a truncated mapped file or a failing disk would
-kill the process, with everything unsaved."""
+"""Streams of tokens. Files are read, not memory-mapped: a truncated mapped file or a failing disk
+would kill the process, without saving."""
 
 import os
 import weakref
@@ -18,7 +18,7 @@ from diffllm.data.verified import again, identity_in, identity_of, matches, usab
 MOST_OPEN = 256
 BLOCK = 2**22
 STEP = 2**12
-"""Tokens read at once: per search or count, and to find the end of one document."""
+"""Tokens per read: BLOCK for searches and counts, STEP for the end of one document."""
 
 
 class FileArray:
@@ -27,8 +27,8 @@ class FileArray:
     def __init__(
         self, path: Path, dtype: Any, offset: int = 0, count: int | None = None, advice: str = ""
     ) -> None:
-        """Open the file; raises DataError if it is too short or not of whole numbers. `offset` is
-        in bytes, `advice` ends error messages."""
+        """Open the file; raises DataError for a file that is too short or ends inside a number.
+        `offset` is in bytes, `advice` ends error messages."""
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
         with usable(path):
             stream = open_regular(path, 2**63, follow=True)
@@ -36,14 +36,14 @@ class FileArray:
         self._file = stream.fileno()
         found = os.fstat(self._file)
         self.identity = identity_in(found)
-        """The file's size and times as it was opened: they change when it is written to."""
+        """Size, times and inode of the file at opening; every later write changes the times."""
         self._written = found.st_size, found.st_mtime_ns
         there, rest = divmod(found.st_size - offset, self.dtype.itemsize)
         self._count = there if count is None else count
         if not 0 <= self._count <= there or (count is None and rest):
             raise self._unusable(
                 f"{found.st_size:,} bytes, which are not {self._count:,} numbers of "
-                f"{self.dtype.itemsize} bytes after byte {offset:,}: cut off, or of another type"
+                f"{self.dtype.itemsize} bytes after byte {offset:,}: truncated, or of another type"
             )
 
     @property
@@ -54,32 +54,32 @@ class FileArray:
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        """Read a number, a slice without steps, (m,), or the numbers at places (m,)."""
+        """Read one number, a slice without a step, or the numbers at places (m,)."""
         if isinstance(place, slice):
             start, stop, _ = place.indices(self._count)
             return self._read(start, max(start, stop))
         if isinstance(place, np.ndarray):
             least, most = int(place.min(initial=self._count)), int(place.max(initial=0))
-            if 0 <= least <= most < min(self._count, least + 64 * len(place)):  # close together
+            if 0 <= least <= most < min(self._count, least + 64 * len(place)):  # nearby: one read
                 return self._read(least, most + 1)[place - least]
             return np.array([self[int(i)] for i in place], self.dtype)
         start = place + self._count * (place < 0)
         if not 0 <= start < self._count:
-            raise self._unusable(f"place {place} of {self._count}")
+            raise self._unusable(f"index {place} is outside its {self._count} numbers")
         return self._read(start, start + 1)[0]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, self.dtype)
         place, filled = self.offset + start * self.dtype.itemsize, 0
         with usable(self.path):
-            while filled < out.nbytes:  # a system call reads 2 GiB at most
+            while filled < out.nbytes:  # one call reads at most 2 GiB
                 read = os.preadv(self._file, [out.view(np.uint8)[filled:].data], place + filled)
                 if not read:
-                    raise self._unusable("cut off since it was opened")
+                    raise self._unusable("truncated after it was opened")
                 filled += read
             now = os.fstat(self._file)
         if (now.st_size, now.st_mtime_ns) != self._written:
-            raise self._unusable("changed since it was opened")
+            raise self._unusable("changed after it was opened")
         return out
 
     def _unusable(self, problem: str) -> DataError:
@@ -87,11 +87,11 @@ class FileArray:
 
 
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
-    """Open a file of the cache; raises DataError for another checksum."""
+    """Open a file of the cache; raises DataError unless its SHA-256 is `sha256`."""
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
     with usable(path):
         if not matches(path, sha256) or identity_of(path) != array.identity:
-            raise array._unusable(f"damaged, its sha256 is not the manifest's {sha256[:12]}...")
+            raise array._unusable(f"damaged: its sha256 is not the manifest's {sha256[:12]}...")
     return array
 
 
@@ -99,7 +99,7 @@ def check_size(path: Path, expected: int) -> None:
     with usable(path):
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
     if found != f"{expected} bytes":
-        raise DataError(f"{path}: {found} where the manifest says {expected}; {again(path.parent)}")
+        raise DataError(f"{path}: {found}, but the manifest says {expected}; {again(path.parent)}")
 
 
 class Readable(Protocol):
@@ -115,10 +115,10 @@ class Stream(Readable, Protocol):
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens may be only context."""
+        """Whether some tokens may be context."""
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read which of tokens [start, stop) are to be predicted, (stop - start,) bool."""
+        """Read the loss mask of tokens [start, stop), (stop - start,) bool, False for context."""
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
@@ -142,31 +142,31 @@ def token_counts(
 def document_ends(
     stream: Readable, eos_id: int, start: int = 0, block: int = BLOCK
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield for each block from `start` on its own end and the document ends in it, (n,), each the
-    place after an EOS."""
+    """For each block from `start` on, yield the end of the block and the document ends inside,
+    (n,). A document ends at the place after its EOS."""
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
         yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
 
 
 def end_behind(stream: Readable, eos_id: int, place: int) -> int:
-    """Return the place after the EOS of the document that contains a token."""
+    """Return the place after the EOS of the document that contains the token at `place`."""
     found = (ends for _, ends in document_ends(stream, eos_id, place, STEP) if len(ends))
     return int(next(found, [len(stream)])[0])
 
 
 def check_range(start: int, stop: int, length: int) -> None:
     if not 0 <= start <= stop <= length:
-        raise IndexError(f"tokens [{start}, {stop}) of a stream of {length}")
+        raise IndexError(f"tokens [{start}, {stop}) are outside a stream of {length} tokens")
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces of [start, stop) in consecutive parts, which end at `ends` (parts,): the
-    part's number, first token and end within the part."""
+    """Divide [start, stop) into pieces of consecutive parts, which end at `ends` (parts,). Yields a
+    part's number, and the first token and end of its piece, relative to the part."""
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
         begin, end = int(ends[number - 1]) if number else 0, int(ends[number])
-        if end > start:  # an empty part has none of it
+        if end > start:  # skip empty parts
             yield number, start - begin, min(end, stop) - begin
         start, number = end, number + 1
 
@@ -190,7 +190,7 @@ class JoinedTokens:
     def __init__(self, parts: Sequence[Readable]) -> None:
         self.parts = list(parts)
         self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        """The place behind each part's last token, (parts,)."""
+        """Place after the last token of each part, (parts,)."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -214,8 +214,8 @@ class JoinedStream(JoinedTokens):
 
 
 class TokenStream:
-    """The tokens of one split's shards; cheap to pickle. Sizes are checked when opened, checksums
-    at the first read."""
+    """The tokens of one split's shards; cheap to pickle. File sizes are checked at opening,
+    checksums at the first read."""
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
         self._made_of = directory, manifest, split

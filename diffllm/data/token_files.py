@@ -1,12 +1,12 @@
-"""Files of tokens that other libraries wrote: Megatron's and datatrove's.
+"""Token files of other libraries: Megatron and datatrove.
 
 Megatron's indexed dataset: NAME.bin has the tokens. NAME.idx has the magic MMIDIDX and two zeros,
 the version (uint64) 1, a code of the tokens' type (uint8), numbers of sequences and of document
 places (uint64 each), then lengths of sequences (int32), their places in bytes (int64), the first
-sequence of each document, and the end (int64).
+sequence of each document, then the number of sequences (int64).
 
 Datatrove's token files, which Nanotron reads: NAME.ds has the tokens, NAME.ds.index the ends of
-documents (uint64), and NAME.ds.metadata a first line that ends with the bytes of a token.
+documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per token.
 """
 
 import hashlib
@@ -47,19 +47,19 @@ class TokenFile:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens, (stop - start,) int64; raises DataError for one outside the vocabulary."""
+        """Read tokens, (stop - start,) int64; raises DataError for ids outside the vocabulary."""
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
             wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
             raise DataError(
                 f"{self.path}: token {wrong} is not one of the tokenizer's {self.pieces:,} pieces: "
-                "it was written with another one, or the file has changed"
+                "the file was written with another tokenizer or has changed"
             )
         return tokens
 
 
 class WithEnds:
-    """A file whose documents lack an EOS, read as if each had it."""
+    """Reads a file without EOS tokens as if every document ended with an EOS."""
 
     def __init__(self, file: TokenFile, eos_id: int) -> None:
         self.file, self.eos_id = file, eos_id
@@ -77,8 +77,8 @@ class WithEnds:
         while start < stop:
             end = self.end_of(document)
             if not document <= start < end <= len(self):
-                raise DataError(f"{self.path}: the documents of its index do not follow each other")
-            last = min(stop, end - 1)  # the token at end - 1 is the end
+                raise DataError(f"{self.path}: the documents in its index are not contiguous")
+            last = min(stop, end - 1)  # the token at end - 1 is the added EOS
             if start < last:
                 place = len(out) - (stop - start)
                 read = self.file.tokens(start - document, last - document)
@@ -91,24 +91,23 @@ Tokens = TokenFile | WithEnds
 
 
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
-    """Open a .bin or .ds file, its documents with their EOS; raises DataError, also if only some
-    documents end with `eos_id`."""
+    """Open a .bin or .ds file, with an EOS after every document; raises DataError, also if only
+    some documents end with `eos_id`."""
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
     ends = [file.end_of(int(i)) for i in looked_at]
-    # The ends between are too many to be read at every start.
+    # Check only a sample of ends: reading all ends at every start would take too long.
     if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
         raise DataError(
-            f"{path}: the documents of its index end at token {ends[-1]:,}, its tokens at "
-            f"{len(file):,}"
+            f"{path}: its index ends at token {ends[-1]:,}, but the file has {len(file):,} tokens"
         )
     last = [int(file.content[end - 1]) == eos_id for end in ends if end]
     if all(last):
         return file
     if any(last):
         raise DataError(
-            f"{path}: {sum(last)} of {len(last)} documents end with token {eos_id}, the "
-            "tokenizer's end of a document, and others do not: is this its tokenizer?"
+            f"{path}: only {sum(last)} of {len(last)} documents end with token {eos_id}, the "
+            "tokenizer's end of a document; check data.tokenizer"
         )
     return WithEnds(file, eos_id)
 
@@ -120,7 +119,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
         head = file.read(HEADER.size)
     magic, version, code, sequences, marks = HEADER.unpack(head.ljust(HEADER.size))
     if magic != MAGIC or version != 1 or code not in MEGATRON_TYPES:
-        raise DataError(f"{index} is no index of Megatron's of version 1 and a known type")
+        raise DataError(f"{index}: not a Megatron index of version 1 with a known token type")
     lengths = FileArray(index, "<i4", HEADER.size, sequences)
     places = FileArray(index, "<i8", lengths.end, sequences)
     firsts = FileArray(index, "<i8", places.end, marks)
@@ -128,10 +127,10 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     size = content.dtype.itemsize
     looked_at = np.unique(np.linspace(0, max(sequences - 2, 0), LOOKED_AT).astype(np.int64))
     ends = places[looked_at] + lengths[looked_at].astype(np.int64) * size if sequences else []
-    # Only some of the sequences are compared: there are too many.
+    # Compare only a sample of sequences: comparing all sequences would take too long.
     contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
     if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
-        raise DataError(f"{index}: its documents do not follow each other in {path.name}")
+        raise DataError(f"{index}: its documents are not contiguous in {path.name}")
 
     def end_of(document: Any) -> Any:
         last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
@@ -148,12 +147,12 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
         with usable(metadata):
             size = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
         if size not in DATATROVE_TYPES:
-            raise DataError(f"{metadata}: tokens of {size!r} bytes are not known; 2 or 4")
+            raise DataError(f"{metadata}: tokens of {size!r} bytes; must be 2 or 4")
     content = FileArray(path, DATATROVE_TYPES[size])
     index = path.with_name(f"{path.name}.index")
     ends = FileArray(index, "<u8")
     if not len(ends):
-        raise DataError(f"{index}: it has no documents")
+        raise DataError(f"{index}: the index has no documents")
     return TokenFile(path, content, lambda i: ends[i].astype("int64"), len(ends), vocab_size)
 
 

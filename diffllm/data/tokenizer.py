@@ -1,4 +1,4 @@
-"""Text to token ids and back: sentencepiece models, tokenizers of Hugging Face, and their files."""
+"""Encode and decode text with sentencepiece models and Hugging Face tokenizers; tokenizer files."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ TOKENIZER_FILES = (MODEL, FAST, FAST_CONFIG)
 LARGEST_TOKENIZER = 2**30
 """Limit in bytes, about 30 times the largest known tokenizer."""
 SPACE_MARK = "\u2581"
-"""U+2581, which sentencepiece writes for a space and cannot tell from one in text."""
+"""U+2581: sentencepiece writes spaces as U+2581, so U+2581 in a text would decode to a space."""
 PART = 100_000
-"""Characters encoded at once: the time grows faster than the length."""
+"""Characters encoded at once, because encoding time grows faster than the length."""
 BEHAVIOUR_PROBE = " a  b\n\n\tc\r\n \u00a0\ufb01\uff21\u0065\u0301 0123 \U0001f600 "
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""EOS names, if no tokenizer_config.json names one."""
+"""Names of the EOS, if no tokenizer_config.json names an EOS."""
 
 
 class Tokenizer:
@@ -53,8 +53,8 @@ class Tokenizer:
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
-        """Load a .model or tokenizer.json, named as for `located`; raises DataError if it is
-        unusable or has no EOS."""
+        """Load a .model or tokenizer.json, named as for `located`; raises DataError for an unusable
+        file or a tokenizer without an EOS."""
         path = located(path)
         if path.suffix == ".json":
             return FastTokenizer(path)
@@ -62,7 +62,9 @@ class Tokenizer:
 
         try:
             processor = SentencePieceProcessor(model_file=str(path))
-            processor.id_to_piece(list(range(processor.vocab_size())))  # all are text
+            processor.id_to_piece(
+                list(range(processor.vocab_size()))
+            )  # raises for a piece that is not UTF-8
         except (RuntimeError, TypeError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: not a sentencepiece model") from error
         return Tokenizer(processor, str(path))
@@ -81,7 +83,7 @@ class Tokenizer:
         ids = self._processor.encode(parts, num_threads=threads)
         if self._mark_bytes is not None:
             for i, part in enumerate(parts):
-                if SPACE_MARK in part:  # spelt in its bytes, or it would come back as a space
+                if SPACE_MARK in part:  # encoded as bytes, to decode exactly
                     first, *rest = self._processor.encode(part.split(SPACE_MARK))
                     ids[i] = first + [id for some in rest for id in (*self._mark_bytes, *some)]
         left = iter(ids)
@@ -91,8 +93,8 @@ class Tokenizer:
         ]
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text between characters that no piece contains side by side, which keeps the
-        ids. A text that the model normalises is not cut."""
+        """Cut a long text between characters that are adjacent in no piece, so that the ids do not
+        change. Models that normalise text get the whole text."""
         if len(text) <= 2 * PART:
             return [text]
         probe = self._processor.normalize(BEHAVIOUR_PROBE)
@@ -122,8 +124,8 @@ class Tokenizer:
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 of the ordered pieces, which are equal for equal trainings unlike the file, and
-        of a probe text, which shows normalisation."""
+        """SHA-256 of the ordered pieces and of the ids of a probe text, which depend on
+        normalisation. The file itself can differ between equal trainings."""
         processor = self._processor
         facts = (
             processor.id_to_piece,
@@ -148,9 +150,9 @@ class FastTokenizer(Tokenizer):
             self._fast = tokenizers.Tokenizer.from_file(str(path))
             self._fast.encode(BEHAVIOUR_PROBE)  # fails for an unknown token without a piece
         except ImportError as error:
-            raise DataError(f"{path}: pip install tokenizers reads such files") from error
+            raise DataError(f"{path} needs a library: pip install tokenizers") from error
         except Exception as error:
-            raise DataError(f"{path}: not a file of tokenizers ({error})") from error
+            raise DataError(f"{path}: not a valid tokenizer.json ({error})") from error
         self._fast.encode_special_tokens = True
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -182,7 +184,7 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
     raises DataError."""
     config = path.with_name(FAST_CONFIG)
     try:
-        # Not `read_json`: many have a model_max_length beyond 64 bits.
+        # Not `read_json`: many configs have a model_max_length beyond 64 bits.
         content = json.loads(read_text(config, follow=True)) if config.exists() else {}
         said = content.get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -193,13 +195,13 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
         if isinstance(name, str) and name in vocabulary:
             return name
     raise DataError(
-        f"{path}: it has no token {' or '.join(map(repr, named))} to end a document with; "
-        f'{FAST_CONFIG} next to it can name another, with {{"eos_token": "..."}}'
+        f"{path}: no token {' or '.join(map(repr, named))} to end a document; "
+        f'name an existing token in {FAST_CONFIG} next to this file: {{"eos_token": "..."}}'
     )
 
 
 def located(name: str | Path) -> Path:
-    """Return a tokenizer's file, also of a directory or hub repository; raises DataError."""
+    """Return the tokenizer file of a path, directory or hub repository; raises DataError."""
     path = Path(name).expanduser()
     path = tokenizer_in(path) if path.is_dir() else path
     if path.is_file():
@@ -216,7 +218,7 @@ def located(name: str | Path) -> Path:
         return Path(hf_hub_download(str(name), FAST))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{name}: no such tokenizer here, and from the hub: {reason}") from error
+        raise DataError(f"{name}: no such local tokenizer; the hub answers: {reason}") from error
 
 
 def tokenizer_in(directory: Path) -> Path:

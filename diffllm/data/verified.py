@@ -1,7 +1,7 @@
-"""Checksums of files, compared once for all processes that read them, and again after a day.
+"""Verify checksums of files once for all reading processes, and again after a day.
 
-The first process hashes a file and leaves a mark with the file's identity next to it. A mark is
-valid for a day, so that decay that keeps size and times is found, too.
+The first process hashes a file and writes a mark with the file's identity next to the file. A mark
+is valid for a day, so that corruption that keeps size and times is also detected.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ TICK = 0.05
 
 
 def matches(path: Path, sha256: str) -> bool:
-    """Whether `path` has this hexadecimal SHA-256; raises OSError if unreadable."""
+    """Return whether `path` has this hexadecimal SHA-256; raises OSError if unreadable."""
     if is_marked(path, sha256):
         return True
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # of a cache that cannot be written: all hash
+        with contextlib.suppress(OSError):  # read-only cache: all processes hash
             stack.enter_context(locked(mark_of(path).with_suffix(".lock")))
         if is_marked(path, sha256):
             return True
-        identity = settled_identity(path)  # before reading: a change meanwhile then shows
+        identity = settled_identity(path)  # before reading, to detect concurrent changes
         with path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
@@ -64,7 +64,7 @@ def identity_in(stat: os.stat_result) -> str:
 
 
 def settled_identity(path: Path) -> str:
-    """Return an identity that any later write changes, after a clock tick."""
+    """Wait for a clock tick and return an identity that every later write changes."""
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
     return identity_of(path)
@@ -76,7 +76,7 @@ def again(directory: Path) -> str:
 
 @contextlib.contextmanager
 def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
-    """Turn OSError and ValueError into a DataError, which advises to delete `directory`."""
+    """Turn OSError and ValueError into a DataError that advises to delete `directory`."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Processes, meshes and sharding, which wrap a model from outside."""
+"""Processes, meshes and sharding; the model code does not depend on them."""

@@ -1,4 +1,4 @@
-"""Checks that the ranks agree on what they are about to do, and on the values they hold."""
+"""Check that all ranks have the same code, config and corpus, and equal tensor values."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from diffllm.distributed.world import World
 
 CHUNK = 2**26
 MIXER = 0x9E3779B97F4A7C15 - 2**64
-"""Factor of the weights: odd, so that they are odd too, and large, so that it spreads over all
-bits."""
+"""Factor of the hash weights: odd, so that products with odd numbers stay odd, and large, so that
+products use all 64 bits."""
 
 
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
-    """Compare every rank's facts, as text, through the store; no process group is needed.
+    """Compare the facts of all ranks, as text, through the store; needs no process group.
 
     If they differ, raise LaunchError on rank 0 and AgreedError on the other ranks.
     """
@@ -34,14 +34,14 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
         world.wait(keys)
         of_ranks = [json.loads(text) for text in world.store.multi_get(keys)]
         if different := differences_of(of_ranks):
-            raise LaunchError(f"the ranks do not agree on their {what}: {listed(different)}")
+            raise LaunchError(f"the ranks differ in their {what}: {listed(different)}")
 
     if world.size > 1:
         world.broadcast_from_rank0(f"{key}/judged", judge)
 
 
 def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Describe each fact that differs between ranks, rare values first."""
+    """Return one text per fact that differs between ranks; rare values come first."""
     different = []
     for name in sorted({name for values in of_ranks for name in values}):
         ranks_of: dict[str | None, list[int]] = {}
@@ -54,7 +54,7 @@ def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """Name ranks: 'rank 3', or 'ranks 1, 2 and 6 more'."""
+    """Format ranks as 'rank 3', 'ranks 1, 2' or 'ranks 1, 2, 3, 4 and 6 more'."""
     shown = ", ".join(map(str, ranks[:4])) + f" and {len(ranks) - 4} more" * (len(ranks) > 4)
     return f"rank{'s'[: len(ranks) > 1]} {shown}"
 
@@ -74,7 +74,8 @@ def hash_sources(root: Path, files: Iterable[Path]) -> str:
 def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     """Compare replicated tensors on all ranks, and shards (DTensors) with their replicas.
 
-    If they differ, every rank raises AgreedError. `replica_size` neighbouring ranks hold one copy.
+    `replica_size` neighbouring ranks share one copy of the model. Raises AgreedError on every rank
+    if values differ. Every rank must call this.
     """
     own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
     size = dist.get_world_size()
@@ -91,14 +92,16 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
                 different.append(f"{name} on {ranks_text(others)}")
     if different:
         raise AgreedError(
-            f"the ranks do not hold the same values: {listed(different)} "
-            "differ from those of the other ranks that hold the same part"
+            f"the ranks have different values: {listed(different)} "
+            "differ from the replicas on other ranks"
         )
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """Hash a tensor's bits to an int64 scalar: the sum of 32-bit words times odd weights, modulo
-    2^64."""
+    """Hash the bits of a tensor to a () int64 tensor.
+
+    The hash is the sum of 32-bit words times odd weights, modulo 2^64.
+    """
     flat = tensor.detach().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,7 +1,7 @@
-"""Expert parallelism from outside: experts stay on their ranks, tokens travel to them and back.
+"""Expert parallelism: each rank keeps some experts, and ranks exchange tokens.
 
-Shapes: M rows (a token once for each expert it goes to), R rows received, D model width,
-E experts, n ranks that share them out.
+Shapes: M rows to send (a token has one row per selected expert), R received rows, D model width,
+E experts, n ranks that share the experts.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 
 Sizes = tuple[list[int], list[int], Tensor]
-"""Rows to send to each rank, rows to receive from each rank, and how many of the latter go to each
-of this rank's experts: (n, E/n) int64, one line a rank."""
+"""Number of rows to send to each rank, number of rows to receive from each rank, and number of
+received rows per sending rank and expert of this rank, (n, E/n) int64."""
 
 Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
-"""A function of (rows of each expert (E,) int64, M, mesh) that sizes the exchange."""
+"""Computes the sizes of an exchange from (number of rows per expert (E,) int64, M, mesh)."""
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Exchange the ranks' row counts; the host waits for them, since they size the collectives."""
+    """Exchange row counts between ranks; the host waits, because counts size the collectives."""
     sent = counts.view(mesh.size(), -1)
     received = all_to_all_single(sent, None, None, mesh)
     send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
@@ -32,7 +32,7 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Return sizes for equally many rows per rank and expert, for tensors without data."""
+    """Return the sizes of a balanced exchange, for a simulation without data."""
     n = mesh.size()
     send = even_parts(rows, n)
     own = send[mesh.get_local_rank()]
@@ -45,13 +45,13 @@ def even_parts(total: int, n: int) -> list[int]:
 
 
 def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
-    """Keep this rank's E/n experts in `experts`, and have its forward pass send tokens to theirs.
+    """Keep this rank's E/n experts in `experts`; the forward pass then exchanges tokens.
 
-    The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The forward pass
-    still takes the tokens of this rank for all E experts: rows (M, D) sorted by expert, weights
-    (M,) and counts (E,) to (M, D).
+    The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The signature of
+    the forward pass stays the same: it takes this rank's tokens for all E experts, rows (M, D)
+    sorted by expert, weights (M,) and counts (E,), and returns (M, D).
     """
-    from torch.distributed.tensor import DTensor, Shard  # half a second
+    from torch.distributed.tensor import DTensor, Shard  # A slow import: half a second.
 
     for name, param in list(experts.named_parameters(recurse=False)):
         own = param.detach().chunk(mesh.size())[mesh.get_local_rank()]
@@ -69,7 +69,7 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
         order = expert.argsort(stable=True)
         back = order.argsort()
         rows, weights = _Reorder.apply(rows, order, back), _Reorder.apply(weights, order, back)
-        # `torch.func.functional_call` does the same, but would run the module's hooks once more.
+        # `torch.func.functional_call` would run the hooks of `experts` a second time.
         params: dict[str, Any] = experts._parameters
         whole = dict(params)
         params.update({name: param.to_local() for name, param in whole.items()})
@@ -79,7 +79,7 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
             params.update(whole)
         return all_to_all_single_autograd(_Reorder.apply(y, back, order), send, receive, mesh)
 
-    # A graph cannot hold what waits for the host.
+    # The host waits for row counts in `splits`, which a compiled graph cannot contain.
     experts.forward = torch.compiler.disable(forward)
 
 
@@ -91,7 +91,7 @@ def expert_ranks(param: Tensor) -> int:
 
 
 class _Reorder(torch.autograd.Function):
-    """Reorders rows; the gradient is gathered too, where indexing would scatter it."""
+    """Reorder rows. The backward pass gathers too: plain indexing would use a slower scatter."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:

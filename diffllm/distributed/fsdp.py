@@ -1,6 +1,6 @@
-"""Preparation of a decoder for training from outside: checkpointed, compiled, sharded with FSDP2.
+"""Prepare a decoder for training: activation checkpointing, torch.compile and FSDP2.
 
-Order: activation checkpointing, torch.compile, fully_shard. If ranks share out experts, the experts
+Order: activation checkpointing, torch.compile, fully_shard. With expert parallelism, the experts
 are sharded first, and checkpointing wraps the compiled code.
 
 `Weights` are the float32 parameters that the optimizer updates. On one rank FSDP2 would only cast
@@ -31,11 +31,11 @@ def parallelize(
     activation_checkpointing: bool,
     splits: Splits = exchanged_splits,
 ) -> None:
-    """Wrap `model` in place: each of `model.layers`, then the rest; several ranks shard it.
+    """Wrap each of `model.layers` in place, then the remaining model; shard on several ranks.
 
-    On several ranks FSDP2 averages gradients over all ranks in float32, except those of experts
-    that ranks share out (`finish_gradients`). Parameters named in a module's `fp32_parameters` stay
-    replicated, in float32 (`finish_gradients`). The computation is in `param_dtype`.
+    Computation uses `param_dtype`. On several ranks FSDP2 averages gradients over all ranks in
+    float32. `finish_gradients` completes two kinds of gradients: of experts shared by ranks, and of
+    parameters named in a module's `fp32_parameters`, which stay replicated in float32.
     """
     layers: Any = model.layers
     if compile:
@@ -60,7 +60,7 @@ def parallelize(
             shard(experts, **over(meshes.experts, "shard"), reshard_after_forward=True)
         wrap_forward(layer, compile, activation_checkpointing, one_graph=experts is None)
         shard_dense(layer, reshard_after_forward=True)
-    if meshes.experts:  # FSDP alone gathers only up to the next exchange of counts
+    if meshes.experts:  # By default FSDP prefetches only up to the next exchange of row counts.
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             ahead = [getattr(layer.ffn, "experts", None), following]
             layer.set_modules_to_forward_prefetch([m for m in ahead if m is not None])
@@ -68,17 +68,20 @@ def parallelize(
 
 
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
-    """Return arguments of `fully_shard` for one dimension, with replicas where there are any."""
+    """Return arguments of `fully_shard` for a mesh dimension and, with HSDP, for replicas."""
 
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Shard the first dimension of experts (E, out, in) that divides; others as FSDP does."""
+        """Shard the first dimension of experts (E, out, in) that the number of ranks divides.
+
+        A parameter without three dimensions is sharded by FSDP's default.
+        """
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()
         even = [dim for dim, size in enumerate(local(param).shape) if size % ranks == 0]
-        # DTensor misplaces a rank's part of another's part where they do not come out even.
+        # DTensor computes wrong offsets if it shards an uneven part of a shard.
         assert even or not is_dtensor(param), "TrainConfig.check_world rules this out"
         return Shard(even[0]) if even else None
 
@@ -89,19 +92,19 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
 def wrap_forward(
     layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
 ) -> None:
-    """Checkpoint and compile the forward pass of a layer.
+    """Apply activation checkpointing and torch.compile to the forward pass of a layer.
 
-    Inside `one_graph`, the compiler decides what to keep. Several graphs, as of a layer that
-    exchanges rows, are checkpointed together from outside.
+    With `one_graph`, checkpointing is inside the graph, so the compiler selects the saved tensors.
+    A layer that exchanges rows has several graphs; checkpointing wraps all of them.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
     if compile and not one_graph:
         ffn: Any = layer.ffn
-        # Each step has another number of rows.
+        # The number of rows differs from step to step.
         ffn.experts.activation = torch.compile(ffn.experts.activation, dynamic=True)
         if ffn.shared is not None:
-            # A graph of its own does not wait for rows that are still on their way.
+            # A separate graph for shared experts need not wait for rows from other ranks.
             shared = torch.compile(ffn.shared.forward, fullgraph=True)
             ffn.shared.forward = torch.compiler.disable(shared)
     if compile:
@@ -127,35 +130,35 @@ def fp32_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 LAST_UP_TO = 8 * 2**30
-"""The largest float32 gradient of all parameters, in bytes, that waits for the last micro-batch."""
+"""Maximum bytes of a rank's float32 gradients for which `Reduce.last` is the default."""
 
 
 class Weights:
-    """The parameters that one rank updates and computes with."""
+    """The parameters that one rank updates, and the values that its model computes with."""
 
     choices: dict[str, AutoSetting]
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
     def block(self, param: Tensor) -> LocalBlock:
-        """Return the part of a parameter of the model that this rank holds, for `Initializer`."""
+        """Return this rank's part of a parameter of the model, for `Initializer`."""
         raise NotImplementedError
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for a forward and a backward pass, the `last` of a step or not."""
+        """Prepare a forward and backward pass; `last` marks the last micro-batch of a step."""
 
     def changed(self) -> None:
-        """Let the model compute with the values that `params` have now."""
+        """Update the model after a change of `params`."""
 
     def reshard(self) -> None:
-        """Free the parameters that a forward pass without a backward pass gathered."""
+        """Free gathered parameters after a forward pass without a backward pass."""
 
 
 class OneRank(Weights):
-    """Whole parameters in float32, and one copy of them in the dtype of the computation.
+    """Whole parameters in float32, and one copy in the compute dtype.
 
-    The gradient of a copy is added to its parameter's, in float32, as soon as the backward pass has
-    it.
+    During the backward pass, each gradient of a copy is added to the float32 gradient of its
+    parameter.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -189,7 +192,7 @@ def empty_copies(
 ) -> dict[str, Tensor]:
     """Allocate tensors in `dtype` for the parameters of a module, by name.
 
-    Those named in `adjacent`, each (E, F, D), are the slices [:, i F : (i + 1) F] of one tensor.
+    Parameters named in `adjacent`, each (E, F, D), are slices [:, i F : (i + 1) F] of one tensor.
     """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
     neighbours = [name for name in adjacent if name in params]
@@ -232,17 +235,17 @@ class Sharded(Weights):
 
     def begin_micro_batch(self, last: bool) -> None:
         self.model.set_requires_gradient_sync(last or self.reduce is Reduce.every)
-        self.model.set_requires_all_reduce(last)  # HSDP: once a step
+        self.model.set_requires_all_reduce(last)  # HSDP: once per step.
 
     def reshard(self) -> None:
         self.model.reshard()
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
-    """Return the config's choice, else reduce gradients once per step if they fit into memory."""
+    """Return the config's choice; by default, reduce once per step if gradients fit into memory."""
     if asked is not None:
         return AutoSetting(asked, ASKED)
-    # Of experts, a rank computes with its own only.
+    # Each rank has gradients only for its share of the experts.
     size = 4 * sum(param.numel() // expert_ranks(param) for param in params)
     reason = f"a float32 gradient of {size / 2**30:.2g} GiB on every rank"
     return AutoSetting(Reduce.last if size <= LAST_UP_TO else Reduce.every, reason)

@@ -1,4 +1,4 @@
-"""Gradient reductions, norms and clipping that FSDP2 does not do."""
+"""Gradient reductions, norms and clipping in addition to FSDP2."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from diffllm.distributed.experts import expert_ranks
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # to import DTensor takes half a second
+    return hasattr(tensor, "to_local")  # Importing DTensor would take half a second.
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,10 +30,10 @@ class Norms(NamedTuple):
 
 
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average gradients that FSDP2 does not average, clip; return the norms before clipping.
+    """Average the gradients that FSDP2 does not average, then clip all gradients in place.
 
-    The host does not wait for the device. Every rank must call this. A `clip_norm` of 0 turns
-    clipping off.
+    Return the norms before clipping. `clip_norm=0` turns clipping off. The host does not wait for
+    the device. Every rank must call this.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
     replicated = [grad for grad in gathered if not is_dtensor(grad)]
@@ -48,7 +48,8 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     grads = [local(p.grad) for p in trained.values() if p.grad is not None]
     if dist.get_world_size() > 1:
         for param, grad in zip(trained.values(), grads, strict=True):
-            # Experts got the tokens of all ranks that share them: FSDP's average is of their sums.
+            # An expert's gradient already sums over the ranks that share the experts; FSDP averages
+            # only over the remaining ranks.
             if (ranks := expert_ranks(param)) > 1:
                 grad.div_(ranks)
     found = norms(trained, grads, mesh)
@@ -58,10 +59,10 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Compute norms of tensors sharded as `params` are, in one collective, without a host sync.
+    """Compute norms of tensors with the sharding of `params`, in one collective.
 
-    `tensors` are the parts that this rank holds, in the same order; `mesh` is that of dense
-    parameters.
+    `tensors` are this rank's parts, in the same order; `mesh` is the mesh of dense parameters. The
+    host does not wait for the device. Every rank must call this.
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if is_dtensor(param)]
@@ -82,6 +83,6 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the norm of the change since `before`, the result of `copies`; overwrites it."""
+    """Compute the norm of the change since `before = copies(params)`; overwrites `before`."""
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total

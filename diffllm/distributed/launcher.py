@@ -1,4 +1,4 @@
-"""The launcher's environment variables, which say who this process is: torchrun, srun, or none."""
+"""Environment variables of the launcher (torchrun, srun or none): rank, world size, address."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ from pathlib import Path
 from diffllm.core.errors import LaunchError, printable
 
 FIRST_PORT, PORTS = 12000, 20000
-"""The range of ports derived from job ids, below those that Linux gives to clients."""
+"""Range of ports derived from job ids; lower than the ports that Linux assigns to clients."""
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MKL_MODE, OUR_MKL_MODE = "MKL_CBWR", "DIFFLLM_MKL_CBWR"
@@ -23,10 +23,10 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """Read (rank, world size, local rank) from torchrun's or srun's variables; (0, 1, 0) if none.
+    """Read (rank, world size, local rank) from torchrun's or srun's variables; default (0, 1, 0).
 
-    The shells of salloc, sbatch and `srun --pty` set some of SLURM's variables too; a training
-    started there is a single process. Raises LaunchError for variables that do not fit together.
+    Shells of salloc, sbatch and `srun --pty` also have some SLURM variables, but a training started
+    in such a shell is a single process. Raises LaunchError for inconsistent variables.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -37,7 +37,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     for one, other in ((rank, size), (size, rank)):
         if one not in env:
             raise LaunchError(
-                f"{other}={env[other]} is set and {one} is not; start with torchrun or srun, "
+                f"{other}={env[other]} is set, but {one} is not; start with torchrun or srun, "
                 f"or unset {other} to train in one process"
             )
     r, n = whole_number(env, rank, 0), whole_number(env, size, 1)
@@ -47,7 +47,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 
 def own_rank() -> int:
-    """Return this process's rank; 0 if the launcher's variables do not fit together."""
+    """Return this process's rank; 0 if the launcher's variables are inconsistent."""
     try:
         return environment()[0]
     except LaunchError:
@@ -55,10 +55,10 @@ def own_rank() -> int:
 
 
 def report_signal(text: str) -> None:
-    """Write a line to stderr on rank 0, also in a handler that interrupts a write to sys.stderr."""
+    """Write a line to stderr on rank 0; safe in a handler that interrupts a write to sys.stderr."""
     with suppress(OSError):
         if own_rank() == 0:
-            after_echo = "\n" * os.isatty(2)  # the terminal has printed ^C
+            after_echo = "\n" * os.isatty(2)  # The terminal has printed ^C in this line.
             os.write(2, f"{after_echo}{printable(text)}\n".encode(errors="replace"))
 
 
@@ -70,9 +70,10 @@ def whole_number(env: Mapping[str, str], name: str, least: int) -> int:
 
 
 def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return rank 0's (address, port): MASTER_ADDR and MASTER_PORT, else from SLURM's step.
+    """Return rank 0's (address, port) from MASTER_ADDR and MASTER_PORT, else from the SLURM step.
 
-    The port follows from the ids of job and step, so that the jobs of one node do not meet.
+    The default port depends on job id and step id, so that jobs on the same node do not connect.
+    Raises LaunchError if address or port is missing or invalid.
     """
     address, port = env.get("MASTER_ADDR"), None
     if "MASTER_PORT" in env:
@@ -86,9 +87,9 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not v]
     if not address or not port:
         raise LaunchError(
-            f"WORLD_SIZE={env.get('WORLD_SIZE')} needs {' and '.join(missing)}, the address where "
-            "rank 0 answers; torchrun sets both, or unset RANK and WORLD_SIZE to train in one "
-            "process"
+            f"WORLD_SIZE={env.get('WORLD_SIZE')} needs {' and '.join(missing)}, the address of "
+            "rank 0; start with torchrun, which sets both, or unset RANK and WORLD_SIZE to train "
+            "in one process"
         )
     return address, port
 
@@ -99,36 +100,36 @@ def first_host(nodes: str) -> str:
 
 
 def end_with_torchrun() -> None:
-    """Let a SIGKILL of torchrun kill its workers, which would keep their GPUs and the run."""
+    """Kill this worker when torchrun dies; otherwise it would keep its GPU and the run's lock."""
     worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
     if worker and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_variables() -> None:
-    """Set the variables that libraries read at their first use, unless the user has set them."""
-    # MKL otherwise chooses between two code paths for small products, process by process, so that
-    # a resumed run would differ from an undisturbed run in the last bits.
+    """Set variables that libraries read at their first use, unless set by the user."""
+    # By default MKL selects one of two code paths for small products in each process, so a resumed
+    # run would differ from an undisturbed run in the last bits.
     choose_mode(strict_mode())
-    # Our own messages name a rank that is gone; torch would add a C++ stack trace for every socket.
+    # Our messages name a missing rank; torch would add a C++ stack trace for every socket.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def choose_mode(mode: str) -> None:
-    """Set MKL_CBWR unless the user has set it or MKL has read it; mark the value as ours."""
+    """Set MKL_CBWR, unless the user set it or MKL has already read it; mark the value as ours."""
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:
         os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
 
 
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return MKL_CBWR for the highest instruction set for which MKL gives equal bits on this CPU.
+    """Return the MKL_CBWR mode of the highest instruction set that is reproducible on this CPU.
 
     MKL replaces a mode that the CPU does not support with AUTO, which is not reproducible.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    except OSError:  # not Linux
+    except OSError:  # Not Linux.
         flags = None
     known = set(flags[1].split()) if flags else set()
     return "AVX512,STRICT" if known >= AVX512 else OLDER_MODE
@@ -136,20 +137,20 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return MKL_CBWR at the first call; MKL reads it only once."""
+    """Return the value of MKL_CBWR at the first call; MKL also reads the variable only once."""
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
-    """Set the MKL mode of the resumed run if this CPU supports it; return the mode in force."""
+    """Set the MKL mode of the resumed run if this CPU supports it; return the active mode."""
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)
     return mode_in_force()
 
 
 def keep_memory() -> None:
-    """Let glibc keep memory between steps; the kernel would clear every page again."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
-    # Older versions of glibc take 32 MiB at most.
+    """Let glibc keep freed memory between steps; otherwise the kernel clears every page again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Missing in musl and macOS.
+    # Older versions of glibc accept at most 32 MiB.
     if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -12,10 +12,10 @@ from diffllm.core.errors import ConfigError
 
 
 class Reduce(Enum):
-    """The moment when ranks sum the gradients of accumulated micro-batches.
+    """When ranks sum the gradients of accumulated micro-batches.
 
-    last: once a step; until then each rank holds a float32 gradient of all parameters.
-    every: after each micro-batch, so that a rank holds its shard only.
+    last: once per step; until then each rank keeps a float32 gradient of all parameters.
+    every: after each micro-batch; each rank keeps only the gradient of its shard.
     """
 
     last = "last"
@@ -24,16 +24,16 @@ class Reduce(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the mesh, one of them -1 for the remaining ranks; when gradients are reduced."""
+    """Sizes of the mesh (one size may be -1 for the remaining ranks), and gradient reduction."""
 
     replicate: int = 1
-    """Number of groups that each hold a full copy of the parameters (HSDP)."""
+    """Number of copies of the parameters, each on a separate group of ranks (HSDP)."""
     shard: int = -1
-    """Number of ranks that a copy is sharded over (FSDP), beside those of `expert`."""
+    """Number of shards of each copy (FSDP), in addition to `expert`."""
     expert: int = bounded(1, least=1)
-    """Number of neighbouring ranks that share out every layer's experts and exchange tokens."""
+    """Number of neighbouring ranks that share the experts of every layer and exchange tokens."""
     reduce: Reduce | None = None
-    """When gradients are reduced; null: `last` where all of them are small, else `every`."""
+    """When gradients are reduced; null: `last` if the gradients are small, else `every`."""
 
     def validate(self, n_experts: int) -> None:
         for name in ("replicate", "shard"):
@@ -45,7 +45,7 @@ class ParallelConfig:
         if self.expert != 1 and not n_experts:
             raise ConfigError(
                 f"parallel.expert={self.expert} needs a mixture-of-experts model; "
-                "this one is dense: parallel.expert=1"
+                "this model is dense; set parallel.expert=1"
             )
         if n_experts % self.expert:
             raise ConfigError(
@@ -53,7 +53,7 @@ class ParallelConfig:
             )
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Return (replicate, shard, expert); raises ConfigError if they do not fill the world."""
+        """Return (replicate, shard, expert); raises ConfigError if the world size does not fit."""
         replicate, shard, expert = self.replicate, self.shard, self.expert
         fixed = prod(size for size in (replicate, shard, expert) if size != -1)
         rest, over = divmod(world_size, fixed)
@@ -69,12 +69,12 @@ class ParallelConfig:
 
 
 class Meshes(NamedTuple):
-    """The meshes over the same ranks in the same order, as parameters see them."""
+    """Meshes for dense parameters and for experts, over the same ranks in the same order."""
 
     dense: DeviceMesh
-    """Dimensions "replicate" and "fsdp", which is shard and expert together."""
+    """Dimensions "replicate" and "fsdp" (shard x expert)."""
     experts: DeviceMesh | None
-    """Dimensions "replicate", "shard" and "expert"; None where experts are not shared out."""
+    """Dimensions "replicate", "shard" and "expert"; None without expert parallelism."""
 
     @property
     def one_rank(self) -> bool:
@@ -82,9 +82,10 @@ class Meshes(NamedTuple):
 
 
 def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:
-    """Build the meshes over all ranks; raises ConfigError if the sizes do not fill them.
+    """Build the meshes over all ranks; raises ConfigError if the sizes do not fit the world size.
 
-    "expert" is innermost: tokens travel in every layer, so those ranks should be the closest.
+    "expert" is the innermost dimension: its ranks exchange tokens in every layer, so its ranks
+    should be on the same node.
     """
     replicate, shard, expert = cfg.sizes(world_size)
     dense = init_device_mesh(

@@ -1,4 +1,4 @@
-"""Stopping together: a signal or an unreadable file on any rank ends all ranks at the same step."""
+"""A signal or an unreadable file on any rank stops all ranks at the same step."""
 
 import contextlib
 import os
@@ -17,45 +17,46 @@ from diffllm.distributed.launcher import report_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which a scheduler takes the machine back; a person's Ctrl-C is not among them."""
+"""Signals of a scheduler, after which the run is requeued; SIGINT (Ctrl-C) is not included."""
 
 
 class StoppedEarly(BaseException):
-    """A signal, its argument, arrived before training began."""
+    """A signal arrived before training began; the argument is the signal."""
 
 
 class StopRequest:
-    """The request to stop this process, by SIGTERM, SIGUSR1 or SIGINT, in the main thread.
+    """Handlers of SIGTERM, SIGUSR1 and SIGINT in the main thread.
 
     Unless `deferred` is set, the first signal raises StoppedEarly, because there is nothing to
-    save. Later signals are only noted, except SIGINT after another signal: KeyboardInterrupt.
+    save. Later signals are only recorded in `received`, except a SIGINT after an earlier signal,
+    which raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
-        self.saved: Callable[[], str] = lambda: "nothing is saved"
+        self.saved: Callable[[], str] = lambda: "no checkpoint is saved"
         self.come = False
         self.previous: dict[int, Any] = {}
-        # A handler waits for the main thread to be back from a collective, these bytes do not.
-        # Never closed: a thread may still read.
+        # A Python handler runs only after the main thread returns from a collective; the wakeup
+        # pipe gets a signal immediately. The pipe is never closed: a thread may still read.
         self.bytes, end = os.pipe()
         os.set_blocking(self.bytes, False)
         os.set_blocking(end, False)
         if threading.current_thread() is not threading.main_thread():
-            return  # which alone gets signals
+            return  # Python calls signal handlers only in the main thread.
         self.previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received, number
         if again and number == signal.SIGINT:
-            report_signal(f"stopped at once; {self.saved()}")
+            report_signal(f"stopped immediately; {self.saved()}")
             raise KeyboardInterrupt
         if not again and not self.deferred:
             raise StoppedEarly(signal.Signals(number))
         if number == signal.SIGINT:
-            report_signal("stopping after this step; press again to stop now")
+            report_signal("stopping after this step; press Ctrl-C again to stop now")
 
     def has_come(self) -> bool:
         with contextlib.suppress(BlockingIOError):
@@ -70,7 +71,7 @@ class StopRequest:
 
 
 class Agreed(NamedTuple):
-    """Flags of all ranks together."""
+    """Flags after the reduction over all ranks."""
 
     stopping: signal.Signals | None
     save: bool
@@ -78,9 +79,10 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """An exchange of flags between ranks: one small asynchronous collective per step.
+    """Exchange of flags between ranks by one small asynchronous collective per step.
 
-    No rank waits for it; all ranks see the same flags one step later, or at once on one rank.
+    No rank waits for the collective. All ranks get the same flags one step later; a single rank
+    gets its flags immediately.
     """
 
     def __init__(self, request: StopRequest, timeout: int):
@@ -88,12 +90,15 @@ class Agreement:
         if dist.get_world_size() > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.delay = int(self.group is not None)
-        """Number of calls until all ranks see a flag: 0 on one rank, else 1."""
+        """Number of calls until all ranks get a flag: 0 on one rank, else 1."""
         self.flags = torch.zeros(3, dtype=torch.int32)
         self.work: Any = None
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Exchange flags, on every rank once per step; return those of `delay` calls before."""
+        """Start an exchange of flags; return the flags of `delay` calls before.
+
+        Every rank must call this once per step.
+        """
         number = self.request.received
         if self.group is not None:
             mine = torch.tensor([number, save, failed], dtype=torch.int32)
@@ -116,7 +121,10 @@ T = TypeVar("T")
 
 
 def raise_together(error: DataError | None, more: str = "") -> None:
-    """Raise AgreedByAll on every rank if any rank has an error; `more` ends the message."""
+    """Raise AgreedByAll on every rank if any rank has an error; `more` is appended to the message.
+
+    Every rank must call this.
+    """
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))
     for rank, text in enumerate(texts):
@@ -125,7 +133,10 @@ def raise_together(error: DataError | None, more: str = "") -> None:
 
 
 def read_together(read: Callable[[], T]) -> T:
-    """Return `read()`, or raise AgreedByAll on every rank if one rank's call raises DataError."""
+    """Return `read()`; raise AgreedByAll on every rank if the call raises DataError on any rank.
+
+    Every rank must call this.
+    """
     result, failed = None, None
     try:
         result = read()

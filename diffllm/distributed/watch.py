@@ -1,7 +1,8 @@
-"""Detection of missing ranks: every rank has a heartbeat, and ranks that wait in vain exit.
+"""Detection of missing ranks by heartbeats: if a rank is missing, all waiting ranks exit.
 
-A thread of every rank writes its place and last collectives once per second and reads rank 0's
-heartbeat; rank 0 reads all. Another thread judges and never asks the store, which may hang too.
+Once per second, a thread of every rank writes a heartbeat, with its place and last collectives, to
+the store. Rank 0 reads all heartbeats; other ranks read rank 0's heartbeat. A second thread decides
+whether a rank is missing, and never accesses the store, because the store may hang too.
 """
 
 import contextlib
@@ -31,15 +32,15 @@ from diffllm.distributed.world import Calls, World, recorded
 
 BEAT_S = 1.0
 SILENT_S = 4.0
-"""Seconds without a beat after which a rank counts as missing, once a collective has failed."""
+"""Seconds without a heartbeat until a rank counts as missing, after a failed collective."""
 STOPPING_S = 15.0
-"""The same limit after a request to stop, because a scheduler may not wait."""
+"""Seconds without a heartbeat after a request to stop; a scheduler kills processes soon."""
 EXIT_S = 10.0
-"""Seconds in which a rank must exit after its own error, even if other ranks delay it."""
+"""Maximum seconds from a rank's own error to its exit, even if other ranks delay the exit."""
 LAST_WORDS_S = 5.0
-"""Seconds in which a failing rank must tell the others and write stack traces."""
+"""Maximum seconds for a failing rank to inform other ranks and to write stack traces."""
 LEAVE_S = 60.0
-"""Seconds that rank 0 waits for the others at the end, because its process may hold the store."""
+"""Seconds that rank 0 waits for other ranks at the end: its process may host the store."""
 DEFAULT_GROUPS = ("gloo:0", "nccl:0")
 FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed out", re.I)
 
@@ -53,16 +54,17 @@ class Beat(NamedTuple):
     calls: Calls
     stopping: bool
     left: bool
-    """True if the rank is done, or has failed for a reason of its own."""
+    """True if the rank has finished, or failed with an error that no other rank caused."""
     words: str
 
 
 class Watch:
-    """A rank's watch on the others: names a missing rank and ends this process."""
+    """Watches other ranks; if a rank is missing, prints its number and exits this process."""
 
     def __init__(self, world: World, timeout: float, request: StopRequest):
         self.rank, self.size, self.request = world.rank, world.size, request
-        self.limit = timeout - min(10.0, timeout / 5)  # before a collective says only "timed out"
+        # Shorter than the timeout of collectives, whose error does not name a rank.
+        self.limit = timeout - min(10.0, timeout / 5)
         self.traces: Path | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.words, self.verdict = "", ""
@@ -93,7 +95,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Report that this rank waits for `what` while this context is open."""
+        """Report that this rank waits for `what` inside this context."""
         self.waits = what, time.monotonic()
         try:
             yield
@@ -104,7 +106,10 @@ class Watch:
         return f"{self.place}, waiting for {self.waits[0]}" if self.waits else self.place
 
     def close(self) -> None:
-        """Leave: other ranks no longer wait for this one. Rank 0 leaves last, within `patience`."""
+        """Tell other ranks not to wait for this rank.
+
+        Rank 0 then waits at most `patience` seconds until all other ranks have closed.
+        """
         if self.closed.is_set():
             return
         self.closed.set()
@@ -120,10 +125,11 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Exit, naming a missing rank that caused an error; else tell the others and return.
+        """Handle an error of this process.
 
-        The process then exits within EXIT_S. Raises StoppedEarly if another rank's stop made a
-        collective fail.
+        If a missing rank caused the error, print its number and exit. Otherwise inform other ranks
+        and return; the process is killed after EXIT_S seconds. Raises StoppedEarly if a collective
+        failed because another rank was stopped.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -159,7 +165,7 @@ class Watch:
         self._end(message or f"a collective failed: {_shortened(error)}")
 
     def _talk(self) -> None:
-        """Write this rank's beat and read other ranks' beats; runs on its own thread."""
+        """Write this rank's heartbeat and read other ranks'; runs on its own thread."""
         number = 0
         while not self.closed.wait(BEAT_S):
             number += 1
@@ -178,26 +184,27 @@ class Watch:
         """End this process if a rank is missing; runs on its own thread."""
         while not self.closed.wait(BEAT_S):
             if self.stopped and self.rank and not self.closed.wait(SILENT_S):
-                self.close()  # this rank waits in vain; rank 0 says why
+                self.close()  # Rank 0 prints why the run stopped.
                 os._exit(0)
             others = list(self.beats.values())
             stopping = self.request.has_come() or any(beat.stopping for beat in others)
             limit = min(self.limit, STOPPING_S) if stopping else self.limit
             message = self.verdict or self._store_message(limit)
             silent = self._silent(limit)
-            # A save in the background may wait for another rank's slow disk while steps go on.
+            # Check both ages: a save in the background may wait long for another rank's slow disk
+            # during normal steps.
             stuck = self.rank == 0 and any(
                 min(b.calls.age_s, b.place_s) > self.limit and not_called(self.beats, b)
                 for b in others
             )
             if not message and (silent or stuck):
                 message = self._diagnosis(silent, recorded())
-            # Without its store a launch that ends well looks the same for a moment.
+            # The store may also be missing because the launch has just ended normally: wait.
             if message and not (self.store_gone and self.closed.wait(SILENT_S)):
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """End a single process that waits in vain, after one warning; runs on its own thread."""
+        """End a single process that hangs, after one warning; runs on its own thread."""
         said = asked_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
@@ -214,7 +221,7 @@ class Watch:
             if waited > (min(self.limit, STOPPING_S) if asked_at else self.limit):
                 self._end(message)
             if asked_at and time.monotonic() - max(asked_at, self.since) > self.limit:
-                self._end(message)  # it hangs outside of a wait
+                self._end(message)  # The process hangs outside of a `waiting` context.
             if waited > STOPPING_S and waits is not said:
                 said = waits
                 to_stderr(f"warning: {message}, for {waited:.0f} s now")
@@ -224,14 +231,14 @@ class Watch:
         return diagnosis({**self.beats, self.rank: here}, silent)
 
     def _beat(self, number: int) -> None:
-        with self.beating:  # otherwise a thread could overwrite the last beat of `close`
+        with self.beating:  # Otherwise a thread could overwrite the last heartbeat of `close`.
             left, stopping = self.closed.is_set(), self.request.has_come()
             here = time.monotonic() - self.since
             beat = Beat(number, self.where(), here, recorded(), stopping, left, self.words)
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
-        """Read the beats of watched ranks; `multi_get` would wait for a missing beat."""
+        """Read heartbeats of watched ranks; skip missing keys, for which `multi_get` would wait."""
         ranks = list(self.watched)
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
@@ -247,19 +254,19 @@ class Watch:
         return [] if self.store_gone else sorted(late - left)
 
     def _store_message(self, limit: float) -> str:
-        """Describe why the store does not answer; "" while it answers."""
+        """Return the reason why the store does not answer; "" if the store answers."""
         if not self.store_gone and time.monotonic() - self.answered < limit:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return "the launcher of the first node is missing, and with it the store of the ranks"
+            return "the launcher of the first node is missing; it hosts the store of all ranks"
         return missing_text(0, self.beats.get(0))
 
     def _end(self, message: str) -> None:
-        """Tell the others, write stack traces, and exit with code 1."""
+        """Inform other ranks, write stack traces, and exit with code 1."""
         if not self.ending.acquire(blocking=False):
-            time.sleep(3600)  # another thread ends the process
+            time.sleep(3600)  # Another thread is ending the process.
         try:
-            pool = ThreadPoolExecutor()  # the store or a disk may hang
+            pool = ThreadPoolExecutor()  # Use threads: the store or a disk may hang.
             told = pool.submit(self._tell, message)
             written = pool.submit(self._write_traces, message)
             work: list[Future[Any]] = [told, written, pool.submit(self.on_end)]
@@ -268,22 +275,23 @@ class Watch:
                 where = written.result() if written.done() else ""
                 to_stderr(f"error: {message}{where}")
             if self.size > 1:
-                time.sleep(2 * BEAT_S)  # others must read it: the store may end with this process
+                # Let other ranks read the message: the store may end with this process.
+                time.sleep(2 * BEAT_S)
         finally:
             with contextlib.suppress(Exception):
                 for child in multiprocessing.active_children():
-                    child.kill()  # a stopped child would stay forever
+                    child.kill()  # A stopped child would never exit.
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
-        """Write the verdict; return whether this rank is the first, also if the store fails."""
+        """Write the verdict; return True if this rank is the first, or if the store fails."""
         with contextlib.suppress(Exception):
             self.store.set("verdict", message)
             return self.store.add("said", 1) == 1
         return True
 
     def _write_traces(self, message: str) -> str:
-        """Write the stacks of all threads; return the end of the message, with path or error."""
+        """Write the stacks of all threads; return the path or an error, as a message suffix."""
         if self.traces is None:
             return ""
         try:
@@ -314,17 +322,17 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
-    """List the ranks that have not called the collective that a rank waits in."""
+    """List the ranks that have not called the collective in which the rank of `beat` waits."""
     if not beat.calls.pending:
         return []
     group, number = beat.calls.group, beat.calls.number
-    # Every rank is in the default group, but not in every other group.
+    # Every rank belongs to the default group, but perhaps not to another group.
     unknown = 0 if group in DEFAULT_GROUPS else 10**18
     return [r for r, b in dict(beats).items() if b.calls.newest.get(group, unknown) < number]
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Name the missing ranks in one line, and the collectives in which up to 3 others wait."""
+    """Return one line: the missing ranks, and the collectives in which up to 3 other ranks wait."""
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
     culprits = (
         {r: f"rank {r} failed at {b.place}: {b.words}" for r, b in beats.items() if b.words}
@@ -341,6 +349,6 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
 
 def missing_text(rank: int, beat: Beat | None) -> str:
     if beat is None:
-        return f"rank {rank} is missing: there was no sign of life"
-    last = f"its last sign of life is from {beat.place}"
-    return f"rank {rank} is missing: killed, stopped or cut off; {last}"
+        return f"rank {rank} is missing: it never sent a heartbeat"
+    last = f"its last heartbeat came from {beat.place}"
+    return f"rank {rank} is missing: killed, stopped or disconnected; {last}"

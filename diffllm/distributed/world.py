@@ -1,4 +1,4 @@
-"""This process among others, agreement before a process group exists, and recorded collectives."""
+"""Rank and store of this process, agreement without a process group, recorded collectives."""
 
 import contextlib
 import json
@@ -27,27 +27,26 @@ K = TypeVar("K")
 
 RECORDED = 256
 BACKGROUND: set[str] = set()
-"""Names of groups without hang detection: their collectives may take long, as a checkpoint does."""
+"""Names of groups without hang detection: their collectives may wait for a slow disk."""
 SLICE_S = 0.5
 READ_S = 30
-"""Seconds that an error of rank 0 waits for ranks that are late."""
+"""Seconds that a failing rank 0 waits until late ranks have read its error."""
 STOPPED = "stopped"
 
 
 @dataclass
 class DistributedConfig:
-    """How processes meet and check each other."""
+    """Timeout of collectives, and comparison of ranks."""
 
     timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
-    """Seconds after which a collective that does not complete ends the run."""
+    """Seconds after which an incomplete collective ends the run."""
     check_interval: int = bounded(0, least=0)
-    """Steps between checks that ranks hold equal values; 0: at the start alone. Compared are ranks
-    with the same part of the model."""
+    """Steps between comparisons of replicas on different ranks; 0: compare only at the start."""
 
 
 @dataclass
 class World:
-    """One process among `size`, with a key-value store that all of them share."""
+    """One of `size` processes, with a key-value store that all processes share."""
 
     rank: int
     size: int
@@ -56,21 +55,22 @@ class World:
     timeout: int = 600
 
     def broadcast_from_rank0(self, key: str, choose: Callable[[], T]) -> T:
-        """Call `choose` on rank 0; return its result (JSON) on every rank, or raise its UserError.
+        """Call `choose` on rank 0; return its result, a JSON value, on every rank.
 
-        Every rank must call this, with a `key` that no other call uses.
+        If `choose` raises UserError, rank 0 raises it and other ranks raise AgreedError. Every rank
+        must call this, with a `key` that no other call uses.
         """
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """As `broadcast_from_rank0`; rank 0 keeps a second result, such as an open file."""
+        """Broadcast like `broadcast_from_rank0`; return a second result, not sent, on rank 0."""
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
             try:
                 result, kept = choose()
             except UserError as error:
                 self.store.set(key, json.dumps({"error": str(error)}))
-                # The store ends with this process, unless torchrun has it.
+                # Wait: the store ends with this process, unless torchrun hosts the store.
                 read = [f"{key}/read/{rank}" for rank in range(1, self.size)]
                 with contextlib.suppress(DistError):
                     self.store.wait(read, timedelta(seconds=READ_S))
@@ -119,13 +119,13 @@ class World:
         if self.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {self.local_rank} has no GPU: this machine has "
-                f"{torch.cuda.device_count()}; start one process a GPU"
+                f"{torch.cuda.device_count()}; start one process per GPU"
             )
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
 
     def init_process_group(self, device: torch.device, cfg: DistributedConfig) -> None:
-        # torch then records the last collectives.
+        # The variable makes torch record the last collectives.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -138,7 +138,10 @@ class World:
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Meet the other processes of this launch; raises LaunchError after `cfg.timeout` seconds."""
+    """Connect to the other processes of this launch.
+
+    Raises LaunchError after `cfg.timeout` seconds.
+    """
     rank, size, local_rank = environment()
     if size == 1:
         return World(0, 1, 0, dist.HashStore())
@@ -147,23 +150,24 @@ def join(cfg: DistributedConfig) -> World:
     url = f"env://?rank={rank}&world_size={size}"
     try:
         store, rank, size = next(rendezvous(url, timeout=timedelta(seconds=cfg.timeout)))
-        # A launcher's store can outlive its processes: it serves restarts and the jobs of a sweep.
+        # A launcher's store can outlive its processes: restarts and jobs of a sweep share a store.
         store = dist.PrefixStore(f"diffllm/{os.environ.get('DIFFLLM_SWEEP_JOB', '')}", store)
         meeting = agree_on_name(store, rank, size, cfg.timeout)
     except (DistError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(
-            f"no meeting with the other {size - 1} ranks at {address}:{port} within "
+            f"cannot connect to the other {size - 1} ranks at {address}:{port} within "
             f"distributed.timeout={cfg.timeout} seconds: {reason}"
         ) from error
     return World(rank, size, local_rank, dist.PrefixStore(meeting, store), cfg.timeout)
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """Agree on a name for this meeting of ranks, whatever earlier meetings left in `store`.
+    """Agree on a new key prefix for this set of ranks; ignore keys of earlier starts in `store`.
 
-    torchrun's count of restarts may differ between nodes, so every rank writes a new random word,
-    and rank 0 answers it. Raises LaunchError on rank 0 and DistError on others after the timeout.
+    torchrun's restart count may differ between nodes, so every rank writes a new random word, and
+    rank 0 answers with the prefix under this word. After the timeout, raises LaunchError on rank 0
+    and DistError on other ranks.
     """
     if rank:
         word = uuid4().hex
@@ -180,8 +184,8 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
         if missing and time.monotonic() > deadline:
             names = ", ".join(map(str, sorted(missing)))
             raise LaunchError(
-                f"of {size} ranks these have not appeared within distributed.timeout={timeout} "
-                f"seconds: {names}"
+                f"{len(missing)} of {size} ranks did not connect within "
+                f"distributed.timeout={timeout} seconds: {names}"
             )
         time.sleep(0.01)
     return meeting
@@ -190,12 +194,12 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 class Calls(NamedTuple):
     """The last collectives of this process.
 
-    `name`, `group` and `age_s` describe the oldest collective that is not known to be complete, or
-    else the newest. Torch notices late that a collective is complete.
+    `name`, `group`, `number` and `age_s` describe the oldest pending collective, else the newest.
+    Torch marks completed collectives late, so a pending collective may be complete.
     """
 
     name: str = ""
-    """Operation and input shapes, as in 'gloo:all_reduce of [3]'; "" without any collective."""
+    """Operation and input shapes, such as 'gloo:all_reduce of [3]'; "" without collectives."""
     group: str = ""
     number: int = 0
     """Position in the group's order of collectives, the same on every rank."""
@@ -213,7 +217,7 @@ def recorded() -> Calls:
     if not entries:
         return Calls()
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    # Each backend counts its own groups.
+    # Each backend counts its groups separately, so add the backend to the name.
     groups = [f"{e['profiling_name'].partition(':')[0]}:{e['process_group'][0]}" for e in entries]
     at = next((i for i, e in enumerate(entries) if not e["retired"]), -1)
     entry = entries[at]

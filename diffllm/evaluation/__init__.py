@@ -1,1 +1,1 @@
-"""Tasks on checkpoints: generated examples, their scores, and what is kept of them."""
+"""Evaluations of checkpoints: generated tasks, losses and statistics, and stored results."""

@@ -33,27 +33,27 @@ from diffllm.statistics.estimates import wilson
 
 T = TypeVar("T")
 TOKENS = 16_384
-"""Tokens of a forward pass, padding included, where more than one row is in it."""
+"""Maximum tokens of a forward pass over several rows, including padding."""
 CACHED_FROM = 64
-"""Contexts of at least so many tokens are read once for all continuations and similar neighbours.
-Shorter contexts are read with each continuation, many rows at a time."""
+"""Contexts of at least this many tokens are read once for all continuations and similar contexts.
+Shorter contexts are read again with each continuation, many rows at a time."""
 LOGITS = 1024
-"""Logits that take as much room as a token of TOKENS."""
+"""Number of logits that needs as much memory as one token of TOKENS."""
 CACHE = 2**18
-"""Positions of caches that are copied for a context's continuations at a time."""
+"""Maximum positions of the caches that are copied at a time for continuations of a context."""
 A_LEVEL = 50
-"""Examples of a level, unless the task or a limit says otherwise."""
+"""Examples per level, unless the task or a limit sets another number."""
 SCORES = 2
 """Part of the key of results: increase it when scores change."""
 
 
 Row = tuple[list[int], list[list[int]]]
-"""A context, and continuations that are scored in one pass: all of one token, or one alone."""
+"""A context, and either all continuations, of one token each, or a single continuation."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A context, and its continuations, as token ids."""
+    """Token ids of a context and of its continuations."""
 
     context: list[int]
     continuations: list[list[int]]
@@ -75,14 +75,16 @@ class Question:
 
 class Scored(NamedTuple):
     log_likelihood: float
-    """The sum over its tokens, in nats."""
+    """Sum over the tokens of the continuation, in nats."""
     greedy: bool
-    """Whether greedy decoding yields its tokens."""
+    """Whether greedy decoding yields the tokens of the continuation."""
 
 
 def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
-    """Encode an example after an EOS, each candidate together with the prompt; the context is the
-    common beginning, at most the prompt."""
+    """Encode an example after an EOS, each candidate together with the prompt.
+
+    The context is the common beginning of all texts, at most the prompt.
+    """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
     same = min(common(spelt), *(len(ids) - 1 for ids in spelt[1:]))
@@ -95,8 +97,11 @@ def score(
     questions: Sequence[Question],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[list[Scored]]:
-    """Score each continuation of each question with a model in eval mode; `advance` gets the number
-    of newly scored rows. Raises ValueError for a question that is too long."""
+    """Score each continuation of each question with a model in eval mode.
+
+    `advance` receives the number of newly scored rows. Raises ValueError for a question that is too
+    long.
+    """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
     scores = score_batches(model, [questions[i] for i in short], advance)
@@ -121,8 +126,10 @@ def score_batches(
     advance: Callable[[int], None] = lambda done: None,
     together: bool = False,
 ) -> list[list[Scored]]:
-    """Score as `score`, many rows at a time; with `together` all ranks share every batch, and each
-    returns all scores."""
+    """Score like `score`, with many rows per pass.
+
+    With `together`, all ranks share every batch, and every rank returns all scores.
+    """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     rows = [row for question in questions for row in question.rows]
     width = model.cfg.vocab_size // LOGITS
@@ -146,14 +153,14 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
-    """Group items of similar length; a group has at most `most` tokens, padding included."""
+    """Group items of similar length; a group has at most `most` tokens, including padding."""
     return grouped(
         sorted(items, key=length), lambda batch, item: length(item) * (len(batch) + 1) <= most
     )
 
 
 def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
-    """Split items where one does not join the group before it."""
+    """Split items into groups; `joins` decides if an item continues the last group."""
     groups: list[list[T]] = []
     for item in items:
         if groups and joins(groups[-1], item):
@@ -164,7 +171,7 @@ def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[lis
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return rows of ids as (B, T) int64, padded at their ends."""
+    """Return rows of ids as a tensor (B, T) int64, padded at the end."""
     longest = max(map(len, rows))
     filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
     return torch.tensor(filled, device=device)
@@ -173,7 +180,7 @@ def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> 
 def of_rows(
     model: Transformer, rows: Sequence[Row], caches: list[KVCache] | None = None
 ) -> list[list[Scored]]:
-    """Score the continuations of each row, after the tokens of `caches`, one per layer."""
+    """Score the continuations of each row after the tokens in `caches`, one cache per layer."""
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
     longest = max(len(continuations[0]) for _, continuations in rows)
@@ -191,7 +198,7 @@ def of_rows(
 
 
 def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of questions whose contexts begin alike; that beginning is read once."""
+    """Yield the scores of questions, and read the common beginning of all contexts only once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -212,14 +219,16 @@ def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[l
 
 
 def common(texts: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens all texts begin with alike."""
+    """Return the number of tokens that all texts have in common at the beginning."""
     shortest = min(map(len, texts))
     return next((i for i in range(shortest) if len({ids[i] for ids in texts}) > 1), shortest)
 
 
 class Answers(Evaluation):
-    """Asks a checkpoint the examples of a task: by likelihood, the answer is the likeliest
-    candidate; by generation, that of greedy decoding."""
+    """Measures the share of right answers to the examples of a task.
+
+    By likelihood, the answer is the likeliest candidate; by generation, the greedy continuation.
+    """
 
     unit = SHARE
 
@@ -231,8 +240,11 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings that decide the examples: by default all levels that fit `seq_len`
-        tokens. Raises DoesNotFit for a wanted level that does not fit, or if no level fits."""
+        """Return the settings that determine the examples.
+
+        By default, all levels that fit `seq_len` tokens are used. Raises DoesNotFit for a requested
+        level that does not fit, or if no level fits.
+        """
         levels = list(asked.levels.get(self.name, ()))
         count, length = tokenizer.count, seq_len - 1  # an EOS precedes the text
         if levels:
@@ -263,7 +275,7 @@ class Answers(Evaluation):
             facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
             independent = len(own)
             if cluster := self.task.cluster:
-                # The mean answer of a cluster varies at most as much as a single answer.
+                # Count clusters: the mean of a cluster varies at most as much as a single answer.
                 independent = len({line[cluster] for line in own})
             found.append(
                 NamedScore(
@@ -284,14 +296,14 @@ class Answers(Evaluation):
 
 
 Questions = list[tuple[int, Example, Question]]
-"""Examples with the index of their level, and encoded."""
+"""For each example: index of the level, the example, and the encoded example."""
 
 
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
     """Make and encode the examples of each level that take at most `longest` positions.
 
-    Raises ConfigError if none is left, or if the tokenizer cannot spell the candidates of a level's
-    first example.
+    Raises ConfigError if no example remains, or if the tokenizer cannot encode the candidates of a
+    level's first example.
     """
     count, seed = tokenizer.count, settings["seed"]
     kept = []
@@ -301,8 +313,8 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
             said = tokenizer.decode(tokenizer.encode(candidate))
             if said.strip() != candidate.strip():
                 raise ConfigError(
-                    f"the run's tokenizer cannot spell {candidate!r}, an answer of the task "
-                    f"{task.name}: it makes {said!r} of it"
+                    f"the run's tokenizer cannot encode {candidate!r}, an answer of the task "
+                    f"{task.name}: decoding returns {said!r}"
                 )
         for example in task.examples(level, settings["examples"][i], seed, count):
             question = spelt_question(example, tokenizer)
@@ -314,10 +326,10 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
 
 
 def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
-    """Return the result lines of examples; a single candidate is judged by generation alone."""
+    """Return the result lines of examples; a single candidate is judged only by generation."""
     lines = []
     for (level, example, _), scores in zip(asked, found, strict=True):
-        # Of a model that has diverged nothing is likely.
+        # A diverged model has no finite likelihoods: no candidate is likely.
         logs = [x if math.isfinite(x := scored.log_likelihood) else -math.inf for scored in scores]
         likeliest = max(range(len(logs)), key=logs.__getitem__) == example.answer
         likeliest &= math.isfinite(logs[example.answer])
@@ -335,7 +347,7 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of right answers of guesses; a guess is never right without candidates."""
+    """Return the expected share of right guesses; 0 for an example with a single candidate."""
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 

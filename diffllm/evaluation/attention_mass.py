@@ -1,5 +1,4 @@
-"""Attention mass: shares of the last token's attention on the evidence for the answer, the sink and
-all other tokens.
+"""Attention mass: how the last token divides its attention between evidence, sink and other tokens.
 
 Shapes: B rows, T tokens, n examples, L layers, h heads of a map.
 """
@@ -34,7 +33,7 @@ from diffllm.statistics.bootstrap import of_columns
 
 PREFIX = "attention_mass_"
 VERSION = 1
-"""Changes whenever lines or scores change, so that older results are recomputed."""
+"""Part of the key of results: increase it when lines or scores change."""
 KINDS = ("target", "filler", "sink")
 TARGET, FILLER, SINK = range(3)
 NO_KEY, EFFECTIVE, SIGNED = "no key", "", "signed"
@@ -49,9 +48,9 @@ class AttentionMass(Evaluation):
       with an extra term in the denominator.
     - The filler is all other tokens.
 
-    Shares are of the sum of |weight|, so they lie in [0, 1] and sum to 1 for every map, and also
-    for the signed difference of two maps. The effective map weights the values: the only map or the
-    difference. "signed" are the sums of its weights, which lambda may make negative.
+    Shares are relative to the sum of |weight|: between 0 and 1, with sum 1 for every map, also for
+    the signed difference of two maps. The effective map is the map that weights the values: the
+    only map, or the difference. "signed" scores are sums of its weights, which can be negative.
     """
 
     unit = "attention of the last token, mean over heads and layers"
@@ -133,11 +132,11 @@ def clusters_of(lines: Sequence[Line], fact: str) -> np.ndarray:
 
 
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
-    """Return the kind of each token of a context, an index of KINDS; raises ConfigError for
-    evidence without tokens.
+    """Return the kind of each token of a context, an index of KINDS.
 
-    A token overlaps the evidence unless the text before the evidence begins with the same tokens up
-    to it, or the text after the evidence ends with the same tokens from it on.
+    Tokens before the target are the common beginning of the prompt and the text before the
+    evidence. Tokens after the target are the common end of the prompt and the text after the
+    evidence. Raises ConfigError for evidence without tokens.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
@@ -158,8 +157,11 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
 def measured(
     subject: Subject, contexts: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]]
 ) -> list[Line]:
-    """Return the lines of contexts that are read as one batch: the shares of each map by layer and
-    kind, means over heads; the weight on no key by layer; the target's share by layer and head."""
+    """Read contexts as one batch and return a line for each context.
+
+    A line contains each map's shares by layer and kind, means over heads; the weight on no key by
+    layer; and the target's share by layer and head.
+    """
     ids = padded(contexts, 0, subject.device)
     lengths = torch.tensor([len(context) for context in contexts], device=subject.device)
     by_kind = F.one_hot(padded(kinds, FILLER, subject.device), len(KINDS)).double()
@@ -181,10 +183,10 @@ def measured(
 
 
 def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Divide one query's weights (B, h, T) of each map by kinds, one-hot (B, T, 3) float64.
+    """Sum one query's weights (B, h, T) of each map by kind, given one-hot as (B, T, 3) float64.
 
-    Returns the effective map's weight on no key (B, h), and by map the shares (B, h, 3) of the sum
-    of |weight|, or for SIGNED the sums of weights. A map without weight has shares of 0.
+    Returns the effective map's weight on no key (B, h), and for each map the shares (B, h, 3) of
+    the sum of |weight|; SIGNED has sums of weights. Shares of a map without weight are 0.
     """
     *softmaxes, effective = maps
     found: dict[str, Tensor] = {}
@@ -207,8 +209,10 @@ def rounded(values: Tensor) -> list[Any]:
 
 
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
-    """Return the shares (n, L) of each layer's head with the largest mean, and these heads, from
-    shares by example, layer and head."""
+    """Select each layer's head with the largest mean share; return shares (n, L) and heads.
+
+    The argument has shares by example, layer and head.
+    """
     layers = [np.array(layer) for layer in zip(*shares, strict=True)]
     heads = [int(layer.mean(0).argmax()) for layer in layers]
     best = [layer[:, head] for layer, head in zip(layers, heads, strict=True)]
@@ -217,12 +221,12 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """Examples in order; some may depend on each other."""
+    """n examples in order; examples of one group may depend on each other."""
 
     clusters: np.ndarray
-    """Number of each example's group of dependent examples, (n,)."""
+    """For each example, the number of its group of dependent examples, (n,)."""
     facts: Mapping[str, np.ndarray]
-    """Values that group the examples, (n,) by name."""
+    """By name: for each example, the value that scores are grouped by, (n,)."""
 
     def score(
         self,
@@ -235,7 +239,7 @@ class Sample:
     ) -> NamedScore:
         """Return the sum of values (n, L) divided by the sum of totals (n, L), by default the mean.
 
-        The score has an interval over clusters, and also the ratios by layer and by fact.
+        The score contains an interval over clusters, and the ratios by layer and by fact.
         """
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
@@ -258,11 +262,11 @@ class Sample:
 
 
 def summed(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sum columns (n, K) within each group: (groups, K)."""
+    """Sum columns (n, K) within each group; return (groups, K)."""
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 
 def ratios(top: np.ndarray, bottom: np.ndarray) -> list[float | None]:
-    """Divide the sums of columns (n, K) by those of others; None where the divisor is 0."""
+    """Divide sums of columns (n, K) of `top` by sums of `bottom`; None if the divisor is 0."""
     sums = zip(top.sum(0).tolist(), bottom.sum(0).tolist(), strict=True)
     return [a / b if b else None for a, b in sums]

@@ -1,7 +1,7 @@
-"""An evaluation of a checkpoint, and its results: one line per example or document, and scores.
+"""Evaluations of a checkpoint, and stored results: scores, and one line per example or document.
 
-Results are JSON Lines files below a run. The first line has all settings as the key, the unit, a
-dict per score, and a SHA-256 of the rest of the file, which finds cut, repeated or edited lines.
+Results are JSON Lines files in a run directory. The first line contains all settings as the key,
+the unit, a dict per score, and a SHA-256 of the file, which detects cut, repeated or edited lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIRECTORY = "evaluation"
 SHARE = "share of right answers"
 """The unit of tasks."""
 LARGEST = 1e150
-"""Limit of scores, whose squares the report adds up."""
+"""Limit of the magnitude of scores, because the report sums squares of scores."""
 Line = dict[str, Any]
 Lines = Mapping[str, Line]
 """Scores of a run by name, or results of a checkpoint by evaluation."""
@@ -40,7 +40,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, opened."""
+    """A checkpoint, loaded for evaluations."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -59,9 +59,9 @@ class Asked:
 
     seed: int = 0
     limit: int | None = None
-    """Most examples, or documents, of an evaluation."""
+    """Maximum examples, documents or sequences of an evaluation."""
     levels: Mapping[str, Sequence[Level]] = field(default_factory=dict)
-    """Levels by name of the task; other tasks use all levels that fit."""
+    """Levels by name of the task; tasks without an entry use all levels that fit."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class NamedScore:
     """A number that checkpoints are compared by, with a 95% interval over examples or documents."""
 
     of: str
-    """Its name within the evaluation: a level, a range of positions, a number of bits."""
+    """Name within the evaluation: a level, a range of positions or a number of bits."""
     value: float
     interval: tuple[float, float] | None = None
     examples: int = 0
     chance: float | None = None
-    """The value of a guess."""
+    """Expected value of a guess."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts; JSON values."""
+    """Further fields of the score, as JSON values."""
 
 
 class Evaluation(ABC):
@@ -85,16 +85,18 @@ class Evaluation(ABC):
 
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
-        """Return all that lines depend on besides checkpoint and tokenizer, as JSON values; raises
-        ConfigError if this checkpoint cannot be measured."""
+        """Return everything except checkpoint and tokenizer that lines depend on, as JSON values.
+
+        Raises ConfigError if this checkpoint cannot be measured.
+        """
 
     @abstractmethod
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        """Measure; return a line of JSON values for each example or document."""
+        """Measure, and return a line of JSON values for each example or document."""
 
     @abstractmethod
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        """Return the scores that the lines add up to."""
+        """Compute the scores from the lines."""
 
 
 def results_of(run: Path, step: int) -> Path:
@@ -129,15 +131,17 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 
 
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
-    """Read the first lines of results by step, in order, and by evaluation; add the files that are
-    skipped to `problems`, by reason. A `step` other than 0 is the only one that is read."""
+    """Read the first lines of results by step, sorted, and by evaluation.
+
+    Add skipped files to `problems`, by reason. Read only the results of `step`, unless it is 0.
+    """
     found: dict[int, dict[str, Line]] = {}
     wanted = f"{step:08d}" if step else "[0-9]" * 8
     for file in sorted((run / DIRECTORY).glob(f"step-{wanted}/*.jsonl")):
         try:
             found.setdefault(int(file.parent.name[5:]), {})[file.stem] = read_first(file)
         except (OSError, ValueError) as error:
-            reason = f"{getattr(error, 'strerror', error)}; it is skipped"
+            reason = f"{getattr(error, 'strerror', error)}; skipped"
             problems.setdefault(reason, []).append(str(file))
     return dict(found)
 
@@ -152,14 +156,14 @@ def read_first(file: Path) -> Line:
     if not isinstance(first.get("unit"), str) or not isinstance(scores, list):
         raise ValueError("has no unit or no scores")
     if not all(map(is_score, scores)):
-        raise ValueError("has a score with a field of another type")
+        raise ValueError("has a score with a field of the wrong type")
     if first.get("sha256") != checksum(first, lines):
         raise ValueError("was changed after it was written: its checksum differs")
     return first
 
 
 def is_score(score: Any) -> bool:
-    """Whether the fields have the types of `NamedScore`."""
+    """Return whether the fields have the types of `NamedScore`."""
     if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
         return False
     groups = [value for key, value in score.items() if key.startswith("by_")]

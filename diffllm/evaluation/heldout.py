@@ -39,13 +39,13 @@ def heldout_loss(
     """Compute the mean cross-entropy, in nats per token, over the batches of all ranks.
 
     Every rank must call this. If a batch cannot be read, this rank continues with empty batches,
-    because sharded ranks need equally many passes, and returns the error next to the loss.
+    because sharded ranks need equally many passes, and returns the error with the loss.
 
     Args:
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
         shape: (B, T) of every forward pass; short batches are padded with ignored targets.
-        rounds: forward passes of every rank; at least the number of `batches`.
-        documents: finds the documents of a batch (B, T), both on the CPU.
+        rounds: forward passes per rank, at least the number of `batches`.
+        documents: finds the documents of inputs (B, T); inputs and result are on the CPU.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -66,7 +66,7 @@ def heldout_loss(
 
 
 def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
-    """Return the next batch, or `empty` after the last one or with the error if reading fails."""
+    """Return the next batch; `empty` after the last batch, and with the error if reading fails."""
     try:
         return next(batches, empty), None
     except DataError as error:
@@ -75,7 +75,7 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 @dataclass
 class DocumentSums:
-    """Sums of the losses of `count` documents, which may lie in sequences of several ranks."""
+    """Sums of the losses of `count` documents, whose tokens may be on several ranks."""
 
     model: nn.Module
     count: int
@@ -105,39 +105,39 @@ class DocumentSums:
 class DocumentLosses:
     """The loss of every held-out document, in the order of the split; arrays of one length.
 
-    Two runs were measured on the same documents where `texts` and `tokens` are equal.
+    Two runs were measured on the same documents if `texts` and `tokens` are equal.
     """
 
     nats: np.ndarray
-    """Sum of -log p over the document's tokens, float64; not finite where the model diverged."""
+    """Sum of -log p over the document's tokens, float64; infinite or NaN after divergence."""
     tokens: np.ndarray
-    """Predicted tokens, the EOS included, int64."""
+    """Number of predicted tokens, including the EOS, int64."""
     bytes: np.ndarray
-    """Bytes of its decoded text in UTF-8, int64."""
+    """Bytes of the decoded text in UTF-8, int64."""
     texts: np.ndarray
-    """The first 8 bytes of the SHA-256 of that text, int64."""
+    """The first 8 bytes of the SHA-256 of the decoded text, int64."""
     sources: np.ndarray
-    """The index of its source in a mixture, int64."""
+    """Index of the document's source in a mixture, int64."""
 
     @property
     def loss(self) -> float:
-        """Nats per token of all documents."""
+        """Mean loss in nats per token over all documents."""
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, place: int) -> "DocumentLosses | None":
-        """Those of one source of a mixture; None where there are none."""
+        """Return the losses of one source of a mixture; None if the source has no documents."""
         mine = self.sources == place
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of all documents; NaN without text."""
+        """Mean loss in bits per byte over all documents; NaN without text."""
         size = int(self.bytes.sum())
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write into a run directory, as of `step`; raises CheckpointError."""
+        """Write the losses at `step` into a run directory; raises CheckpointError."""
         file = path_of(run, step)
         content = io.BytesIO()
         np.savez(content, **{f.name: getattr(self, f.name) for f in fields(self)})
@@ -153,15 +153,17 @@ def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
 
 
 def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
-    """Read the losses of a run's held-out documents, by default of its last step; raises
-    CheckpointError."""
+    """Read the losses of a run's held-out documents, by default at the last measured step.
+
+    Raises CheckpointError if the file is missing or damaged.
+    """
     there = sorted((run / DIRECTORY).glob("step-*.npz"))
     file = there[-1] if there and step is None else path_of(run, step or 0)
     if not there or not os.path.lexists(file):
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(
-            f"{run} has no losses of held-out documents{after}: a run has them in {DIRECTORY}/ "
-            "when it has ended"
+            f"{run} has no losses of held-out documents{after}: a run writes {DIRECTORY}/ when its "
+            "training has ended"
         )
     try:
         with (
@@ -171,7 +173,7 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
             return _checked(
                 DocumentLosses(**{f.name: content[f.name] for f in fields(DocumentLosses)})
             )
-    except Exception as error:  # numpy and zipfile raise many kinds
+    except Exception as error:  # numpy and zipfile raise many types.
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
@@ -183,5 +185,5 @@ def _checked(losses: DocumentLosses) -> DocumentLosses:
         if values.shape != losses.nats.shape or values.ndim != 1 or values.dtype != dtype:
             raise ValueError(f"{f.name} is {values.dtype} of shape {values.shape}")
     if not len(losses.nats) or (losses.tokens < 1).any() or (losses.bytes < 0).any():
-        raise ValueError("it has no documents, or some without tokens")
+        raise ValueError("no documents, or documents without tokens")
     return losses

@@ -1,4 +1,4 @@
-"""What a run left: its model, and the data that it was trained on.
+"""Load the model and the training data of a run.
 
 Shapes: T sequence length.
 """
@@ -27,14 +27,14 @@ from diffllm.model import Transformer
 from diffllm.model.attention.ops import Backend, Documents
 
 TOKENS = 16384
-"""Tokens of a pass over the first held-out sequences, unless another number is asked for."""
+"""Default number of tokens of a pass over the first held-out sequences."""
 
 
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:
     """Load a run's decoder and tokenizer: float32, in eval mode, on the current default device.
 
-    `step` is the checkpoint's; None is the newest whole one. Raises CheckpointError if the
-    checkpoint is missing or damaged; UserError for an unregistered variant.
+    `step` selects the checkpoint; None selects the newest complete checkpoint. Raises
+    CheckpointError if the checkpoint is missing or damaged; UserError for an unregistered variant.
     """
     run = user_path(Path(run), "run")
     return decoder(run, step or 0)[0], Tokenizer.from_file(tokenizer_of(run))
@@ -42,11 +42,11 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
 
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
     """Return a run's decoder as `load_model` does, and the step of its checkpoint."""
-    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.reader import load_tensors  # imports torch.distributed.checkpoint
 
     cfg = load_run_config(run)
     warn_of_plugins(run)
-    cfg.model.attention.backend = Backend.sdpa  # the run's may not exist here
+    cfg.model.attention.backend = Backend.sdpa  # The run's backend may be unavailable.
 
     def load(path: Path) -> tuple[Transformer, int]:
         model = Transformer(cfg.model)
@@ -63,13 +63,13 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
 def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     """Open the run's corpus; raises ConfigError if it has changed since training."""
     data = prepare(cfg.data, cfg.prepare)
-    facts = read_record(run / "run.json") or {}  # without it nothing says what it was
+    facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
     now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
     for name, found in now.items():
         if facts.get(name, found) != found:
             raise ConfigError(
-                f"the {name} that {run}/config.yaml names is not what the run was trained on any "
-                f"more: its hash is {found[:12]}, that of the run {str(facts[name])[:12]}"
+                f"the {name} of {run}/config.yaml has changed since training: its hash is now "
+                f"{found[:12]}, and was {str(facts[name])[:12]}"
             )
     return data
 
@@ -80,12 +80,12 @@ def own_corpus(run: Path, cfg: TrainConfig) -> str:
 
 
 class HeldoutSequence(NamedTuple):
-    """A sequence of the held-out split, as training would see it."""
+    """A sequence of the held-out split in the form of a training sequence."""
 
     inputs: Tensor
     """(1, T) int64."""
     targets: Tensor
-    """(1, T) int64; negative ones are only context."""
+    """(1, T) int64; negative for tokens that are only context."""
     documents: Documents | None
 
 

@@ -1,7 +1,7 @@
-"""The explicit attention maps of a layer, and their figure.
+"""Explicit attention maps of a layer, and figures of these maps.
 
-A figure has a row per head, with the head's maps and lambda or the gate in columns. A weight has
-the same colour in every map of a figure: red above zero, blue below.
+A figure has a row per head; columns are the head's maps, and lambda or the gate. All maps of a
+figure use the same colours: red above zero, blue below.
 
 Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has n_heads / 2.
 """
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROUNDING = 1e-4
-"""Tolerance for the sum of a float32 softmax."""
+"""Tolerance for the sum of a float32 softmax, which should be 1."""
 PERCENTILE = 99
-"""Quantile of the magnitudes at which colours end, because a few keys have very large weights."""
+"""Percentile of magnitudes at which colours end, because a few keys have very large weights."""
 SYMBOL = {"lambda": "λ"}
 GREY = "#707070"
 SMALL, NORMAL, LARGE = 7.0, 8.5, 11.0
 STRIP, NARROWEST, SCALE = 0.8, 4.8, 2.6
-"""Widths in inches: of the column of lambda or the gate, of the figure, of the colour bar."""
+"""Widths in inches: column of lambda or the gate, minimum of the figure, colour bar."""
 FONT = "DejaVu Sans Mono"
 LONGEST = 12
 MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
@@ -110,8 +110,10 @@ def attention_maps(
 
 
 def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "Figure":
-    """Draw the maps of `heads` for the first sequence, queries downwards and keys to the right;
-    `labels` are T names of tokens, without line breaks."""
+    """Draw the maps of `heads` for the first sequence, queries downwards and keys to the right.
+
+    `labels` are T names of tokens, without line breaks.
+    """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -119,13 +121,15 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
         name: values[0, heads].double().cpu().numpy()
         for name, values in (layer.maps | layer.by_query).items()
     }
-    # a line of text a token, within limits; smaller with more heads
+    # The side of a map gives each token a line of text, within limits that shrink with more heads.
     side = min(max(len(labels) * SMALL / 72 * 1.3, 1.3), max(5.0 * len(heads) ** -0.35, 2.0))
     widths = [side if name in layer.maps else STRIP for name in columns]
     blocks = blocks_of(len(heads), side, sum(widths))
     rows = len(heads) // blocks
-    points = min(max(side / len(labels) * 72 / 1.3, 5.0), SMALL)  # smaller before some are left out
-    beside = max(map(len, labels)) * points / 72 * 0.62 + 0.4  # token labels and their axis's name
+    # Below 5 points, labels are omitted instead of drawn smaller.
+    points = min(max(side / len(labels) * 72 / 1.3, 5.0), SMALL)
+    # Margin for token labels and the name of the axis.
+    beside = max(map(len, labels)) * points / 72 * 0.62 + 0.4
     width = beside + blocks * (sum(widths) + 0.13 * len(widths))
     height = beside + rows * (side + 0.35) + 0.2 * len(title.splitlines()) + 0.6
     engine = ConstrainedLayoutEngine(h_pad=0.06)
@@ -155,13 +159,13 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def blocks_of(n_heads: int, height: float, width: float) -> int:
-    """Return the heads per row that make the figure about as wide as high."""
+    """Return the number of heads per row for which the figure is about as wide as high."""
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
 
 
 def colours_of(weights: np.ndarray) -> "ScalarMappable":
-    """Square roots of weights (..., T, T), with their sign, up to a percentile of those seen."""
+    """Return colours for signed square roots of weights (..., T, T), up to PERCENTILE."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import FuncNorm, ListedColormap
@@ -179,7 +183,7 @@ def colours_of(weights: np.ndarray) -> "ScalarMappable":
 
 
 def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> None:
-    """Weights (T, T) up to the diagonal; the future stays blank."""
+    """Draw weights (T, T) up to the diagonal; future keys stay blank."""
     n = len(weights)
     shown = np.ma.masked_array(weights, np.triu(np.ones((n, n), dtype=bool), 1))
     image = axes.imshow(shown, interpolation="nearest", aspect="auto")
@@ -201,8 +205,8 @@ def name_tokens(axis: "Axis", name: str, labels: list[str], step: int, points: f
         rotation=90 if isinstance(axis, XAxis) else 0,
         rotation_mode="anchor",
         ha="right",
-        va="center_baseline",  # by the line, not by each label's ink
-        parse_math=False,  # a dollar is a token like others
+        va="center_baseline",  # Align baselines instead of the drawn shapes.
+        parse_math=False,  # A dollar sign is an ordinary token.
     )
     axis.set_label_text(name if labels else "", size=NORMAL)
     axis.labelpad = 2
@@ -239,8 +243,10 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
 
 
 def visible(piece: str) -> str:
-    """Return a piece of the vocabulary in one line, at most LONGEST characters, with marks for
-    white space and escapes for other invisible characters."""
+    """Return a piece of the vocabulary as one line of at most LONGEST characters.
+
+    White space becomes a mark; other invisible characters become escapes.
+    """
     from matplotlib.font_manager import findfont, get_font
 
     if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):

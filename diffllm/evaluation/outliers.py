@@ -1,5 +1,6 @@
-"""Outliers of a checkpoint over fixed held-out tokens: hidden states, attention logits and sinks of
-each layer. `diffllm outliers` prints them all, and the evaluation `outliers` stores them.
+"""Outliers of a checkpoint over fixed held-out tokens: hidden states, logits and sinks by layer.
+
+`diffllm outliers` prints all numbers, and the evaluation `outliers` stores all numbers.
 
 Shapes: B batch, T tokens, N queries of a piece, h heads of a map, D model width.
 """
@@ -22,30 +23,32 @@ from diffllm.model.attention.base import Aux, Maps
 from diffllm.model.stats import Probe, kurtosis, over_channels, probe_at, values_rms
 
 PIECE = 2**22
-"""Weights of a map that are explicit at a time."""
+"""Maximum attention weights that are computed explicitly at a time."""
 LEFT_OUT = 14
-"""Low bits of a float32 that its bin does not know; 9 bits of its mantissa are left."""
+"""Number of low bits of a float32 that its bin ignores; 9 bits of the mantissa remain."""
 BINS = 2 ** (31 - LEFT_OUT)
 TOP = (1, 2, 3, 10, 100)
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
 VERSION = 1
-"""Changed whenever lines or scores change, so that older results are made anew."""
+"""Part of the key of results: increase it when lines or scores change."""
 NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
-    """The magnitudes of many values, counted piece by piece: the largest, moments in float64, and a
-    histogram with 512 bins per octave for percentiles."""
+    """Statistics of the magnitudes of many values, which are added piece by piece.
+
+    Keeps the largest magnitudes, moments in float64, and a histogram with 512 bins per octave.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.largest = torch.zeros(0)
         self.bins = torch.zeros(BINS, dtype=torch.int64)
         self.sums = torch.zeros(4, dtype=torch.float64)
-        """Sums of the values' first four powers."""
+        """Sums of the first four powers of the values."""
 
     def add(self, values: Tensor) -> None:
-        """Take finite values of any shape."""
+        """Add finite values of any shape."""
         flat = values.detach().float().flatten()
         sizes, wide = flat.abs(), flat.double()
         self.count += len(flat)
@@ -57,7 +60,7 @@ class Spread:
         self.sums += torch.stack([power.sum() for power in powers]).cpu()
 
     def percentile(self, percent: float) -> float:
-        """Return the magnitude that so many percent of the values do not exceed, within 0.1%."""
+        """Return a percentile of the magnitudes, with a relative error of at most 0.1%."""
         rank = max(1, math.ceil(percent / 100 * self.count))
         place = int(torch.searchsorted(self.bins.cumsum(0), rank))
         ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
@@ -66,7 +69,7 @@ class Spread:
 
     @property
     def kurtosis(self) -> float | None:
-        """E[(x - mean)^4] / E[(x - mean)^2]^2 of all values together; None where they are equal."""
+        """E[(x - mean)^4] / E[(x - mean)^2]^2 of all values; None if all values are equal."""
         mean, second, third, fourth = (self.sums / self.count).tolist()
         variance = second - mean**2
         if variance <= 1e-12 * second:
@@ -74,7 +77,7 @@ class Spread:
         return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
     def numbers(self) -> dict[str, float | None]:
-        """Return the numbers by name; None for a `top_<k>` of fewer values."""
+        """Return all statistics by name, with None as `top_<k>` of fewer than k values."""
         top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
         percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
         rms = math.sqrt(self.sums[1].item() / self.count)
@@ -106,7 +109,7 @@ class LayerOutliers:
         self.share: defaultdict[str, Mean] = defaultdict(Mean)
 
     def add_states(self, x: Tensor, context: Tensor, v: Tensor) -> None:
-        """Take the block's output (B, T, D), the context (B, T, h, width) and the values."""
+        """Add the block's output (B, T, D), the context (B, T, h, width) and the values."""
         self.hidden.add(x)
         self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
         largest = x.abs().flatten(0, 1).amax(0).cpu()
@@ -119,13 +122,13 @@ class LayerOutliers:
         self.most = max(self.most, ratio.max().item())
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
-        """Take a piece of the maps (B, h, N, T), before the softmax and after it."""
+        """Add a piece of the maps (B, h, N, T) before and after the softmax."""
         for name, scores in logits.items():
             self.logits[name].add(scores[probe.visible.expand_as(scores)])
         for name, weights in maps.items():
             seen = probe.visible.expand_as(weights)
             first = seen.int().argmax(-1, keepdim=True)
-            others = seen.sum(-1) > 1  # a query that sees itself alone has no choice
+            others = seen.sum(-1) > 1  # A query with one visible key has no choice.
             weight = weights.gather(-1, first).squeeze(-1)
             total = weights.abs().sum(-1)
             share = weight.abs() / torch.where(total > 0, total, 1)
@@ -160,11 +163,11 @@ def measure_outliers(
     advance: Callable[[int], None] = lambda done: None,
     name: str = "the model",
 ) -> list[dict[str, Any]]:
-    """Pass over sequences (B, T), block by block, and return the numbers of each layer, by name.
+    """Read sequences (B, T), block by block, and return the numbers of each layer by name.
 
-    `hidden` are the block's outputs. `logits` are q k / sqrt(d) of each map, of visible keys.
-    `sinks` is the signed weight of each map on the first visible token, and its share of the sum of
-    |weight|; means over heads, sequences and the queries that see more than themselves.
+    `hidden` describes the block's outputs, and `logits` q k / sqrt(d) of each map for visible keys.
+    `sinks` contains the signed weight of each map on the first visible token, and its share of the
+    sum of |weight|: means over heads, sequences and all queries with several visible keys.
 
     Raises CheckpointError for a layer whose values are not finite.
     """
@@ -191,8 +194,11 @@ def measure_outliers(
 
 
 class Outliers(Evaluation):
-    """Keeps all numbers of each layer. A score is the largest among layers, and for logits among
-    maps, of the hidden states' or the logits' magnitudes: top_k is the k-th largest of all."""
+    """Stores all numbers of each layer, and scores the magnitudes of hidden states and logits.
+
+    A score is the largest number among layers, and for logits among maps. top_k is the k-th
+    largest magnitude.
+    """
 
     name = "outliers"
     unit = "magnitude, largest of layers (kurtosis: a ratio)"

@@ -1,5 +1,5 @@
-"""The loss on whole held-out documents: by position, by distance to the last same token, and on
-what a document repeats.
+"""The loss on whole held-out documents by position, by distance to the last equal token, and on
+repeated spans.
 
 Shapes: n tokens of a document.
 """
@@ -21,30 +21,30 @@ from diffllm.model.attention.ops import Documents
 from diffllm.statistics.bootstrap import of_documents
 
 VERSION = 1
-"""Changed whenever lines or scores change, so that older results are made anew."""
+"""Part of the key of results: increase it when lines or scores change."""
 DOCUMENTS = 200
-"""Documents, where no limit says another number."""
+"""Default number of documents."""
 
 Sums = dict[str, list[float]]
-"""Nats, and the number of targets they are of, for each bin."""
+"""By bin: the sum of losses in nats, and the number of targets."""
 
 
 class Position(Evaluation):
-    """Reads each document from its start, after an EOS, up to the model's length.
+    """Measures the loss of each document from its start, after an EOS, up to the model's length.
 
-    Target i of a document is its token i, from 0, with the document's EOS as the last:
+    Target i of a document is its token i, from 0, and the document's EOS is the last target:
 
     - Its position is i.
     - Its distance is i - j to the last equal token j < i, or "none".
     - Its span, for i >= 2, is "repeated" if the two tokens before it occurred earlier in the
-      document with the same next token. It is "first" if these two tokens did not occur earlier in
-      this order. Other targets have no span.
+      document with the same next token. The span is "first" if these two tokens did not occur
+      earlier in this order. Other targets have no span.
 
-    If training masked documents, the EOS is not seen, and positions start at 0.
+    If training masked documents, the leading EOS is invisible, and positions start at 0.
     """
 
     name = "position"
-    unit = "nats a token"
+    unit = "nats per token"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:
         return {
@@ -98,7 +98,7 @@ class Position(Evaluation):
 
 @torch.no_grad()
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
-    """Return the loss of every token of each text, read as one batch."""
+    """Read texts as one batch, and return the loss of every token of each text in nats."""
     targets = padded(texts, -1, torch.device("cpu"))
     inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
     documents = None
@@ -114,8 +114,10 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
 def sums(
     text: Sequence[int], losses: Sequence[float], predicted: Sequence[bool]
 ) -> dict[str, Sums]:
-    """Sum up the losses (n,) of a document's tokens (n,), bin by bin, as `Position` defines them;
-    `predicted` (n,) is False for tokens that are only context."""
+    """Sum the losses (n,) of a document's tokens (n,) in each bin that `Position` defines.
+
+    `predicted` (n,) is False for tokens that are only context.
+    """
     found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
     last: dict[int, int] = {}
     followed: dict[tuple[int, int], set[int]] = {}
@@ -140,7 +142,7 @@ def sums(
 
 
 def octave(number: int) -> str:
-    """Name the bin of a number: 0, 1, 2-3, 4-7 and so on."""
+    """Return the name of a number's bin: 0, 1, 2-3, 4-7 and so on."""
     if number < 2:
         return str(number)
     low = 1 << number.bit_length() - 1
@@ -148,6 +150,6 @@ def octave(number: int) -> str:
 
 
 def bin_order(name: str) -> tuple[int, float]:
-    """Sort numbers first, then words, "repeated" before "first"."""
+    """Return a sort key: numbers before words, and "repeated" before "first"."""
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

@@ -1,10 +1,10 @@
-"""The change of loss if matrices, their inputs, or both are rounded to fewer bits.
+"""Change of the loss if matrices, inputs of matrices, or both are rounded to fewer bits.
 
-Quantisation is fake: products stay in the model's own precision. With b bits a value is one of the
-2^b - 1 multiples of a scale around 0; the scale is the largest magnitude over 2^(b-1) - 1
-(symmetric absmax), of a tensor or of each of its rows. Halves go to the even neighbour.
+Quantisation is simulated: products use the model's own precision. With b bits, a value is one of
+2^b - 1 multiples of a scale around 0. The scale is the largest magnitude of a tensor, or of each
+row, divided by 2^(b-1) - 1 (symmetric absmax). Ties round to even.
 
-Shapes: M rows, E experts, K width that a matrix multiplies.
+Shapes: M rows, E experts, K input width of a matrix.
 """
 
 import math
@@ -31,7 +31,7 @@ VERSION = 2
 BITS = (8, 6, 4)
 PLAIN = "unquantised"
 KEPT = ("w_lambda",)
-"""Linear layers of a block that are not rounded: one scalar per head."""
+"""Linear layers that are not rounded, because the output is one scalar per head."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     most = 2 ** (bits - 1) - 1
     wide = x.float()
     largest = wide.abs().amax(dims, keepdim=True)
-    scale = largest / torch.full_like(largest, most)  # CUDA multiplies with a number's reciprocal
+    # Divide by a tensor: for a number, CUDA would multiply by its rounded reciprocal.
+    scale = largest / torch.full_like(largest, most)
     level = torch.round(wide / scale).clamp(-most, most).int()
     return torch.where(scale > 0, level * scale, 0.0).to(x.dtype)
 
@@ -58,16 +59,17 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
 ) -> Iterator[None]:
-    """Round the matrices of all blocks, and what they multiply, in this context.
+    """Round the matrices of all blocks, and the inputs of these matrices, in this context.
 
-    Matrices are experts and the linear layers except `KEPT`. Activations of experts are rounded
-    before w1 and w3 and, times the router's weight, before w2. Leaving restores every bit.
+    Matrices are those of experts and of linear layers except `KEPT`. Activations of experts are
+    rounded before w1 and w3, and before w2 after multiplication by the router's weight. At exit,
+    the original weights are restored exactly.
     """
     with ExitStack() as stack:
         if weights is not None:
             dims = -1 if weights.by_row else (-2, -1)
             parameters = (each for layer in layers(model) for each in layer.parameters())
-            # Matrices are (out, K), or (E, out, K) of experts; a bias stays.
+            # Matrices have shape (out, K), or (E, out, K) for experts; biases are not rounded.
             for weight in (each for each in parameters if each.ndim > 1):
                 stack.callback(setattr, weight, "data", weight.data)
                 weight.data = rounded(weight.data, weights.bits, dims)
@@ -78,7 +80,7 @@ def quantised(
 
 
 def layers(model: Transformer) -> list[nn.Linear | Experts]:
-    """List the linear layers and experts of all blocks whose matrices are rounded."""
+    """Return the linear layers and experts of all blocks that are rounded."""
     return [
         module
         for name, module in model.layers.named_modules()
@@ -87,7 +89,7 @@ def layers(model: Transformer) -> list[nn.Linear | Experts]:
 
 
 def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) -> None:
-    """Round what a layer's matrices multiply, (..., K), until `stack` closes."""
+    """Round the inputs (..., K) of a layer's matrices until `stack` closes."""
 
     def fewer_bits(x: Tensor) -> Tensor:
         return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
@@ -115,7 +117,7 @@ KINDS = {
     "activations per tensor": (None, False),
     "both per channel and token": (True, True),
 }
-"""Whether weights and activations have a scale for each row; None: they are not rounded."""
+"""Whether weights, and whether activations, have a scale per row; None: not rounded."""
 
 
 ARMS = [Arm(PLAIN)]
@@ -125,11 +127,13 @@ for kind, bits in product(KINDS, BITS):
 
 
 class Quantise(Evaluation):
-    """Measures the loss of each arm minus the unquantised loss, over the sequences of `outliers`,
-    one at a time. Each score also has the unquantised loss."""
+    """Measures the loss of each arm minus the unquantised loss, over the sequences of `outliers`.
+
+    Sequences are read one at a time. Each score also contains the unquantised loss.
+    """
 
     name = "quantise"
-    unit = "change of loss, nats a token"
+    unit = "change of loss, nats per token"
 
     def settings(self, subject: Subject, asked: Asked) -> Settings:
         return pass_settings(subject, asked, VERSION)
@@ -139,7 +143,7 @@ class Quantise(Evaluation):
         first = first_sequences(subject.run, subject.cfg, asked, subject.device)
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
-            raise DataError("the held-out sequences have no token that is to be predicted")
+            raise DataError("the held-out sequences contain no token to predict")
         found: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:
             for arm in ARMS:

@@ -1,4 +1,4 @@
-"""Suites: stored evaluations of a checkpoint, and the tasks that a model is asked in training."""
+"""Suites of evaluations: of checkpoints with stored results, and of tasks during training."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from diffllm.metrics.records import finite
 EVALUATIONS: dict[str, Evaluation] = {
     each.name: each for each in (Position(), Outliers(), Quantise())
 }
-"""Evaluations by name, next to the generated tasks, which are evaluations too."""
+"""Evaluations by name, except generated tasks."""
 NEEDLES = [{"needles": n, "queries": r} for n, r in ((1, 1), (2, 2), (4, 2), (6, 2))]
 SUITES: dict[str, dict[str, Sequence[Level]]] = {
     "claims": dict.fromkeys(("needle", "mqar", "icl"), ()),
@@ -54,25 +54,25 @@ SUITES: dict[str, dict[str, Sequence[Level]]] = {
         ]
     },
 }
-"""Evaluations by suite, with the levels that a suite insists on. Those of needles are as in section
-3.4 of arXiv 2410.05258: 4K with N needles of which R are asked for, and 64K by length and depth."""
+"""Evaluations by suite, with fixed levels if the suite sets any. Levels of needles follow section
+3.4 of arXiv 2410.05258: 4K with N needles and R queries, and 64K by length and depth."""
 Result = dict[str, Any]
-"""The "unit" of an evaluation, and its "scores", a dict for each, see `NamedScore`."""
+"""The "unit" of an evaluation, and its "scores": a dict per score, see `NamedScore`."""
 
 
 def chosen(
     suite: str, names: Sequence[str], levels: Sequence[Level]
 ) -> tuple[list[Evaluation], Asked]:
-    """Return the evaluations of a suite, or those named, and their levels.
+    """Return the evaluations of a suite, or the named evaluations, and their levels.
 
-    Names are those of tasks and evaluations, or paths of .jsonl or .ndjson files of examples.
+    Names are names of tasks and evaluations, or paths of .jsonl or .ndjson files of examples.
     Raises ConfigError for unknown names, and for levels unless exactly one task is named.
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} does not exist{choose_from(suite, list(SUITES))}")
     wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
     if levels and len(wanted) != 1:
-        raise ConfigError("level is of one task: name it by tasks=[...]")
+        raise ConfigError("level applies to one task: name exactly one in tasks=[...]")
     found = [evaluation_named(name) for name in wanted]
     own = {name: fixed for name, fixed in SUITES[suite].items() if fixed and name in wanted}
     return found, Asked(levels={found[0].name: levels} if levels else own)
@@ -83,7 +83,7 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
         if task.name in TASKS or task.name in EVALUATIONS:
-            raise ConfigError(f"tasks: {name} has the name of the task {task.name}; rename it")
+            raise ConfigError(f"tasks: {name} has the name of a task, {task.name}; rename it")
         return Answers(task)
     if name in EVALUATIONS:
         return EVALUATIONS[name]
@@ -101,8 +101,10 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
 def evaluate(
     subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
 ) -> tuple[dict[str, Result], list[str]]:
-    """Return the result of each evaluation, from its file if it exists, and why tasks that do not
-    fit the model are skipped."""
+    """Return the results of evaluations, and the reasons for skipping tasks that do not fit.
+
+    Reads a result from its file if the file has the same key.
+    """
     results: dict[str, Result] = {}
     skipped = []
     directory = results_of(subject.run, step_of(subject.checkpoint))
@@ -136,9 +138,9 @@ def evaluate(
 
 
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
-    """Check eval.suites and eval.levels, and return the maker of the tasks; None without tasks.
+    """Check eval.suites and eval.levels, and return a factory of the tasks; None without tasks.
 
-    Both raise ConfigError, the maker for a task that does not fit the run.
+    Raises ConfigError; the factory raises ConfigError for a task that does not fit the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
     known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
@@ -153,7 +155,7 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
         for each in evaluations:
             if not isinstance(each, Answers):
                 raise ConfigError(
-                    f"eval.suites: {each.name} is measured on checkpoints: "
+                    f"eval.suites: {each.name} is only for checkpoints; use "
                     f"diffllm evaluate tasks=[{each.name}]"
                 )
             found[each] = asked.levels.get(each.name, ())
@@ -166,14 +168,14 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
 
 
 class TasksWhileTraining:
-    """The questions of a run's tasks, always the same, made once."""
+    """The questions of a run's tasks, which are fixed for the whole run."""
 
     def __init__(
         self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
     ):
         self.asked: dict[str, Questions] = {}
         self.levels: dict[str, list[str]] = {}
-        """Names of a task's levels within a metric's name, as "length_96_needles_2"."""
+        """By task: names of levels in names of metrics, such as "length_96_needles_2"."""
         for each, levels in found.items():
             asked = Asked(limit=cfg.eval.suites_limit, levels={each.name: levels})
             settings = each.examples(asked, tokenizer, cfg.seq_len)
@@ -184,12 +186,12 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return the shares of right answers, by task and by level, of guesses and of generated
-        answers by metric name; every rank must call this."""
+        """Return metrics by name: shares of right answers by task and level, of right guesses and
+        of right generated answers. Every rank must call this."""
         model.eval()
         found: dict[str, float] = {}
         for name, asked in self.asked.items():
-            with torch.compiler.set_stance("force_eager"):  # every batch has a shape of its own
+            with torch.compiler.set_stance("force_eager"):  # Batches differ in shape.
                 scores = score_batches(model, [question for _, _, question in asked], together=True)
             lines = lines_of(asked, scores)
             found[f"tasks/{name}"] = share(lines, "correct")

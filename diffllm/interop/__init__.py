@@ -1,4 +1,4 @@
-"""Models in and out; importing this makes our own architecture known to transformers."""
+"""Export and import of models; importing this package registers DiffLLM with transformers."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -7,7 +7,7 @@ from diffllm.interop.modeling_diffllm import DiffLLMConfig, DiffLLMForCausalLM, 
 AutoConfig.register(DiffLLMConfig.model_type, DiffLLMConfig, exist_ok=True)
 AutoModel.register(DiffLLMConfig, DiffLLMModel, exist_ok=True)
 AutoModelForCausalLM.register(DiffLLMConfig, DiffLLMForCausalLM, exist_ok=True)
-# With these, save_pretrained also writes the modelling file, which opens without diffllm.
+# Makes save_pretrained write the modelling file too, so that a model loads without diffllm.
 DiffLLMConfig.register_for_auto_class("AutoConfig")
 DiffLLMModel.register_for_auto_class("AutoModel")
 DiffLLMForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a directory that transformers opens: weights, tokenizer, model card."""
+"""Export of a checkpoint as a Hugging Face model directory: weights, tokenizer, model card."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from diffllm.metrics.records import read_record, read_summary
 
 MODELLING = Path(__file__).with_name("modeling_diffllm.py")
 OLDEST = "5.4.0"
-"""Oldest version of transformers that our modelling file works in."""
+"""Oldest version of transformers that supports the modelling file of diffllm."""
 
 
 def export(
     run: Path, out: Path, step: int, dtype: torch.dtype, shard_size: str, own: bool
 ) -> tuple[Layout, int]:
-    """Write a checkpoint of a run into a new directory; return its layout and step.
+    """Export a checkpoint of a run into a new directory; return the layout and the step.
 
-    The directory appears only when complete. Raises CheckpointError, ConfigError, or DataError for
-    a tokenizer that no fast one equals.
+    The directory appears only when complete. Raises CheckpointError, ConfigError, or DataError if
+    no fast tokenizer is equivalent to the tokenizer of the run.
 
     Args:
-        step: the checkpoint's; 0 is the newest whole one.
-        shard_size: most bytes of a file, as in 500MB.
-        own: whether to use our own modelling file even if another fits.
+        step: step of the checkpoint; 0 is the newest complete checkpoint.
+        shard_size: maximum size of a file, e.g. 500MB.
+        own: use the modelling file of diffllm even if an architecture of transformers fits.
     """
     cfg = load_run_config(run)
     layout = layout_of(cfg.model, own)
@@ -73,7 +73,7 @@ def export(
 
 
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
-    """Write the run's tokenizer, as a fast one and as it is; return it."""
+    """Write the tokenizer of a run, unchanged and as a fast tokenizer; return the tokenizer."""
     path = tokenizer_of(run)
     tokenizer = Tokenizer.from_file(path)
     if tokenizer.vocab_size > model.vocab_size:
@@ -91,8 +91,8 @@ def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenize
 def write_configs(
     directory: Path, layout: Layout, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
-    """Write config.json, generation_config.json, tokenizer_config.json, and our modelling file."""
-    eos = tokenizer.eos_id  # ends a document, the only special token, and pads
+    """Write config.json, generation_config.json, tokenizer_config.json, and the modelling file."""
+    eos = tokenizer.eos_id  # the only special token: end of document and padding
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos}
     config = {
         "architectures": [layout.architecture],
@@ -128,15 +128,15 @@ def write_configs(
 
 
 BPE = 2
-"""The number of BPE models in sentencepiece's files."""
+"""Value of `model_type` of BPE models in sentencepiece files."""
 
 
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
-    """Return a tokenizer that encodes every text as `diffllm.data.Tokenizer` does.
+    """Return a fast tokenizer that encodes all texts exactly as `diffllm.data.Tokenizer`.
 
-    Its vocabulary has spaces in place of sentencepiece's U+2581, so U+2581 itself is encoded as
-    bytes. Invalid bytes are decoded as U+FFFD. Raises DataError for a model that normalises texts,
-    that is no BPE, or that cannot encode all bytes.
+    The vocabulary contains spaces instead of sentencepiece's U+2581, so the character U+2581 is
+    encoded as bytes. Invalid bytes are decoded as U+FFFD. Raises DataError if the model normalises
+    texts, is not BPE, or cannot encode all bytes.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -146,11 +146,11 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     proto: Any = sentencepiece_model_pb2
     content = proto.ModelProto.FromString(processor.serialized_model_proto())
     if content.trainer_spec.model_type != BPE:
-        raise DataError(f"{model}: only BPE models become fast tokenizers, which this is not")
+        raise DataError(f"{model}: only BPE models can be exported, this is another model type")
     if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
-        raise DataError(f"{model}: it changes texts before it encodes them")
+        raise DataError(f"{model}: cannot be exported, because the tokenizer normalises texts")
     if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
-        raise DataError(f"{model}: it has no pieces for single bytes")
+        raise DataError(f"{model}: cannot be exported without pieces for all 256 bytes")
     stored = map(processor.id_to_piece, range(processor.vocab_size()))
     pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -173,8 +173,11 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
 def merges_of(
     processor: SentencePieceProcessor, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """List all pairs of pieces that make a piece, those of the best piece first, and of one piece
-    those with the longer left side, because sentencepiece merges from the left."""
+    """List all pairs of pieces whose concatenation is a piece, best piece first.
+
+    For one piece, prefer the pair with the longer left half, because sentencepiece merges from the
+    left.
+    """
     excluded = (
         processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
     )  # fmt: skip
@@ -213,23 +216,23 @@ tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})
 |---|---|
 {rows}
 
-These are the numbers of one run; it has not been evaluated on any task, nor for safety.{carried}
+These are the numbers of one run. The model has not been evaluated on tasks or for safety.{carried}
 """
 RESULTS = {
     "train_loss": "training loss, mean of the last steps, in nats per token",
     "heldout_loss": "held-out loss, in nats per token",
     "heldout_bits_per_byte": "held-out bits per byte",
 }
-"""Rows of a card: keys in summary.json, and titles."""
+"""Rows of the model card: key in summary.json, and title."""
 CARRIED = """ `modeling_diffllm.py`
-computes the model in transformers 5.4 or later; `trust_remote_code=True` runs it, and so does
-`import diffllm.interop`."""
+implements the model for transformers 5.4 or later; load it with `trust_remote_code=True`, or
+`import diffllm.interop` first."""
 
 
 def write_card(
     run: Path, checkpoint: Path, directory: Path, cfg: TrainConfig, layout: Layout, name: str
 ) -> None:
-    """Write README.md, with the results of the run if the export is of its last step."""
+    """Write README.md; it contains the results of the run if the checkpoint is of the last step."""
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
     state, variant = read_state(checkpoint), cfg.run.choices["attention"]
     rows = {
@@ -256,7 +259,7 @@ def write_card(
 
 
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Return what a model was trained on or, for an imported model, where it comes from."""
+    """Return rows on the training data, or on the source of an imported model."""
     if imported:
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
         return {title: imported.get(key) for title, key in keys.items()}
@@ -271,7 +274,7 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
 
 
 def source_text(source: TextConfig) -> str:
-    """Name a hub dataset with its revision, or files without their directories."""
+    """Describe a source of text: a hub dataset with revision, or up to 5 file names."""
     if source.dataset:
         revision = f" at revision {source.revision}" if source.revision else ""
         return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"

@@ -1,4 +1,4 @@
-"""A model from elsewhere as a run directory of ours, as it is or converted."""
+"""Import of a model into a new run directory, optionally with another attention."""
 
 import json
 import re
@@ -23,27 +23,27 @@ from diffllm.model import without_storage
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
-"""Files of a repository of the hub that are fetched: no code and no pickle."""
+"""Files downloaded from a hub repository: no code and no pickle files."""
 
 
 def import_model(
     source: str, out: Path, attention: str | None = None, perturb: float = 0.0, seed: int = 0
 ) -> Origin:
-    """Write a run directory with a model's parameters as the checkpoint of step 0.
+    """Write a run directory with the parameters of a model as the checkpoint of step 0.
 
-    The directory appears only when complete. All parameters are in memory at once, four bytes each,
-    and eight while they are converted. Returns the origin of the run's model.
-    Raises ConfigError and CheckpointError.
+    The directory appears only when complete. All parameters are in memory at once, 4 bytes per
+    parameter, or 8 during a conversion. Returns the origin of the new model. Raises ConfigError and
+    CheckpointError.
 
     Args:
-        source: a directory of transformers, a run, or owner/name[@revision] of the hub.
-        attention: "diff_v2" or "standard", to convert to; see `converted`.
+        source: a Hugging Face model directory, a run, or owner/name[@revision] of the hub.
+        attention: target of a conversion, "diff_v2" or "standard"; see `converted`.
     """
     check_absent(out, "out")
     path, facts = locate_model(source)
     origin = origin_of(path)
     if "revision" in facts:
-        origin.name = name_from(Path(facts["from"]))  # the directory has the name of a commit
+        origin.name = name_from(Path(facts["from"]))  # the directory is named by the commit
     checkpoint = origin.checkpoint()
     new, made = origin, None
     facts |= {"attention": origin.attention, "architecture": origin.architecture}
@@ -52,7 +52,7 @@ def import_model(
         new = replace(origin, model=model, chosen=None)
         facts |= {"converted": attention, "perturb": perturb, "seed": seed}
     elif perturb:
-        raise ConfigError(f"perturb={perturb} is for attention=diff_v2")
+        raise ConfigError(f"perturb={perturb} needs attention=diff_v2")
     tokenizer = origin.tokenizer
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
@@ -72,13 +72,13 @@ def import_model(
 
 
 def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
-    """Return a model's directory, fetched from the hub if needed, and facts for run.json."""
+    """Return the directory of a model, downloaded if needed, and facts for run.json."""
     path = user_path(source, "hf")
     if path.is_dir():
         return path, {"from": source}
     found = HUB_ID.fullmatch(source)
     if path.exists() or not found:
-        raise ConfigError(f"hf={source} is neither a directory nor owner/name[@revision] of a hub")
+        raise ConfigError(f"hf={source} must be a directory or owner/name[@revision] of the hub")
     from huggingface_hub import HfApi, snapshot_download
 
     name, revision = found["name"], found["revision"]
@@ -87,12 +87,12 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
         fetched = snapshot_download(name, revision=sha, allow_patterns=list(WANTED))
     except Exception as error:
         why = " ".join(str(error).split())[:300]
-        raise ConfigError(f"hf={source}: no such directory, and from the hub: {why}") from error
+        raise ConfigError(f"hf={source}: no such directory, and the hub failed: {why}") from error
     return Path(fetched), {"from": name, "revision": sha}
 
 
 def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Read all parameters, and what routers have learnt, as our decoder has them, float32."""
+    """Read parameters and router buffers in float32, under the names of our decoder."""
     model = without_storage(origin.model).to_empty(device="cpu")
     for mixture in model.mixtures:
         mixture.router.reset_buffers()
@@ -107,7 +107,7 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
 
 
 def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
-    """Write the config of a run that has this model, as YAML."""
+    """Return the YAML config of a run with this model."""
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])
     cfg.data.tokenizer = str((out / tokenizer.name).absolute())

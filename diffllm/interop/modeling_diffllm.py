@@ -1,9 +1,9 @@
 """Decoders of diffllm for transformers: standard, gated, DIFF V1 and DIFF V2 attention, dense or
-mixtures of experts.
+mixture of experts.
 
-Every export contains this file, and `import diffllm.interop` registers it. It needs torch and
-transformers 5.4 or later. Parameters have Llama's names; the config's `attention` holds the variant
-and its settings, `moe` the settings of a mixture.
+Exports of the DiffLLM architecture contain this file; `import diffllm.interop` registers the
+classes. The file needs torch and transformers 5.4 or later. Parameters have the names of Llama. In
+the config, `attention` contains the variant and its settings, `moe` the settings of the mixture.
 
 Shapes: B batch, T query tokens, S key tokens, D hidden size, H query heads, K kv heads, d head_dim.
 """
@@ -35,12 +35,12 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 VLLM = "vllm"
-"""vLLM's attention implementation, which has its own cache and takes sinks."""
+"""vLLM's attention implementation, which has its own cache and supports sinks."""
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""Name of the cache in arguments and outputs of transformers; `cache` from version 5.24 on."""
+"""Name of the cache in arguments and outputs of transformers: `cache` since version 5.24."""
 
 WITH_MASKS = ("eager", "sdpa", "paged|eager", "paged|sdpa")
-"""Implementations whose masks explicit maps can read."""
+"""Attention implementations with masks that explicit maps support."""
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,21 +54,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "head_norm": False,
     },
 }
-"""Settings of each variant: a default, or all choices, the default first."""
+"""Settings by variant: the default, or a tuple of choices that begins with the default."""
 MOE_SETTINGS = {
     "n_experts": 0, "top_k": 2, "expert_dim": 0, "n_shared": 0, "n_dense_layers": 0,
     "score": ("sigmoid", "softmax"), "renormalise": True, "routed_scaling": 1.0,
     "bias_update_rate": 1e-3, "balance_loss": 0.0, "balance_over": ("global_batch", "sequence"),
     "router_z_loss": 0.0,
 }  # fmt: skip
-"""Settings of a mixture of experts, in the same form; training alone reads the last four."""
+"""Settings of a mixture of experts, in the same form; only training uses the last four."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""Kinds of RoPE, with the settings that each needs besides rope_theta."""
+"""Required settings by type of RoPE, in addition to rope_theta."""
 ROPE_KEYS = (
     "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast", "attention_factor",
@@ -77,7 +77,7 @@ ROPE_KEYS = (
 
 
 def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return settings with the defaults of missing ones; raises ValueError."""
+    """Return settings with defaults filled in; raise ValueError for unknown or invalid settings."""
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"{where}.{key}={value!r} is unknown; known: {', '.join(known)}")
@@ -91,7 +91,7 @@ def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[
 
 
 def check_rope(rope: dict[str, Any]) -> None:
-    """Raise ValueError for settings of RoPE that `frequencies` does not compute."""
+    """Raise ValueError for RoPE settings that `frequencies` does not support."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
@@ -110,11 +110,11 @@ class DiffLLMConfig(PreTrainedConfig):
     """The shape of a decoder.
 
     Args:
-        num_attention_heads: query heads of a kernel call; DIFF V2 has two for each context.
-        num_key_value_heads: key and value heads of a kernel call; in DIFF V1 a pair is one.
-        head_dim: width of these; in DIFF V1 twice the d of a head.
+        num_attention_heads: query heads per kernel call; DIFF V2 has two per context head.
+        num_key_value_heads: key and value heads per kernel call; a pair of DIFF V1 counts as one.
+        head_dim: width of key and value heads; in DIFF V1 twice the d of a head.
         attention: {"variant": "standard", "gated", "diff_v1" or "diff_v2"} and its settings.
-        moe: settings of a mixture of experts; empty for a dense model.
+        moe: settings of the mixture of experts; empty for a dense model.
     """
 
     model_type = "diffllm"
@@ -166,7 +166,9 @@ class DiffLLMConfig(PreTrainedConfig):
             )
         for key in ("sliding_window", "attention_chunk_size", "layer_types"):  # read by caches
             if kwargs.get(key) not in (None, ["full_attention"] * self.num_hidden_layers):
-                raise ValueError(f"{key}={kwargs[key]!r}, but every layer attends to all tokens")
+                raise ValueError(
+                    f"{key}={kwargs[key]!r} is not supported: all layers attend to all tokens"
+                )
         rope = kwargs.pop("rope_scaling", None) or self.rope_parameters or {}
         self.rope_parameters = {key: value for key, value in rope.items() if value is not None}
         if kwargs.get("rope_theta") is None:
@@ -176,7 +178,7 @@ class DiffLLMConfig(PreTrainedConfig):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the angles of positions, equal bit for bit to the tables of training."""
+    """Cosines and sines of positions, bit-identical to the tables of training."""
 
     inv_freq: Tensor
 
@@ -191,7 +193,7 @@ class RotaryEmbedding(nn.Module):
         self.inv_freq, self.scaling = frequencies(self.config, self.head_dim, self.inv_freq.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        # Without this, model.half() would round the frequencies.
+        # Recompute, because model.half() has rounded the frequencies.
         super()._apply(fn, recurse)
         self.fill()
         return self
@@ -204,8 +206,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return the radians per position of each channel pair, (d/2,) float64 (float32 on MPS), and
-    the factor on cos and sin."""
+    """Return frequencies and the factor on cos and sin.
+
+    Frequencies are radians per position of each channel pair: (d/2,) float64, float32 on MPS.
+    """
     rope: dict[str, Any] = config.rope_parameters
     check_rope(rope)
     kind, theta = rope.get("rope_type", "default"), rope["rope_theta"]
@@ -250,11 +254,11 @@ def eager_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend by explicit maps; returns contexts (B, T, H, d) and maps (B, H, T, S).
+    """Attend with explicit maps; return contexts (B, T, H, d) and maps (B, H, T, S).
 
-    The mask (B, 1, T, S) is bool or added to the logits. Denominators also hold exp(s_aux), (H,).
-    With `clamp`, a pair's context is by the difference of its maps, with negative weights clamped
-    to 0 and rows scaled to sum 1, and the second member's context is 0.
+    The mask (B, 1, T, S) is bool or added to the logits. exp(s_aux), (H,), is added to the softmax
+    denominators. With `clamp`, the difference of a pair of maps is clamped at 0 and its rows are
+    scaled to sum 1. The first member of the pair gets the resulting context, the second gets 0.
     """
     groups = module.num_key_value_groups
     logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
@@ -283,15 +287,17 @@ def norm(width: int, eps: float, wanted: bool) -> nn.Module:
 
 
 def needs_maps(settings: dict[str, Any]) -> bool:
-    """Return whether attention has a sink or a clamped map."""
+    """Return whether attention needs explicit maps: with a sink or a clamped map."""
     return settings.get("sink", "none") != "none" or settings.get("clamp", False)
 
 
 def stored(
     cache: Any, k: Tensor, v: Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Store keys and values of continuous batching, before transformers 5.24; return those of all
-    requests."""
+    """Append keys and values to the cache of continuous batching; return all cached tensors.
+
+    For transformers before 5.24.
+    """
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(k, v, layer_idx, kwargs=kwargs)
     places = {name: kwargs[name] for name in ("read_index", "write_index")}
@@ -300,11 +306,11 @@ def stored(
 
 
 class Attention(nn.Module):
-    """The base of the variants: projections, RoPE, cache, and one call of a kernel."""
+    """Base class of the variants: projections, RoPE, cache, and one kernel call."""
 
     is_causal = True
     members = 1
-    """Heads of keys and values that the kernel gets as one, side by side."""
+    """Number of key and value heads that are concatenated to one head for the kernel."""
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int, contexts: int | None = None):
         super().__init__()
@@ -332,7 +338,7 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: x (B, T, D), normalised -> (B, T, D), and the maps if they are explicit."""
+        """Attend: normalised x (B, T, D) -> (B, T, D), and explicit maps or None."""
         projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
@@ -343,7 +349,7 @@ class Attention(nn.Module):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx, kwargs=kwargs)
         name = self.config._attn_implementation
-        # vLLM reads this source: it needs the next line and one call of its result.
+        # vLLM searches this source for the next line, and for one call of `kernel`.
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         if needs_maps(self.settings) and not (name == VLLM and self.sink is not None):
             if name not in WITH_MASKS:
@@ -365,17 +371,19 @@ class Attention(nn.Module):
         return self.o_proj(context.flatten(2)), maps
 
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values as the kernel and the cache take them."""
+        """Return queries, keys and values in the layout of the kernel and the cache."""
         return q, k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return the vectors (B, T, heads, width) that enter o_proj, of the kernel's `context`
-        (B, T, H, width); x (B, T, D) is normalised."""
+        """Return the vectors (B, T, heads, width) that enter o_proj.
+
+        `context` (B, T, H, width) is the kernel's output, x (B, T, D) the normalised input.
+        """
         return context
 
 
 class StandardAttention(Attention):
-    """Softmax attention, with a sink in the denominator where `sink` is "learned" or "one"."""
+    """Softmax attention, with a sink in the denominator if `sink` is "learned" or "one"."""
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -399,8 +407,8 @@ class GatedAttention(Attention):
 class DiffV1Attention(Attention):
     """Differential attention, first version (Ye et al., arXiv 2410.05258).
 
-    Heads 2i and 2i + 1 are a pair. The kernel gets the keys, and the values, of a pair as one of
-    width 2d, and each query with zeros for the other member.
+    Heads 2i and 2i + 1 form a pair. For the kernel, keys and values of a pair are concatenated to
+    width 2d. Zeros pad each query at the place of the other member.
     """
 
     members = 2
@@ -417,13 +425,13 @@ class DiffV1Attention(Attention):
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         one, other = q.unflatten(1, (-1, 2)).unbind(2)
         one, other = F.pad(one, (0, self.head_dim)), F.pad(other, (self.head_dim, 0))
-        # adjacent heads (B, 2n, S, d) become one (B, n, S, 2d)
+        # Concatenate adjacent heads: (B, 2n, S, d) -> (B, n, S, 2d).
         k, v = (x.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3) for x in (k, v))
         return torch.stack((one, other), dim=2).flatten(1, 2), k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
         one, other = context.unflatten(2, (-1, 2)).unbind(3)
-        clamped = self.settings["clamp"]  # its kernel has subtracted
+        clamped = self.settings["clamp"]  # `eager_attention_forward` has already subtracted
         context = one if clamped else (one - self.lambda_value() * other).to(x.dtype)
         return (self.head_norm(context) * (1 - self.lambda_init)).to(x.dtype)
 
@@ -434,9 +442,10 @@ class DiffV1Attention(Attention):
 
 
 class DiffV2Attention(Attention):
-    """Differential attention, second version: attn1 - lambda attn2, lambda a token and a head.
+    """Differential attention, second version: attn1 - lambda attn2, lambda per token and head.
 
-    Heads 2i and 2i + 1 are a pair, and share key and value; with `pairing` "halves" i and i + H/2.
+    Heads 2i and 2i + 1 form a pair and share key and value; with `pairing` "halves", heads i and
+    i + H/2 form a pair.
     """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
@@ -477,7 +486,7 @@ ATTENTION: dict[str, Any] = {
 
 
 class MLP(nn.Module):
-    """A feed-forward layer that computes down(silu(gate x) * up x)."""
+    """A SwiGLU feed-forward layer: down(silu(gate x) * up x)."""
 
     def __init__(self, hidden_size: int, width: int):
         super().__init__()
@@ -490,7 +499,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts: the top k of scores plus a bias, which weights ignore."""
+    """Chooses the top k experts by score plus bias, and weights them by score alone."""
 
     bias: Tensor
     load: Tensor
@@ -500,11 +509,11 @@ class Router(nn.Module):
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe["n_experts"], hidden_size))
         self.register_buffer("bias", torch.zeros(moe["n_experts"]))
-        # How busy each expert was; going on with training reads it.
+        # Relative load of each expert in the last batch; resumed training needs this buffer.
         self.register_buffer("load", torch.ones(moe["n_experts"]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts (N, k) of tokens (N, D), and the factors (N, k) on their outputs."""
+        """Return experts (N, k) of tokens (N, D), and factors (N, k) on the experts' outputs."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.moe["score"] == "softmax" else logits.sigmoid()
         experts = (scores + self.bias.float()).topk(self.moe["top_k"], sorted=False).indices
@@ -523,7 +532,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(n, hidden_size, width))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight times expert(x) over each token's experts: (N, D)."""
+        """Sum weight * expert(x) over the chosen experts of each token: (N, D)."""
         out = torch.zeros_like(x)
         for expert in experts.unique().tolist():
             rows, slots = torch.where(experts == expert)
@@ -536,7 +545,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: the routed ones, and those that every token goes to."""
+    """A mixture of experts: routed experts, and shared experts for all tokens."""
 
     def __init__(self, hidden_size: int, moe: dict[str, Any]):
         super().__init__()
@@ -566,7 +575,7 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Compute the layer's output (B, T, D); arguments are those of `Attention.forward`."""
+        """Return the output of the layer, (B, T, D); arguments as for `Attention.forward`."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -694,7 +703,7 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Map tokens (B, T) to logits (B, T, V), and with labels (B, T) to a loss."""
+        """Map tokens (B, T) to logits (B, T, V); with labels (B, T), also return the loss."""
         given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         outputs = self.model(*given, use_cache=use_cache, **kwargs)
         hidden_states = outputs.last_hidden_state

@@ -1,1 +1,1 @@
-"""The numbers that a run reports, and where to: metrics.jsonl, the terminal, wandb."""
+"""Metrics of a run and their destinations: metrics.jsonl, the terminal, wandb, TensorBoard."""

@@ -1,4 +1,4 @@
-"""The statistics of a step, combined over micro-batches and ranks."""
+"""Statistics of a step, combined over micro-batches and ranks."""
 
 import math
 from dataclasses import dataclass
@@ -21,21 +21,22 @@ MERGE: dict[str, Any] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-"""Operations that merge two micro-batches: means become sums, RMS roots of sums of squares."""
+"""Operations that merge two micro-batches. "mean" and "rms" accumulate sums and roots of sums of
+squares; `reduce_stats` divides by the number of micro-batches and ranks."""
 SUM, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 
 
 @dataclass
 class DiagnosticsConfig:
-    """When statistics and probes are taken."""
+    """Intervals of statistics and probes."""
 
     interval: int = bounded(10, least=0)
     """Steps between in-block statistics; 0 turns them off."""
     probe_interval: int = bounded(100, least=0)
     """Steps between probes of explicit maps; 0 turns them off."""
     probe_queries: int = bounded(8, least=1)
-    """Number of query positions of a probe, spread over the sequence and drawn anew each time."""
+    """Number of query positions per probe, drawn at random over the sequence for each probe."""
 
 
 def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
@@ -47,9 +48,9 @@ def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
-    """Draw the query positions of a step's probe, (N,) int64 on the CPU; None where probes are off.
+    """Draw the query positions of a step's probe, (N,) int64 on the CPU; None if probes are off.
 
-    Each of N equal parts of the sequence without its first token gets one position.
+    The sequence without its first token is split into N equal parts with one position each.
     """
     if not cfg.probe_interval:
         return None
@@ -65,7 +66,10 @@ def merge(into: Stats, new: Stats) -> Stats:
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine over ranks, one packed collective per operation; float32, equal on all ranks."""
+    """Combine float32 statistics over ranks; the results are equal on all ranks.
+
+    Each reduce operation packs all its statistics into one collective.
+    """
     reduced: Stats = {}
     for op, kinds in OPS.items():
         found = {name: value for name, value in stats.items() if metric_of(name).combine in kinds}
@@ -74,7 +78,7 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
         roots = [name for name in found if metric_of(name).combine == "rms"]
         flat = found | {name: found[name].square() for name in roots}
         packed = torch.cat([value.flatten() for value in flat.values()])
-        if op != SUM:  # minima and maxima of some backends leave NaN out
+        if op != SUM:  # some backends ignore NaN in minima and maxima
             packed = packed.nan_to_num(math.inf if op == MAX else -math.inf, math.inf, -math.inf)
         dist.all_reduce(packed, op)
         if op == SUM:
@@ -87,8 +91,13 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return the most and the least tokens of an expert over the uniform number, (L,) float32
-    each, from the tokens per expert of the global batch, (L, E) int64."""
+    """Return the largest and smallest load of an expert in each layer, (L,) float32.
+
+    Load is the number of tokens divided by the mean over experts.
+
+    Args:
+        counts: (L, E) int64, tokens per expert of the global batch.
+    """
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 
@@ -96,7 +105,7 @@ def expert_load(counts: Tensor) -> Stats:
 def named_values(stats: Stats) -> dict[str, float]:
     """Name the values of every layer `<quantity>/layer_<i>` or `<quantity>_<head>/layer_<i>`.
 
-    A statistic with fewer rows than the others is of the last layers.
+    A statistic with fewer rows than other statistics belongs to the last layers.
     """
     if not stats:
         return {}

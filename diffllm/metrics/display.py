@@ -1,4 +1,4 @@
-"""Progress of a run: a live line on a terminal, plain lines when piped, and the log file."""
+"""Show the progress of a run: a live line on a terminal, plain lines otherwise, and a log file."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from diffllm.core.printing import KEPT
 
 
 class RunLog:
-    """The log of a run, kept in memory until `open`; errors while writing are ignored."""
+    """Log of a run. Text is kept in memory until `open`. Write errors are ignored."""
 
     def __init__(self) -> None:
         self.waiting = ""
@@ -72,21 +72,21 @@ class Copied:
 
 
 SAY_S = 30
-"""Seconds between lines about an evaluation, where there is no bar."""
+"""Seconds between progress lines of an evaluation if no bar is shown."""
 
 
 class Display:
-    """Progress of one run on standard output, and in its log; silent on ranks other than 0."""
+    """Shows progress of a run on standard output and in its log; silent on ranks other than 0."""
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
         self.log = log or RunLog()
         self.staying = 0
-        """The first step whose line stays on a terminal."""
+        """First step whose line remains on a terminal above the live line."""
         self.console = Console(soft_wrap=True)
         self.live: Progress | None = None
         self.evaluating: tuple[float, float] | None = None
-        """Times of the last evaluation's begin and last line."""
+        """Start time of the current evaluation, and time of its last line."""
 
     def start(self, step: int) -> None:
         """Start the live line at optimizer step `step`."""
@@ -101,7 +101,8 @@ class Display:
                 console=self.console,
             )
             self.live.start()
-            sys.stderr = Copied(sys.stderr, self.log.write)  # rich's now, until `stop`
+            # rich has replaced sys.stderr until `stop`; copy its text to the log too.
+            sys.stderr = Copied(sys.stderr, self.log.write)
             self.task = self.live.add_task("", total=self.steps, completed=step, status="")
 
     def advance(self, step: int) -> None:
@@ -109,8 +110,11 @@ class Display:
             self.live.update(self.task, completed=step)
 
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
-        """Report the values of a logged step; on a terminal the bar shows them, and about as many
-        lines as fit on a screen stay, denser at the beginning."""
+        """Print the values of a logged step.
+
+        A terminal shows the values in the bar. About one screen of lines remains above the bar,
+        with more lines of the first steps.
+        """
         if not self.enabled:
             return
         loss, speed = values["train/loss"], values["perf/tokens_per_s"]
@@ -131,7 +135,7 @@ class Display:
             self.print(f"{line}  ETA {duration(eta_s)}")
 
     def evaluate(self, done: int, total: int) -> None:
-        """Show the progress of a held-out evaluation, without a bar every `SAY_S` seconds."""
+        """Show the progress of a held-out evaluation: in the bar, or in a line every `SAY_S` s."""
         now = time.monotonic()
         began, said = self.evaluating = self.evaluating or (now, now)
         text = f"held-out loss: {done:,} of {total:,} tokens"
@@ -153,7 +157,7 @@ class Display:
 
 
 def measured(values: Mapping[str, Any]) -> list[str]:
-    """Format the held-out loss and the tasks' shares of right answers, where measured."""
+    """Format the held-out loss and the tasks' shares of right answers, if measured."""
     said = []
     if "eval/loss" in values:
         said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
@@ -172,7 +176,7 @@ def bits(values: Mapping[str, Any], of: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss or m:ss."""
+    """Format seconds as h:mm:ss or m:ss."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

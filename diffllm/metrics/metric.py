@@ -1,11 +1,12 @@
-"""The columns of the table of metrics: what can be said of one, and how it can be shown."""
+"""Types of the table of metrics: a metric's name, meaning, unit and figures."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Combine = Literal["", "mean", "rms", "min", "max"]
-"""How values of micro-batches and ranks, equal in tokens, are combined; "rms" is the root of the
-mean of squares. Empty if the global batch has one value."""
+"""Operation that combines the values of micro-batches and ranks, which have equally many tokens.
+
+"rms" is the root of the mean of squares. Empty if the global batch has a single value."""
 
 
 @dataclass(frozen=True)
@@ -13,25 +14,25 @@ class Section:
     title: str
     """Title in docs/metrics.md."""
     report: str = ""
-    """Title in the report; sections with one title are merged, empty: no figures."""
+    """Title in the report; sections with equal titles are merged. Empty: no figures."""
     intro: str = ""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the report. Its texts may hold fields that report/sections.py fills in."""
+    """A figure of the report. Title and caption may contain {fields} of report/sections.py."""
 
     title: str
     caption: str = ""
     mark: float | None = None
-    """A value to draw a line at."""
+    """Value at which a line is drawn."""
     folded: bool = False
     log: bool = False
 
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """Over training tokens; of a metric of layers, the largest at each step."""
+    """A figure over training tokens; for a metric per layer, the largest value of each step."""
 
     smooth: bool = False
     clip: bool = False
@@ -40,23 +41,23 @@ class Curve(Plot):
 
 @dataclass(frozen=True)
 class Layers(Plot):
-    """Over layers, at the end of training."""
+    """A figure over layers, at the end of training."""
 
     uniform: bool = False
-    """A line at 1/√n, the RMS that uniform attention over a whole sequence leaves."""
+    """Whether to draw a line at 1/√n, the RMS under uniform attention over a whole sequence."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A number of report.csv: one a run, from its steps and layers, then one a row of runs."""
+    """A column of report.csv: a number per run over steps and layers, then per row of runs."""
 
     steps: Literal["last", "all"]
-    """The last logged value, which summary.json knows too, or those of all logged steps."""
+    """"last": the last logged value, as in summary.json; "all": the values of all logged steps."""
     of: Literal["min", "max", "median"]
-    """Which of these, over all layers."""
+    """Reduction over these steps and over layers."""
     seeds: Literal["mean", "min", "max"]
     title: str = ""
-    """Header in the report's table; empty for a column of report.csv alone."""
+    """Header in the report's table; empty if the column is only in report.csv."""
     unit: str = ""
     percent: bool = False
 
@@ -64,16 +65,16 @@ class Column:
 @dataclass(frozen=True)
 class Metric:
     name: str
-    """As in metrics.jsonl; `/*` at the end stands for a layer or a group of parameters, `_*` for a
-    head and a layer."""
+    """Name in metrics.jsonl. A final `/*` matches a layer or a group of parameters, `_*` a head and
+    a layer."""
     section: Section
     meaning: str
     unit: str = ""
     combine: Combine = ""
     probe: bool = False
-    """Whether it comes from explicit maps, at `diagnostics.probe_interval`."""
+    """Whether the metric needs explicit maps, every `diagnostics.probe_interval` steps."""
     summary: Literal["last", "min", "max", "mean"] = "last"
-    """The value of a run that wandb shows."""
+    """Reduction over steps that wandb shows for a run."""
     plots: tuple[Plot, ...] = ()
     column: Column | None = None
 
@@ -88,7 +89,7 @@ class Metric:
         if self.column.steps == "last":
             steps = "at the last logged step"
         layers = f", {self.column.of} over layers" if self.name.endswith("/*") else ""
-        more = {"min": ", the smaller the more there are", "max": ", the larger the more there are"}
+        more = {"min": " (falls with more seeds)", "max": " (rises with more seeds)"}
         seeds = f"{self.column.seeds} over seeds{more.get(self.column.seeds, '')}"
         return f"{self.meaning}; {steps}{layers}, {seeds}"
 

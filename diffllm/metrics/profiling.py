@@ -1,8 +1,8 @@
-"""Speed of training steps: traces by torch.profiler, and model FLOPs utilisation.
+"""Speed of training steps: traces by torch.profiler, and peak FLOP/s for MFU.
 
-MFU = training FLOPs of the model (forward and backward matrix products, attention counted
-causally, no recomputation) / time / the device's dense bf16 peak (PaLM, arXiv 2204.02311,
-appendix B).
+Model FLOPs utilisation (MFU) is the model's training FLOPs per second, divided by the device's
+dense bf16 peak (PaLM, arXiv 2204.02311, appendix B). The FLOPs are forward and backward matrix
+products, with causal attention and without recomputation.
 """
 
 import os
@@ -21,24 +21,28 @@ from diffllm.core.printing import to_stderr
 
 @dataclass
 class ProfileConfig:
-    """Which steps are profiled."""
+    """Profiled steps."""
 
     steps: list[int] = field(default_factory=list)
-    """First and last step to trace, as in [10,12], on every rank; empty: none."""
+    """First and last step to trace, such as [10,12], on every rank; empty: no trace."""
 
     def validate(self, steps: int) -> None:
         if self.steps and not (
             len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= steps
         ):
-            raise ConfigError(f"profile.steps={self.steps} must be [first,last], up to {steps}")
+            raise ConfigError(
+                f"profile.steps={self.steps} must be [first,last], 1 <= first <= last <= {steps}"
+            )
 
 
 class StepProfiler:
-    """Profiles the configured steps into `directory`, with the step before them as warm-up; `say`
-    prints the path of the trace."""
+    """Profiles the configured steps into a trace file in `directory`.
+
+    The step before the first profiled step is the profiler's warm-up. `say` prints the path.
+    """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it reports its starts on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages of the profiler on stderr
         self.say = say
         self.first, self.last = cfg.steps or (0, -1)
         self.file = directory / f"rank{rank}-steps-{self.first}-{self.last}.json.gz"
@@ -46,7 +50,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A context for step `number`, counted from 1."""
+        """Return the context in which step `number`, counted from 1, must run."""
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():
@@ -63,7 +67,7 @@ class StepProfiler:
                 wait=0, warmup=warmup, active=self.last - number + 1 - warmup, repeat=1
             ),
             on_trace_ready=self._write,
-            acc_events=True,  # else it warns of clearing them
+            acc_events=True,  # otherwise torch warns that events are cleared
         )
         self.running.start()
 
@@ -76,26 +80,26 @@ class StepProfiler:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.is_symlink():
-                self.file.unlink()  # never write through a link
+                self.file.unlink()  # otherwise the trace would overwrite the link's target
             traced.export_chrome_trace(str(self.file))
         except (OSError, RuntimeError) as error:
-            to_stderr(f"warning: {self.file} was not written: {error}")
+            to_stderr(f"warning: cannot write {self.file}, training continues: {error}")
         else:
-            self.say(f"profile: {self.file}, for ui.perfetto.dev")
+            self.say(f"profile: {self.file} (open with ui.perfetto.dev)")
 
 
 class Device(NamedTuple):
-    """A GPU's figures from its data sheet."""
+    """Data sheet figures of a GPU."""
 
     name: str
     peak_flops: float
     """Dense bf16 matrix FLOP/s."""
     memory_gib: float
-    """GiB that the driver leaves to a process."""
+    """GiB that the driver makes available to a process."""
 
 
 DEVICES = (
-    # A GPU is the first entry whose name is part of the GPU's name.
+    # The first entry whose name is part of the GPU's name applies, so longer names come first.
     Device("GB200", 2.5e15, 184.0),
     Device("B200", 2.25e15, 178.0),
     Device("GH200", 989.4e12, 94.5),

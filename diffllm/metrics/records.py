@@ -1,4 +1,4 @@
-"""Readers of the JSON files of runs and sweeps, which check the fields that other code uses."""
+"""Read the JSON files of runs and sweeps, and check the fields that other code uses."""
 
 import json
 from collections.abc import Iterable
@@ -29,17 +29,17 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 """The checked fields of each file; a missing field or null is valid, except in saved.json."""
 LARGEST = 1e40
-"""Larger numbers count as not finite, because statistics take fourth powers."""
+"""Larger numbers are treated as infinite, because statistics compute fourth powers."""
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; None if the run has not made all its steps."""
+    """Read a run's summary.json; None if the run has not completed all steps."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json, with `stopped` if it diverged; None if the run has not ended."""
+    """Read a run's summary.json; None if the run has not ended. A diverged run has `stopped`."""
     return read_record(run / "summary.json")
 
 
@@ -48,12 +48,12 @@ def diverged(run: Path) -> bool:
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
-    """Say where and why a diverged run stopped."""
+    """Describe after which step and why a diverged run stopped."""
     return f"stopped after step {ending.get('steps')}: {ending['stopped']}"
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
-    """Read a JSON file of a run or of a sweep; None if it is missing.
+    """Read a JSON file of a run or sweep; None if the file is missing.
 
     Numbers that are not finite, or beyond LARGEST, become None. Raises CheckpointError if the file
     cannot be read or a field has the wrong type.
@@ -83,13 +83,13 @@ def check_record(name: str, content: dict[str, Any]) -> None:
     for field in {"keys", "jobs", "plugin_code"} & {*FIELDS[name]}:
         values = content.get(field) or []
         if not all_text([*(values.values() if isinstance(values, dict) else values)]):
-            raise ValueError(f"has no usable {field}: not all of its values are text")
+            raise ValueError(f"has no usable {field}: every value must be text")
     if name == "sweep.json":
         for run, words in (content.get("runs") or {}).items():
             inside = PurePosixPath(run)
             below = inside.parts and not inside.is_absolute() and ".." not in inside.parts
             if not below or "\0" in run or not isinstance(words, list) or not all_text(words):
-                raise ValueError("has no usable runs: they are not overrides by directory name")
+                raise ValueError("has no usable runs: must map directory names to overrides")
 
 
 def all_text(values: Iterable[Any]) -> bool:
@@ -97,8 +97,10 @@ def all_text(values: Iterable[Any]) -> bool:
 
 
 def read_changes(run: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's changes.jsonl, each with `step` and `changes`, a pair of values by
-    key; empty without the file. Raises CheckpointError."""
+    """Read a run's changes.jsonl: in each line `step` and `changes`, [old, new] values by key.
+
+    Return an empty list if the file is missing. Raises CheckpointError if a line is invalid.
+    """
     file = run / "changes.jsonl"
     found = []
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
@@ -109,14 +111,16 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
             if not isinstance(changes, dict) or not all(
                 isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
             ):
-                raise ValueError("has a line that is no change of a run")
+                raise ValueError("contains a line without a valid `step` and `changes`")
             found.append(line)
     return found
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
     """Read a line of metrics.jsonl: step, tokens, and numbers or nulls; None for any other line.
-    Numbers that are not finite, or beyond LARGEST, become None."""
+
+    Numbers that are not finite, or beyond LARGEST, become None.
+    """
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -124,6 +128,7 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
     if not isinstance(line, dict) or {type(v) for v in line.values()} - {int, float, type(None)}:
         return None
     place = {k: line[k] for k in ("step", "tokens") if type(line.get(k)) is int}
+    # Larger integers are not exact in float64.
     if len(place) < 2 or not all(0 <= count < 2**53 for count in place.values()):
         return None
     return {k: finite(v) for k, v in line.items()} | place

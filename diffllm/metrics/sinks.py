@@ -1,4 +1,4 @@
-"""The sinks of metrics: metrics.jsonl, wandb and TensorBoard event files with the same names."""
+"""Sinks of metrics: metrics.jsonl, wandb and TensorBoard, with equal metric names."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ from diffllm.metrics.wandb_run import WandbRun
 
 @dataclass
 class MetricsConfig:
-    """Sinks of metrics besides metrics.jsonl and wandb."""
+    """Sinks of metrics in addition to metrics.jsonl and wandb."""
 
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory's `tensorboard/`."""
@@ -31,9 +31,9 @@ def check_installed(cfg: MetricsConfig) -> None:
 
 
 class EventFiles:
-    """TensorBoard event files of a run; after an error, training continues without them.
+    """TensorBoard event files of a run; after an error, training continues without event files.
 
-    TensorBoard hides values of earlier starts after `last_step`.
+    TensorBoard hides values after `last_step` that an earlier process of the run wrote.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -58,16 +58,16 @@ class EventFiles:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the writer's thread raises it later than the write
+        except Exception as error:  # a write can fail later, in the writer's thread
             self.writer = None
-            to_stderr(f"warning: no more TensorBoard event files, training continues: {error!r}")
+            to_stderr(f"warning: TensorBoard event files stopped, training continues: {error!r}")
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object per line, complete after every write.
 
-    Lines that do not fit on a full disk are kept and written later. Existing lines after
-    `last_step` are dropped. Raises CheckpointError if the file cannot be created.
+    If the disk is full, lines are kept in memory and written later. Existing lines after
+    `last_step` are removed. Raises CheckpointError if the file cannot be created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -97,27 +97,28 @@ class MetricsFile:
         self.waiting.append(json.dumps(finite).encode() + b"\n")
         problem = self._write_waiting()
         if problem and not known:
-            to_stderr(f"warning: {self.path} cannot be written, lines are kept: {problem}")
+            to_stderr(f"warning: cannot write {self.path}, lines are kept in memory: {problem}")
 
     def _write_waiting(self) -> str | None:
-        """Write waiting lines in order; return the error if one fails."""
+        """Write waiting lines in order; return the reason if a write fails."""
         while self.waiting:
             line = self.waiting[0]
             try:
                 if self.file.write(line) != len(line):
-                    raise OSError("there is no room")
+                    raise OSError("the line was only partly written")
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    self.file.truncate(self.size)
+                    self.file.truncate(self.size)  # remove an incomplete line
                 return error.strerror or str(error)
             self.size += len(line)
             self.waiting.pop(0)
         return None
 
     def close(self) -> None:
-        """Write waiting lines once more, then close."""
+        """Try to write the waiting lines again, then close."""
         if problem := self._write_waiting():
-            to_stderr(f"warning: {self.path} lacks its last {len(self.waiting)} lines: {problem}")
+            lost = len(self.waiting)
+            to_stderr(f"warning: the last {lost} lines of {self.path} were not written: {problem}")
         self.file.close()
 
 

@@ -1,14 +1,14 @@
 """Spikes of loss and gradient norm, counted by three definitions; see docs/spikes.md.
 
-The two published definitions compare a raw value with the window of finite values before it. The
-third counts events in a series without its trend. It compares a value with the line through the n
-values before it:
+The two published definitions compare a raw value with the window of previous finite values. The
+third definition removes the trend and counts events. It compares a value with the line through the
+previous n values:
 
     d = (value - line) / sqrt(1 + h),   h = 1 / n + (t - mean step)^2 / sum (step - mean step)^2
 
-For normal noise around a line, d over the root mean square of m earlier ones is Student's t with m
-degrees of freedom. `as_normal` turns it into a normal deviation, so that one bound gives one rate
-of false alarms at all steps. NaN and infinity are always spikes.
+For normal noise around a line, d divided by the root mean square of m earlier d is Student's t with
+m degrees of freedom. `as_normal` converts t to a normal deviation, so that a constant bound has the
+same rate of false alarms at all steps. NaN and infinity are always spikes.
 """
 
 import math
@@ -27,12 +27,12 @@ class SpikeCounter:
 
     window: int
     least: int
-    """Values that must be in the window before a finite value can be a spike."""
+    """Number of values that the window must contain before a finite value can be a spike."""
     sigmas: float
-    """Population standard deviations from the window's mean that make a spike."""
+    """Distance from the window's mean that makes a spike, in population standard deviations."""
     two_sided: bool = False
     inclusive: bool = False
-    """Whether exactly `sigmas` counts."""
+    """Whether a distance of exactly `sigmas` is a spike."""
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
@@ -40,7 +40,7 @@ class SpikeCounter:
         self.total = self.seen = 0
 
     def update(self, value: float) -> bool:
-        """Take the next value of the series; True when it is a spike."""
+        """Process the next value of the series; return whether it is a spike."""
         spike = self._is_spike(value)
         self.seen += 1
         self.total += spike
@@ -59,11 +59,15 @@ class SpikeCounter:
         if self.two_sided:
             deviation = abs(deviation)
         bound = self.sigmas * window.std()
+        # In a constant window the bound is 0, and an equal value must not be a spike.
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of spikes and their share, of all values and of the last `window`, and
-        the number of judged values. The published scores divide by all values."""
+        """Return the number of judged values, and number and share of spikes.
+
+        Spikes are counted among all values and among the last `window` values. The published scores
+        divide by all values.
+        """
         rolling = sum(self.recent)
         return {
             "total": float(self.total),
@@ -97,27 +101,27 @@ def olmo2() -> SpikeCounter:
 
 
 TREND = 32
-"""Most values that the line is fitted to."""
+"""Maximum number of values in the fit of the line."""
 FIRST = 8
-"""Fewest values that the line is fitted to."""
+"""Minimum number of values in the fit of the line."""
 SCALE = 256
-"""Most distances from the line whose root mean square is the scale."""
+"""Maximum number of distances from the line in the scale, their root mean square."""
 LEAST = 16
-"""Distances that must be known before a value can be judged."""
+"""Number of known distances before a value can be judged."""
 SIGMAS = 4.0
-"""Normal deviations above the line that make a spike."""
+"""Distance above the line that makes a spike, in normal deviations."""
 APART = 8
-"""Quiet steps between two events; more consecutive spikes, or drops, are a new level."""
+"""Quiet steps between two events. More consecutive spikes or drops are a new level."""
 FINEST = 1e-6
 """Smallest scale: the resolution of float32."""
 COUNTS = ("seen", "judged", "total", "in_a_row", "last")
 
 
 class EventCounter:
-    """Counts the events of one series: spikes that follow each other closely are one event.
+    """Counts the events of one series. Spikes at most `APART` steps apart are one event.
 
-    The line is fitted by least squares to the last values that were neither spikes nor drops as
-    large. The scale ignores spikes, and such drops enter it at the bound.
+    The line is fitted by least squares to the last values, without spikes and without drops of the
+    same size. The scale ignores spikes and includes such a drop as a distance of -SIGMAS.
 
     Args:
         log: whether to take logarithms, for gradient norms; values of 0 and below are ignored.
@@ -126,14 +130,14 @@ class EventCounter:
     def __init__(self, log: bool = False) -> None:
         self.log = log
         self.points: deque[tuple[int, float]] = deque(maxlen=TREND)
-        """Steps and values that the line is fitted to."""
+        """Steps and values in the fit of the line."""
         self.distances: deque[float] = deque(maxlen=SCALE)
         self.seen = self.judged = self.total = self.in_a_row = 0
         self.last: int | None = None
-        """The step of the last spike."""
+        """Step of the last spike."""
 
     def update(self, value: float) -> bool:
-        """Take the next value of the series; True when it is a spike."""
+        """Process the next value of the series; return whether it is a spike."""
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1
@@ -148,7 +152,7 @@ class EventCounter:
             root_mean_square = math.hypot(*self.distances) / math.sqrt(len(self.distances))
             scale = max(root_mean_square, FINEST)
             deviations = as_normal(distance / scale, len(self.distances))
-            if deviations < -SIGMAS:  # no drop moves the line, or the scale by much
+            if deviations < -SIGMAS:  # limit the effect of a drop on the scale
                 self.distances.append(-SIGMAS * scale)
             if abs(deviations) > SIGMAS:
                 return self._leave_out(spike=deviations > 0)
@@ -159,8 +163,10 @@ class EventCounter:
         return False
 
     def _leave_out(self, spike: bool) -> bool:
-        """Ignore a value, and count a spike as an event unless it belongs to the last one; return
-        `spike`. After too many values in a row the line begins anew."""
+        """Exclude a value from the line; count a spike unless it belongs to the last event.
+
+        Restart the line after too many excluded values in a row. Return `spike`.
+        """
         self.in_a_row += 1
         if self.in_a_row > APART:
             self.points.clear()
@@ -171,7 +177,7 @@ class EventCounter:
         return spike
 
     def _distance(self, value: float) -> float | None:
-        """Return d for a value at this step; None before there is a line."""
+        """Return d for a value at this step; None before the first line."""
         if len(self.points) < FIRST:
             return None
         steps, values = np.array(self.points).T
@@ -195,13 +201,16 @@ class EventCounter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in COUNTS:
             setattr(self, name, state[name])
+        # JSON turns tuples into lists.
         self.points = deque(((step, value) for step, value in state["points"]), TREND)
         self.distances = deque(state["distances"], SCALE)
 
 
 def as_normal(t: float, degrees: int) -> float:
-    """Return the normal deviation that is as rare as Student's t, by the approximation of D. L.
-    Wallace (Annals of Mathematical Statistics 30, 1959)."""
+    """Return the normal deviation with the tail probability of Student's t.
+
+    Approximation of D. L. Wallace (Annals of Mathematical Statistics 30, 1959).
+    """
     size = math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
 
@@ -210,12 +219,12 @@ SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
 
 
 class SpikeMonitor:
-    """Spike counts of loss and gradient norm by three definitions, and of skipped updates."""
+    """Counts spikes of loss and gradient norm by three definitions, and skipped updates."""
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0
         self.longest_skip = 0
-        """Most skipped updates in a row since `forget_skips`."""
+        """Largest number of consecutive skipped updates since the last `forget_skips`."""
         self.loss, self.grad = window128(), window128()
         self.counters: dict[str, SpikeCounter | EventCounter] = {
             "spikes/loss": self.loss,
@@ -227,7 +236,7 @@ class SpikeMonitor:
         }
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
-        """Take one optimizer step's values, in order of steps."""
+        """Process the values of the next optimizer step."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)

@@ -1,6 +1,6 @@
-"""Standard output and standard error that fail: closed, full disk, no reader, lost terminal.
+"""Handle a broken stdout or stderr: closed, full disk, no reader, lost terminal.
 
-A run ignores such failures. A command whose result is its output reports them.
+A run ignores such failures. A command that prints its result reports the failure.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from diffllm.core.errors import UserError
 
 
 class ReaderGone(Exception):
-    """The reader of standard output, such as `head`, has ended."""
+    """Raised if the reader of standard output, such as `head`, has exited."""
 
 
 class Unfailing:
-    """A text stream that never raises, and escapes characters that its encoding lacks."""
+    """A text stream that never raises and escapes characters outside of its encoding."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -52,7 +52,7 @@ class Unfailing:
 
 
 class Result(Unfailing):
-    """Standard output that raises ReaderGone if the reader has ended, else UserError."""
+    """Standard output whose failed write raises ReaderGone (the reader exited) or UserError."""
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, BrokenPipeError):
@@ -62,19 +62,22 @@ class Result(Unfailing):
 
 
 def open_closed_descriptors() -> None:
-    """Open closed ones of the descriptors 0, 1 and 2, which the next opened file would get."""
+    """Open any closed descriptor among 0, 1 and 2 on /dev/null.
+
+    Otherwise the next opened file would get the number of a standard stream.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # the system returns the lowest free number
             os.set_inheritable(opened, True)
 
 
 def never_fail() -> None:
     """Make writes to stdout and stderr never raise, including the flush at exit."""
     sys.stdout, sys.stderr = (
-        # None was closed before the start; every write to a file opened to be read fails
+        # A stream that was closed before the start is None. Writes to the read-only file fail.
         stream if type(stream) is Unfailing else Unfailing(stream or open(os.devnull))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr)
     )

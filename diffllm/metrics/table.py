@@ -1,4 +1,4 @@
-"""The table of metrics: metrics.jsonl, wandb, the report and docs/metrics.md follow its rows."""
+"""The table of metrics, used by metrics.jsonl, wandb, the report and docs/metrics.md."""
 
 from functools import cache
 from typing import Literal
@@ -18,25 +18,25 @@ CONTEXT = Section(
 TASKS = Section(
     "Tasks",
     "Tasks",
-    "Generated tasks that the model is asked while it is trained (eval.suites): the share of "
-    "right answers among candidates, by likelihood.",
+    "Generated tasks, evaluated during training (eval.suites): the share of right answers among "
+    "candidates, by likelihood.",
 )
 OUTLIERS = Section(
     "Outliers",
     "Outliers",
-    "Of the outputs of blocks; large ones cost precision in bf16 and in quantisation.",
+    "Outliers in the outputs of blocks. Large outliers reduce precision in bf16 and quantisation.",
 )
 RESIDUAL = Section(
     "Residual stream",
     "Residual stream",
-    "RMS over tokens and channels of the residual stream that a block reads, and of what its "
-    "attention and its feed-forward layer add to the stream.",
+    "RMS over tokens and channels: of the residual stream that a block reads, and of the "
+    "contributions of the block's attention and feed-forward layer to the stream.",
 )
 ATTENTION = Section(
     "Attention",
     "Attention maps",
-    "Taken from explicit maps at a few query positions, drawn anew each time: means over them, "
-    "over heads and sequences, unless said otherwise.",
+    "Explicit attention maps at a few random query positions. Values are means over positions, "
+    "heads and sequences unless stated otherwise.",
 )
 LAMBDA = Section(
     "Lambda and gate",
@@ -55,38 +55,38 @@ DATA = Section(
 EXPERTS = Section(
     "Experts",
     "Experts",
-    "Load is the tokens of the global batch that an expert got over the uniform number: 1 when "
-    "balanced.",
+    "Load is the number of tokens that an expert received, divided by the number under uniform "
+    "routing: 1 if balanced.",
 )
 SECTIONS = [
     LOSS, TASKS, SPIKES, NORMS, CONTEXT, OUTLIERS, RESIDUAL, ATTENTION, LAMBDA, GATE, PERFORMANCE,
     DATA, EXPERTS,
 ]  # fmt: skip
-"""In the order of the report and docs/metrics.md."""
+"""Sections in the order of the report and docs/metrics.md."""
 
 DEFINITIONS = {
-    "spikes": "over mean + 6 sigma of the 128 before",
-    "spikes_olmo2": "7 sigma or more from the mean of the 1,000 before",
-    "spikes_detrended": "4 sigma over the line through the 32 before",
+    "spikes": "above mean + 6 sigma of the previous 128",
+    "spikes_olmo2": "7 sigma or more from the mean of the previous 1,000",
+    "spikes_detrended": "4 sigma above the line through the previous 32",
 }
 """Definitions of a spike, by the first part of a metric's name."""
 EVENTS = "spikes_detrended"
-"""The definition that counts events, spikes without 8 quiet steps between them being one."""
+"""The definition that counts events; an event can contain several close spikes."""
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:
-    """The row of a count of spikes in `series`, "loss" or "grad"."""
+    """Return the row of a spike count in `series`, "loss" or "grad"."""
     rule = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
     number = "Share" if what.endswith("score") else "Number"
     meaning = f"{number} of steps {since} with a {value} {rule}"
     if what == "judged":
-        meaning = f"Number of steps {since} with enough before them to judge the {value} by it"
+        meaning = f"Number of steps {since} that could be judged by the {value}"
     elif definition == EVENTS:
-        of = ", over the steps that could be judged" if what == "score" else ""
-        meaning = f"Events {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
-        meaning += f", those without 8 quiet steps between them as one{of}"
+        each = " per judged step" if what == "score" else ""
+        meaning = f"Events{each} {since}: steps with a {'log ' * (series == 'grad')}{value} {rule}"
+        meaning += "; spikes with fewer than 8 quiet steps between them are one event"
     column = None if what.startswith("rolling") else Column("last", "max", "mean")
     return Metric(f"{definition}/{series}_{what}", SPIKES, meaning, column=column)
 
@@ -99,42 +99,42 @@ UNIFORM = (
 # fmt: off
 METRICS: list[Metric] = [
     Metric(
-        "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats a token",
+        "train/loss", LOSS, "Cross-entropy of the logged step's global batch", "nats per token",
         summary="min",
         plots=(Curve("Training loss", "{smoothing}, in nats per token.{incomparable}", smooth=True,
                      clip=True),),
     ),
     Metric(
-        "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`", "nats a token",
-        summary="min",
+        "eval/loss", LOSS, "Cross-entropy of the held-out sample, `eval.sequences`",
+        "nats per token", summary="min",
         plots=(Curve("Held-out sample loss", "Loss of the held-out sample during training, in nats "
                      "per token; the tables have the loss of the whole held-out split after the "
                      "last step.{incomparable}", clip=True),),
     ),
-    Metric("train/bits_per_byte", LOSS, "`train/loss` in bits a byte of text, by the mean bytes of "
-           "a training token", "bits a byte"),
-    Metric("eval/bits_per_byte", LOSS, "`eval/loss` in bits a byte of text, by the mean bytes of a "
-           "held-out token", "bits a byte", summary="min"),
-    Metric("eval/bits_per_byte/*", LOSS, "`eval/loss/*` of one source of a mixture in bits a byte",
-           "bits a byte", summary="min"),
+    Metric("train/bits_per_byte", LOSS, "`train/loss` in bits per byte of text, from the mean "
+           "number of bytes per training token", "bits per byte"),
+    Metric("eval/bits_per_byte", LOSS, "`eval/loss` in bits per byte of text, from the mean number "
+           "of bytes per held-out token", "bits per byte", summary="min"),
+    Metric("eval/bits_per_byte/*", LOSS, "`eval/loss/*` of one source of a mixture in bits per "
+           "byte", "bits per byte", summary="min"),
     Metric(
         "eval/loss/*", LOSS, "Cross-entropy of held-out text of one source of a mixture, "
-        "`eval.sequences` of all sources together", "nats a token", summary="min",
+        "`eval.sequences` of all sources together", "nats per token", summary="min",
         plots=(Curve("Held-out sample loss, {group}", clip=True),),
     ),
-    Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats a token"),
-    Metric("train/target_share", LOSS, "Share of the logged step's targets that its loss is a mean "
-           "over, where padding or a loss mask leaves some out", "share"),
+    Metric("train/z_loss", LOSS, "z-loss of the logged step, weighted", "nats per token"),
+    Metric("train/target_share", LOSS, "Share of the logged step's targets that count in the loss, "
+           "if padding or a loss mask excludes some", "share"),
     Metric("train/lr", LOSS, "Learning rate of the logged step",
            plots=(Curve("Learning rate"),)),
 
     Metric("tasks/*", TASKS, "Share of right answers among the candidates of a task's examples, or "
-           "of one level of it alone", "share", summary="max",
+           "of one level of the task", "share", summary="max",
            plots=(Curve("Right answers, {group}", "Share of right answers by likelihood."),)),
-    Metric("tasks_chance/*", TASKS, "Expected share of right answers of a guess among the "
+    Metric("tasks_chance/*", TASKS, "Expected share of right answers of random guesses among the "
            "candidates of a task's examples", "share"),
-    Metric("tasks_generated/*", TASKS, "Share of a task's answers that the model would generate, "
-           "always taking the likeliest token", "share", summary="max",
+    Metric("tasks_generated/*", TASKS, "Share of a task's answers that greedy decoding would "
+           "generate", "share", summary="max",
            plots=(Curve("Generated answers, {group}", folded=True),)),
 
     *(spikes(definition, series, what)
@@ -142,9 +142,9 @@ METRICS: list[Metric] = [
       for definition in DEFINITIONS if definition != EVENTS or not what.startswith("rolling")
       for series in ("loss", "grad")),
     Metric(
-        "spikes/skipped_total", SPIKES, "Updates left out so far: by train.skip_step=nonfinite "
-        "where the loss or gradient norm was not finite, by train.skip_step=spike also where it "
-        "spiked", "steps", plots=(Curve("Skipped updates"),),
+        "spikes/skipped_total", SPIKES, "Updates skipped so far: with train.skip_step=nonfinite if "
+        "the loss or gradient norm is not finite, with train.skip_step=spike also if either is a "
+        "spike", "steps", plots=(Curve("Skipped updates"),),
         column=Column("last", "max", "mean", "Skipped", "updates"),
     ),
 
@@ -157,7 +157,7 @@ METRICS: list[Metric] = [
     ),
     Metric(
         "train/update_norm", NORMS,
-        "L2 norm of the change of all parameters in a step; 0 where the update was skipped",
+        "L2 norm of the change of all parameters in a step; 0 if the update was skipped",
         "L2 norm", summary="max", plots=(Curve("Update norm", log=True),),
     ),
     Metric(
@@ -176,29 +176,31 @@ METRICS: list[Metric] = [
         "Largest magnitude in a block's output, over tokens and channels", "|value|",
         combine="max", summary="max",
         plots=(Layers("Largest magnitude, by layer", log=True),
-               Curve("Largest magnitude, highest layer", log=True)),
+               Curve("Largest magnitude, maximum over layers", log=True)),
         column=Column("all", "max", "max", "Outlier", "largest |value|"),
     ),
     Metric(
         "hidden_kurtosis/*", OUTLIERS,
-        "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal law",
+        "Kurtosis of a block's output over channels, mean over tokens; 3 for a normal distribution",
         "kurtosis", combine="mean", summary="max",
-        plots=(Layers("Kurtosis, by layer", mark=3), Curve("Kurtosis, highest layer", mark=3)),
+        plots=(Layers("Kurtosis, by layer", mark=3),
+               Curve("Kurtosis, maximum over layers", mark=3)),
         column=Column("last", "max", "mean", "Kurtosis", "over channels"),
     ),
 
     Metric(
-        "context_rms/*", CONTEXT, "RMS over channels of what enters attention's output projection, "
-        "or a head norm before it; mean over tokens and heads", "RMS", combine="mean",
+        "context_rms/*", CONTEXT, "RMS over channels of the context, the input of attention's "
+        "output projection or of a head norm before; mean over tokens and heads", "RMS",
+        combine="mean",
         plots=(Layers("Mean context RMS, by layer", f"Mean over tokens and heads. "
-                       f"{UNIFORM}, a single key 1, and DIFF V2 at most √2; a model's values are "
-                       "not normalised, so it may lie on either side."),),
+                       f"{UNIFORM}, a single key 1, and DIFF V2 at most √2. The values of a model "
+                       "are not normalised, so the measured RMS can be above or below."),),
     ),
     Metric(
         "context_rms_min/*", CONTEXT, "Smallest context RMS of a token and head", "RMS",
         combine="min", summary="min",
         plots=(Layers("Smallest context RMS, by layer", f"Smallest over tokens and heads. {UNIFORM}"
-                      "; a model's values are not normalised.", log=True, uniform=True),),
+                      ". The values of a model are not normalised.", log=True, uniform=True),),
         column=Column("last", "min", "min", "Context RMS", "smallest"),
     ),
     Metric(
@@ -207,14 +209,15 @@ METRICS: list[Metric] = [
         column=Column("last", "max", "max", "Largest context RMS"),
     ),
     Metric(
-        "context_over_value_rms/*", CONTEXT, "Context RMS of a token and head over the RMS of its "
-        "sequence's values, mean over tokens and heads", "ratio", combine="mean",
+        "context_over_value_rms/*", CONTEXT, "Context RMS of a token and head, divided by the RMS "
+        "of the sequence's values; mean over tokens and heads", "ratio", combine="mean",
         plots=(Layers("Mean context RMS over values' RMS, by layer", log=True, uniform=True),),
         column=Column("last", "max", "mean"),
     ),
     *(Metric(
         f"context_over_value_rms_{end}/*", CONTEXT,
-        f"{size} context RMS of a token and head over the RMS of its sequence's values", "ratio",
+        f"{size} context RMS of a token and head, divided by the RMS of the sequence's values",
+        "ratio",
         combine=end, summary=end, column=Column("last", end, end),
     ) for end, size in ENDS),
 
@@ -223,15 +226,15 @@ METRICS: list[Metric] = [
         combine="rms", summary="max", plots=(Layers(f"RMS of {short}, by layer", log=True),),
     ) for name, short, what in (
         ("residual", "the residual stream", "the residual stream that a block reads"),
-        ("attn_write", "what attention adds",
-         "what a block's attention adds to the residual stream"),
-        ("ffn_write", "what the FFN adds", "what a block's feed-forward layer, or its experts, "
-         "add to the residual stream"),
+        ("attn_write", "attention's contribution",
+         "the contribution of a block's attention to the residual stream"),
+        ("ffn_write", "the FFN's contribution", "the contribution of a block's feed-forward layer, "
+         "or of its experts, to the residual stream"),
     )),
 
     Metric(
-        "attn_entropy/*", ATTENTION, "Entropy of the softmax maps before they are combined, a "
-        "sink's share left out; uniform attention over n keys has ln n", "nats",
+        "attn_entropy/*", ATTENTION, "Entropy of the softmax maps before their combination, "
+        "without the share of a sink; ln n for uniform attention over n keys", "nats",
         combine="mean", probe=True, plots=(Layers("Entropy of attention, by layer"),),
     ),
     Metric(
@@ -241,20 +244,21 @@ METRICS: list[Metric] = [
         plots=(Layers("Largest attention logit, by layer"),),
     ),
     Metric(
-        "sink_mass/*", ATTENTION, "Signed weight of the effective map, differences taken, on the "
-        "first visible token: the start of the document where documents are masked", "weight",
+        "sink_mass/*", ATTENTION, "Signed weight of the effective map (after any difference) on "
+        "the first visible token: the start of the document if documents are masked", "weight",
         combine="mean", probe=True, plots=(Layers("Weight on the first token, by layer"),),
     ),
     Metric(
         "attn_negative_share/*", ATTENTION,
-        "Magnitude of the effective map's negative weights over that of all its weights", "share",
+        "Total magnitude of the effective map's negative weights, as a share of all weights",
+        "share",
         combine="mean", probe=True, plots=(Layers("Negative attention weights, by layer"),),
     ),
 
     Metric(
         "lambda_mean/*", LAMBDA, "Mean lambda over tokens and heads", "lambda", combine="mean",
-        plots=(Layers("Mean lambda, by layer", "Mean over tokens and heads. Between 0 "
-                       "and 1 under a sigmoid; DIFF V1's, and a raw projection, can leave that "
+        plots=(Layers("Mean lambda, by layer", "Mean over tokens and heads. A sigmoid limits "
+                       "lambda to 0 to 1; lambda of DIFF V1 or of a raw projection can leave this "
                        "range. At 0 the second map has no weight."),),
     ),
     *(Metric(
@@ -262,55 +266,55 @@ METRICS: list[Metric] = [
         combine=end, summary=end, plots=(Layers(f"{size} lambda, by layer"),),
     ) for end, size in ENDS),
     Metric(
-        "lambda_head_*", LAMBDA, "Lambda of a head, mean over tokens, where it depends on the head",
+        "lambda_head_*", LAMBDA, "Lambda per head, mean over tokens, if lambda depends on the head",
         "lambda", combine="mean", probe=True,
     ),
     Metric(
-        "gate_mean/*", GATE, "Mean gate over tokens, heads and channels: 0 is shut, 1 is open",
+        "gate_mean/*", GATE, "Mean gate over tokens, heads and channels: 0 is closed, 1 is open",
         "gate", combine="mean", plots=(Layers("Mean gate, by layer"),),
     ),
 
     Metric(
         "perf/tokens_per_s", PERFORMANCE,
-        "Tokens of all ranks a second, since the last logged step", "tokens/s", summary="mean",
+        "Tokens per second of all ranks, since the last logged step", "tokens/s", summary="mean",
         column=Column("all", "median", "mean", "Speed", "tokens/s"),
     ),
-    Metric("perf/step_ms", PERFORMANCE, "Time of a step, since the last logged one", "ms",
+    Metric("perf/step_ms", PERFORMANCE, "Mean time per step since the last logged step", "ms",
            summary="mean"),
-    Metric("perf/data_ms", PERFORMANCE, "Time a step waits for its batch, of `perf/step_ms`", "ms",
-           summary="mean"),
+    Metric("perf/data_ms", PERFORMANCE, "Part of `perf/step_ms` in which the step waits for its "
+           "batch", "ms", summary="mean"),
     Metric(
-        "perf/mfu", PERFORMANCE, "Model FLOPs utilisation, where the GPU's peak is known", "share",
+        "perf/mfu", PERFORMANCE, "Model FLOPs utilisation, if the GPU's peak is known", "share",
         summary="mean", column=Column("all", "median", "mean", "MFU", percent=True),
     ),
     Metric("perf/peak_memory_gib", PERFORMANCE,
-           "Most memory that rank 0 has held: on the GPU, or resident on a CPU", "GiB",
+           "Peak memory of rank 0: allocated on the GPU, or resident on a CPU", "GiB",
            summary="max"),
 
     Metric("data/visible_keys", DATA, "Mean number of keys that a query sees with "
            "`data.mask_documents=true`, over all queries since the last logged step, padding "
-           "included; FLOPs and MFU count attention over it", "keys per query",
+           "included; FLOPs and MFU count attention over this number", "keys per query",
            plots=(Curve("Visible keys per query"),)),
     Metric("data/epochs/*", DATA, "Passes over one source of a mixture so far", "epochs",
            plots=(Curve("Epochs of {group}", folded=True),)),
-    Metric("data/tokens/*", DATA, "Tokens of one source of a mixture that were trained on so far, "
-           "with padding", "tokens"),
+    Metric("data/tokens/*", DATA, "Training tokens of one source of a mixture so far, padding "
+           "included", "tokens"),
 
     Metric(
         "expert_load_max/*", EXPERTS,
-        "Tokens of the global batch that the busiest expert got, over the uniform number", "load",
+        "Load of the busiest expert in the global batch", "load",
         summary="max",
-        plots=(Curve("Load of the busiest expert, highest layer", log=True),
+        plots=(Curve("Load of the busiest expert, maximum over layers", log=True),
                Layers("Load of the busiest expert, by layer")),
     ),
     Metric(
         "expert_load_min/*", EXPERTS,
-        "Tokens of the global batch that the idlest expert got, over the uniform number", "load",
-        summary="min", plots=(Layers("Load of the idlest expert, by layer"),),
+        "Load of the least busy expert in the global batch", "load",
+        summary="min", plots=(Layers("Load of the least busy expert, by layer"),),
     ),
     Metric(
         "router_entropy/*", EXPERTS,
-        "Entropy of a token's scores over all experts, mean over tokens; ln E if uniform over E",
+        "Entropy of a token's scores over all E experts, mean over tokens; ln E if uniform",
         "nats", combine="mean", plots=(Layers("Entropy of the router, by layer"),),
     ),
     Metric(
@@ -318,15 +322,15 @@ METRICS: list[Metric] = [
         summary="max", plots=(Layers("Range of the balancing bias, by layer"),),
     ),
     Metric("train/balance_loss", EXPERTS, "Balance loss of the logged step, weighted",
-           "nats a token"),
+           "nats per token"),
     Metric("train/router_z_loss", EXPERTS, "z-loss of the routers in the logged step, weighted",
-           "nats a token"),
+           "nats per token"),
 ]
 # fmt: on
 
 
 def add_metric(metric: Metric) -> Metric:
-    """Add a row, from a plugin; its section follows ours unless it is one of them.
+    """Add a plugin's row to the table, and its section, if new, after the existing sections.
 
     Adding a row twice has no effect. Raises ConfigError if another row covers the name.
     """
@@ -334,7 +338,7 @@ def add_metric(metric: Metric) -> Metric:
         return metric
     for other in METRICS:
         if other.covers(metric.name) or metric.covers(other.name):
-            raise ConfigError(f"the metric {metric.name} is there already, as {other.name}")
+            raise ConfigError(f"metric {metric.name} exists already, as {other.name}; rename it")
     METRICS.append(metric)
     if metric.section not in SECTIONS:
         SECTIONS.append(metric.section)
@@ -343,8 +347,8 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the row of a metric's full name, or of a statistic; raises KeyError."""
+    """Return the row of a metric's full name or of a statistic; raises KeyError without a row."""
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric
-    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add_metric gives it one")
+    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add a row with add_metric")

@@ -1,4 +1,4 @@
-"""Counts of visible keys with masked documents, from which the FLOPs of a run are computed."""
+"""Counts of visible keys with masked documents, used to compute the FLOPs of a run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class VisibleKeys:
         self.queries += queries
 
     def log(self) -> float:
-        """Return the mean since the last call; at least one query must have been counted since."""
+        """Return the mean since the last call; requires at least one query since then."""
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries
         return keys / queries

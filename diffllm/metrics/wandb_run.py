@@ -1,8 +1,8 @@
-"""A wandb run whose failures never end training.
+"""A wandb run whose failures never stop training.
 
-All calls of wandb run on their own thread, because they block if its service hangs. Training waits
-for the thread only at start and end, for a limited time. A failure is one line on stderr;
-metrics.jsonl has the same values.
+A separate thread makes all calls to wandb, because a call blocks if wandb's service hangs. Training
+waits for the thread only at start and end, for a limited time. A failure prints one line to stderr;
+metrics.jsonl contains the same values.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from diffllm.core.printing import to_stderr
 from diffllm.metrics.table import METRICS
 
 ONLINE_SECONDS = 20
-"""Longest wait for the server's answer, before the run is recorded offline."""
+"""Longest wait for the server's answer; after a longer wait the run is recorded offline."""
 START_SECONDS = 60
 FINISH_SECONDS = 60
 BACKLOG = 4096
-"""Lines that may wait for wandb."""
+"""Maximum number of lines in the queue to wandb."""
 LONGEST_TAG = 64
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 class WandbMode(Enum):
-    """auto is online when an API key is present, else offline."""
+    """Mode of wandb; auto is online if an API key is present, else offline."""
 
     auto = "auto"
     online = "online"
@@ -44,18 +44,18 @@ class WandbMode(Enum):
 
 @dataclass
 class WandbConfig:
-    """Where Weights & Biases keeps the run, and under what name."""
+    """Mode, project, group and tags of the run in Weights & Biases."""
 
     mode: WandbMode = WandbMode.auto
-    """Where wandb writes; auto: online with a key, else offline."""
+    """Destination of wandb; auto: online with an API key, else offline."""
     project: str = "diffllm"
     """Project of the run."""
     entity: str | None = None
-    """User or team that owns the project; null: the key's own."""
+    """User or team that owns the project; null: the owner of the API key."""
     group: str | None = None
     """Group of the run; null: the attention variant."""
     tags: list[str] = field(default_factory=list)
-    """Tags of the run, beside the name of its sweep."""
+    """Tags of the run, in addition to the name of its sweep."""
 
     def validate(self) -> None:
         for tag in self.tags:
@@ -64,8 +64,11 @@ class WandbConfig:
 
 
 def resolve_mode(cfg: WandbConfig) -> str:
-    """The mode that wandb gets; `auto` follows WANDB_MODE, then the presence of an API key for
-    wandb's server in the environment or in netrc."""
+    """Return the mode that is passed to wandb.
+
+    `auto` uses WANDB_MODE if set; otherwise "online" if the environment or netrc has an API key for
+    wandb's server, else "offline".
+    """
     if cfg.mode is not WandbMode.auto:
         return cfg.mode.value
     if mode := os.environ.get("WANDB_MODE"):
@@ -79,13 +82,13 @@ def resolve_mode(cfg: WandbConfig) -> str:
 
 
 class WandbRun:
-    """A wandb run whose failure does not end training.
+    """A wandb run whose failure does not stop training.
 
     Args:
-        choices: the YAML chosen in each group: attention is wandb's group, model its job type.
-        sweep: the sweep that the run belongs to; its first 64 characters are a tag.
-        run_id: the run to continue; None makes a new one.
-        over_tokens: further patterns of metric names that wandb draws over tokens.
+        choices: chosen YAML by group; attention becomes wandb's group, model its job type.
+        sweep: name of the run's sweep; the first 64 characters become a tag.
+        run_id: id of the run to resume; None creates a new run.
+        over_tokens: additional patterns of metric names that wandb draws over tokens.
     """
 
     def __init__(
@@ -125,18 +128,18 @@ class WandbRun:
         self.started.wait(START_SECONDS)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Queue one step's values except NaN, which wandb would keep as minimum, and infinity."""
+        """Queue the finite values of one step; wandb would record a NaN as the minimum."""
         if not self.working:
             return
         finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
         try:
             self.lines.put_nowait(finite)
         except queue.Full:
-            self._give_up(f"it has not taken the last {BACKLOG} lines")
+            self._give_up(f"{BACKLOG} lines are still queued")
             abandon_service()
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Flush and end, within FINISH_SECONDS; a code other than 0 is a failed run."""
+        """Flush and finish within FINISH_SECONDS; an exit code other than 0 marks a failed run."""
         if not self.working:
             return
         self.summary, self.exit_code = summary or {}, exit_code
@@ -144,7 +147,7 @@ class WandbRun:
             self.lines.put_nowait(None)
         self.thread.join(FINISH_SECONDS)
         if self.thread.is_alive():
-            self._give_up(f"it did not finish within {FINISH_SECONDS} s")
+            self._give_up(f"wandb did not finish within {FINISH_SECONDS} s")
             abandon_service()
         self.working = False
 
@@ -159,7 +162,7 @@ class WandbRun:
             run.summary.update(self.summary)
             run.finish(exit_code=self.exit_code)
         except Exception as error:
-            tear_down()  # before it is said: `finish` then waits for no more, and a process exits
+            tear_down()  # before the message, after which `finish` may return and the process exit
             self._give_up(repr(error))
         finally:
             self.started.set()
@@ -171,10 +174,10 @@ class WandbRun:
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
-    """A wandb run with its metrics defined; offline if the server does not take it online."""
+    """Start a wandb run and define its metrics; offline if the server cannot be reached."""
     import wandb
 
-    wandb.setup(wandb.Settings(silent=True))  # a wandb that is not silent asks for a missing key
+    wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
     settings = wandb.Settings(silent=True, console="off", init_timeout=ONLINE_SECONDS)
     try:
         run = wandb.init(mode=mode, settings=settings, **options)  # type: ignore[arg-type]
@@ -182,19 +185,19 @@ def start(mode: str, options: dict[str, Any]) -> Any:
         if mode != "online":
             raise
         to_stderr(f"wandb cannot go online, the run is recorded offline: {error!r}")
-        tear_down()  # the service would refuse the run's id as one in use
+        tear_down()  # otherwise the service rejects the run's id as already in use
         run = wandb.init(mode="offline", settings=settings, **options)
     run.define_metric("step", hidden=True)
     run.define_metric("tokens", hidden=True)
     for metric in METRICS:
-        # the last value is kept anyway; asked for, it would stand under <name>.last
+        # wandb always keeps the last value; summary="last" would store it as <name>.last.
         asked = None if metric.summary == "last" else metric.summary
         run.define_metric(metric.name, step_metric="tokens", summary=asked)
     return run
 
 
 def tear_down() -> None:
-    """End wandb's service; from a dead one wandb's own hook prints a traceback at exit."""
+    """Stop wandb's service; for a dead service, wandb's exit hook would print a traceback."""
     with contextlib.suppress(Exception, SystemExit):
         import wandb
 
@@ -202,7 +205,7 @@ def tear_down() -> None:
 
 
 def abandon_service() -> None:
-    """Kill a service that hangs: wandb waits for it without end when the process exits."""
+    """Kill a service that hangs; otherwise wandb waits for it forever at exit."""
     with contextlib.suppress(Exception):
         import wandb
 

@@ -1,4 +1,4 @@
-"""Settings that the device decides, with the reason of each decision."""
+"""Settings whose value depends on the device, with the reason for each value."""
 
 from typing import Any, NamedTuple
 
@@ -8,11 +8,11 @@ ASKED = "asked for"
 
 
 class AutoSetting(NamedTuple):
-    """The value of a setting that the config leaves to the device, and the reason for the value."""
+    """The value of a setting that depends on the device, and the reason for the value."""
 
     value: Any
     reason: str
-    """A short phrase that is printed in brackets after the value, e.g. "asked for"."""
+    """A short phrase, printed in brackets after the value, e.g. "asked for"."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""The shape of a decoder. `n_heads` and `n_kv_heads` always mean the baseline's."""
+"""The config of a decoder. `n_heads` and `n_kv_heads` always count the heads of `standard`."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,9 +13,9 @@ from diffllm.model.rope import RopeConfig
 
 
 class InitMatch(Enum):
-    """The quantity of the first forward pass that initial values are scaled for.
+    """The quantity that scaled initial values match in the first forward pass.
 
-    write: the RMS of what attention adds to the residual stream, layer by layer, is that of
+    write: in every layer, the RMS of attention's addition to the residual stream equals that of
     `standard`.
     """
 
@@ -32,51 +32,51 @@ class ModelConfig:
     n_layers: int = bounded(MISSING, least=1, most=10_000)
     """Number of blocks."""
     n_heads: int = bounded(MISSING, least=1, most=2**16)
-    """Query heads of the standard attention; a variant derives its own from them."""
+    """Query heads of standard attention; a variant derives its number of heads from this."""
     n_kv_heads: int = bounded(MISSING, least=1, most=2**16)
-    """Key and value heads of the standard attention, each shared by a group of query heads."""
+    """Key and value heads of standard attention, each shared by a group of query heads."""
     head_dim: int = bounded(MISSING, least=1, most=2**16)
     """Width of a head."""
     ffn_dim: int = bounded(MISSING, least=1, most=2**24)
-    """Width of SwiGLU; in a MoE model, of the dense layers before the experts."""
+    """Width of SwiGLU; in a MoE model, width of the dense layers before the experts."""
     match_params_to: str | None = None
-    """Variant whose total parameters this model is given, by solving its FFN width. `ffn_dim`, or
-    with experts `moe.expert_dim`, is solved when the config is loaded."""
+    """Variant whose parameter count this model matches by changing its FFN width. Loading the
+    config solves for `ffn_dim`, or for `moe.expert_dim` with experts."""
     match_flops_to: str | None = None
-    """Variant whose training FLOPs a token this model is given, by solving the same width."""
+    """Variant whose training FLOPs per token this model matches by changing the same width."""
     vocab_size: int = bounded(MISSING, least=1, most=2**24)
-    """Rows of the embedding and of the output; the tokenizer has at most as many pieces."""
+    """Rows of the embedding and the output; must be at least the tokenizer's size."""
     seq_len: int = bounded("${seq_len}", least=1, most=2**27)
-    """Longest sequence that positions are made for; set seq_len alone."""
+    """Number of positions with a RoPE table; follows `seq_len`, so set only `seq_len`."""
     attention: AttentionConfig = MISSING
     moe: MoEConfig = field(default_factory=MoEConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
-    """RMSNorm over head_dim on queries and keys, before RoPE."""
+    """Apply RMSNorm over head_dim to queries and keys, before RoPE."""
     tie_embeddings: bool = False
-    """Use the embedding's weight for the output, too."""
+    """Use the weight of the embedding for the output as well."""
     norm_eps: float = bounded(1e-5, above=0)
     """Added to the mean square inside RMSNorm."""
     init_std: float = bounded(0.02, above=0)
-    """Standard deviation of matrices, truncated at 3 of them. That of wo and w2 is
-    divided by sqrt(2 n_layers)."""
+    """Standard deviation of matrices, truncated at 3 standard deviations. For wo and w2, divided by
+    sqrt(2 n_layers)."""
     embed_init_std: float | None = bounded(None, above=0)
     """Standard deviation of the token embeddings; null: `init_std`."""
     init_match: InitMatch = InitMatch.none
-    """write: `wo` is scaled so that at first attention writes as much as `standard`."""
+    """write: scale initial `wo` so that attention writes the same RMS as `standard`."""
     init_seed: int = "${seed}"  # type: ignore[assignment]
-    """Seed of the initial values, each of which depends on it and the parameter's name."""
+    """Seed of initial values; a value depends on the seed and the parameter's name."""
     z_loss: float = bounded(0.0, least=0)
     """Weight of mean(logsumexp(logits)^2) in the loss (PaLM, arXiv 2204.02311, section 5)."""
     loss_chunk: int | None = bounded(None, least=1, most=2**27)
-    """Tokens whose logits exist at once while the loss is computed; null: decided by the device."""
+    """Tokens per chunk of logits in the loss; null: chosen for the device."""
 
     def validate(self) -> None:
         check_bounds("model.", self)
         if self.match_params_to is not None and self.match_flops_to is not None:
             raise ConfigError(
                 f"model.match_params_to={self.match_params_to} and model.match_flops_to="
-                f"{self.match_flops_to} exclude each other: one width cannot meet both"
+                f"{self.match_flops_to} exclude each other: set only one"
             )
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(

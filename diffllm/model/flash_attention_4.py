@@ -1,5 +1,7 @@
-"""The kernels of flash-attn-4 with the outputs that torch's dispatcher expects: two, before
-torch 2.15."""
+"""Adapters of flash-attn-4 for torch's dispatcher.
+
+Before torch 2.15, the dispatcher expects exactly two outputs of the forward kernel.
+"""
 
 from typing import Any
 

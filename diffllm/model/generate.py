@@ -25,31 +25,31 @@ def generate(
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Return prompts with continuations, each the same as if generated alone.
+    """Return prompts with their continuations; a continuation does not depend on other prompts.
 
-    Raises ValueError for a prompt that is empty or longer than the model reads, and for a number
-    outside its range.
+    Raises ValueError for an empty prompt, a prompt longer than `model.cfg.seq_len`, and an
+    argument outside its range.
 
     Args:
-        prompts: B prompts of any lengths >= 1. A repeated prompt uses the next seed.
-        max_new_tokens: for each; fewer where `model.cfg.seq_len` leaves no room.
-        temperature: 0 (below 1e-6) takes the most likely token.
-        top_p: above 0; sample among the fewest tokens whose probabilities sum to at least this
-            (Holtzman et al., arXiv 1904.09751).
-        seed: seeds the sampling; the same on every rank of a sharded model.
-        vocab_size: tokens from here on are never drawn; for models wider than their tokenizer.
-        stop_token: ends a continuation, as its last token.
-        dtype: the caches' dtype; the parameters' by default.
+        prompts: B prompts of any lengths >= 1. A repeated prompt uses seed + 1, and so on.
+        max_new_tokens: limit per prompt; `model.cfg.seq_len` limits the total length.
+        temperature: below 1e-6, take the most likely token.
+        top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least
+            top_p (Holtzman et al., arXiv 1904.09751).
+        seed: seed of the sampling; must be equal on all ranks of a sharded model.
+        vocab_size: never draw tokens >= vocab_size; for models with more rows than the tokenizer.
+        stop_token: token that ends a continuation, which contains it.
+        dtype: dtype of the caches; by default the dtype of the parameters.
     """
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 0:
         raise ValueError(
             f"temperature={temperature}, top_p={top_p}, max_new_tokens={max_new_tokens}: "
-            "temperature is finite and not negative, top_p in (0, 1], max_new_tokens not negative"
+            "temperature must be finite and at least 0, top_p in (0, 1], max_new_tokens at least 0"
         )
     texts = [list(prompt) for prompt in prompts]
     for text in texts:
         if not 1 <= len(text) <= model.cfg.seq_len:
-            raise ValueError(f"a prompt of {len(text)} tokens; 1 to {model.cfg.seq_len} are read")
+            raise ValueError(f"prompt of {len(text)} tokens: must have 1 to {model.cfg.seq_len}")
     limits = [min(len(text) + max_new_tokens, model.cfg.seq_len) for text in texts]
     repeats = [texts[:row].count(text) for row, text in enumerate(texts)]
     generators = [torch.Generator().manual_seed(seed + number) for number in repeats]
@@ -82,7 +82,10 @@ def generate(
 def read_prompts(
     model: Transformer, prompts: list[list[int]], caches: list[KVCache], device: torch.device
 ) -> Tensor:
-    """Fill empty caches with prompts, padded at their end; return their last logits, (B, V)."""
+    """Fill empty caches with prompts; return the logits after each prompt, (B, V).
+
+    Prompts are padded at the end, then the caches are cut to the lengths of the prompts.
+    """
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
     last = torch.tensor(lengths, device=device) - 1
@@ -95,9 +98,10 @@ def read_prompts(
 def draw_tokens(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw one token per row from logits (B, V), on the CPU so that devices agree: (B,) int64.
+    """Draw one token per row from logits (B, V): (B,) int64.
 
-    NaN counts as 0 and infinity as the largest number, as a diverged model has them.
+    Draws on the CPU, so all devices draw the same tokens. NaN counts as 0 and infinity as the
+    largest finite number, because a diverged model may return these.
     """
     if temperature < 1e-6:
         return logits.nan_to_num().argmax(-1)
@@ -105,7 +109,7 @@ def draw_tokens(
     if top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p
-        beyond[:, 0] = False  # also where top_p is 0 in float32
+        beyond[:, 0] = False  # top_p may round to 0 in float32
         ordered[beyond] = 0
         probs = torch.zeros_like(probs).scatter(1, index, ordered)
     return torch.multinomial(probs, 1, generator=generator).squeeze(1).to(logits.device)

@@ -1,7 +1,7 @@
 """Initial values that depend on (seed, parameter name) only.
 
-Every row block of a tensor has a generator of its own, so a rank draws only the rows that it holds,
-as a single process would. A row runs along the last of two or more dimensions.
+Each block of rows of a tensor has a separate generator. A rank can therefore draw only its local
+rows and get the values of a single process. A row runs along the last of two or more dimensions.
 """
 
 import hashlib
@@ -19,8 +19,7 @@ OUTPUTS = {"wo", "w2"}
 BLOCK = 1 << 16  # values drawn from one generator, rounded up to whole rows
 
 LocalBlock = tuple[Tensor, tuple[int, ...], torch.Size]
-"""The values of a parameter that this process holds, the index of the first of them in each
-dimension, and the full shape of the parameter."""
+"""The local values of a parameter, their first index in each dimension, and the full shape."""
 Shard = Callable[[Tensor], LocalBlock]
 
 
@@ -30,7 +29,7 @@ def unsharded(param: Tensor) -> LocalBlock:
 
 @dataclass
 class Initializer:
-    """Fills parameters in place, each from (seed, its own name)."""
+    """Fills parameters in place; values depend on the seed and the parameter's name."""
 
     seed: int
     names: Mapping[Tensor, str]
@@ -58,7 +57,7 @@ class Initializer:
         in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
 
         def fill(block: list[int]) -> None:
-            """Draw rows start to stop of the parameter into rows low to high held here."""
+            """Draw rows [start, stop) of the parameter; write the local part to [low, high)."""
             start, stop, low, high = block
             complete = (high - low, width) == (stop - start, row_size)
             text = f"{self.seed}:{self.names[param]}:{start // rows}".encode()
@@ -77,7 +76,7 @@ class Initializer:
         inference = torch.is_inference_mode_enabled()
 
         def fill_in_thread(block: list[int]) -> None:
-            with torch.inference_mode(inference):  # each thread has a mode of its own
+            with torch.inference_mode(inference):  # inference mode is per thread
                 fill(block)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -94,8 +93,8 @@ class Initializer:
         for param, name in self.names.items():
             if param not in self.filled:
                 raise ConfigError(
-                    f"{name} has no initial value: reset_parameters(init) of its attention has to "
-                    "fill it, by init.constant_ or init.normal_"
+                    f"{name} has no initial value: fill it in reset_parameters(init) of the "
+                    "attention with init.constant_ or init.normal_"
                 )
 
 
@@ -116,13 +115,12 @@ def fill_normal(
 ) -> None:
     """Fill values (n,), contiguous float32 on the CPU, from N(0, std^2).
 
-    Values beyond `truncate` standard deviations are replaced from n further ones until none is
-    left.
+    Values beyond `truncate` standard deviations are drawn again, n at a time, until all are within.
     """
     values.normal_(0.0, std, generator=generator)
     if truncate is None:
         return
-    # NumPy, unlike torch, starts no threads of its own.
+    # NumPy, because torch would start more threads inside each thread of the pool.
     here, bound = values.numpy(), np.float32(truncate * std)
     missing = np.flatnonzero(np.abs(here) > bound)
     while len(missing):

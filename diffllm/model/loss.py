@@ -13,14 +13,13 @@ from diffllm.model.auto_setting import ASKED, AutoSetting
 
 GPU_CHUNK, CPU_CHUNK, LARGE_CPU_CHUNK = 4096, 512, 2048
 LARGE_WEIGHT = 2**22
-"""Number of elements from which the float32 gradient of an output weight (16 MiB) exceeds the
-caches of a CPU core."""
+"""Elements of an output weight whose float32 gradient (16 MiB) exceeds the caches of a CPU core."""
 LARGE_LOGITS = 2**25
 """Maximum number of logits in a chunk of more than `CPU_CHUNK` tokens (128 MiB in float32)."""
 
 
 def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:
-    """Return the number of tokens that have logits at once: `asked`, or what suits the device."""
+    """Return the number of tokens per chunk of logits: `asked`, or a default for the device."""
     if asked is not None:
         return AutoSetting(asked, ASKED)
     if device.type == "cuda":
@@ -28,7 +27,7 @@ def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: in
     if vocab_size * dim >= LARGE_WEIGHT:
         chunk = min(LARGE_CPU_CHUNK, max(CPU_CHUNK, LARGE_LOGITS // vocab_size))
         return AutoSetting(chunk, "each chunk reads and writes a large weight's gradient once")
-    return AutoSetting(CPU_CHUNK, "logits of more tokens leave the cache")
+    return AutoSetting(CPU_CHUNK, "logits of more tokens exceed the cache")
 
 
 class Loss(NamedTuple):
@@ -41,10 +40,10 @@ class Loss(NamedTuple):
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute one chunk: (nll sum, z sum, d(nll + z_weight z)/d logits in the dtype of hidden).
+    """Return nll and z sums of a chunk, and d(nll + z_weight z)/d logits in the dtype of hidden.
 
-    hidden (n, D), weight (V, D), targets (n,) int64, negative ones ignored. The gradient is
-    empty unless asked for.
+    hidden (n, D), weight (V, D), targets (n,) int64; negative targets are ignored. Without
+    `needs_grad`, the gradient is empty.
     """
     logits = hidden @ weight.T
     log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
@@ -61,10 +60,10 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Subtract valid (n,) from probs (n, V) at index (n, 1), and may overwrite `probs`.
+    """Return probs (n, V) minus valid (n,) at index (n, 1); may overwrite `probs`.
 
-    Compiled, a comparison is fused, and a scatter would write float32 probabilities and read them
-    again. Uncompiled, a scatter touches n values only.
+    In compiled code, a comparison is fused, but a scatter would write and reread all float32
+    probabilities. In uncompiled code, a scatter touches only n values.
     """
     if torch.compiler.is_compiling():
         vocabulary = torch.arange(probs.shape[1], device=probs.device)
@@ -73,10 +72,9 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), in float32; overwrites
-    `total`."""
+    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), float32; may overwrite total."""
     low = hidden.dtype != at_least_float32(hidden.dtype)
-    if hidden.is_cuda and low:  # cuBLAS sums in float32 anyway, and adds `total` by itself
+    if hidden.is_cuda and low:  # cuBLAS sums in float32 and adds `total` in one call
         if total is None:
             return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
         return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
@@ -88,8 +86,10 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy whose gradients are taken chunk by chunk in the forward pass, so that logits
-    never outlive a chunk."""
+    """Cross-entropy that computes gradients in the forward pass, chunk by chunk.
+
+    Only one chunk of logits exists at a time.
+    """
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Written at once: a product in the wider dtype would be as large a tensor again.
+        # Write in the final dtype: a product in float32 would allocate another large tensor.
         hidden, weight = (
             torch.mul(grad, grads[0].view(1), out=torch.empty_like(grad, dtype=ctx.dtype))
             for grad in ctx.saved_tensors
@@ -135,15 +135,15 @@ def chunked_cross_entropy(
     chunk: int = 2048,
     compute: Any = chunk_loss,
 ) -> tuple[Tensor, Loss]:
-    """Sum the cross-entropy of `hidden @ weight.T` over tokens, plus z_weight times z.
+    """Sum the cross-entropy of `hidden @ weight.T` over tokens, and add z_weight times z.
 
-    Returns this objective, differentiable (float32 scalar), and its two parts, detached.
+    Returns the differentiable sum (float32 scalar) and its two parts, detached.
 
     Args:
-        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64,
-            negative ones ignored.
+        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64;
+            negative targets are ignored.
         z_weight: weight of logsumexp^2 (PaLM, arXiv 2204.02311, section 5).
-        chunk: tokens whose logits exist at once; the softmax is in float32.
+        chunk: tokens per chunk of logits; the softmax is in float32.
         compute: `chunk_loss` or a compiled copy of it.
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
@@ -151,8 +151,10 @@ def chunked_cross_entropy(
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:
-    """Compute -log p(target) of each token, in nats: (N,) float32 at least, 0 where it is
-    ignored. Arguments as for `chunked_cross_entropy`."""
+    """Compute -log p(target) per token in nats, 0 for ignored targets: (N,), at least float32.
+
+    Arguments as for `chunked_cross_entropy`.
+    """
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         logits = h @ weight.T

@@ -18,11 +18,12 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), fl
 
 
 class RopeScaling(Enum):
-    """The scaling of frequencies for contexts longer than those of an earlier training.
+    """The scaling of frequencies for contexts longer than the original training context.
 
-    linear: all divided by the factor (Chen et al., arXiv 2306.15595).
-    llama3: low ones divided, high ones kept, between them a blend (Llama 3.1).
-    yarn: the same with another blend, and warmer attention (Peng et al., arXiv 2309.00071).
+    linear: divide all frequencies by `factor` (Chen et al., arXiv 2306.15595).
+    llama3: divide low frequencies, keep high ones, interpolate between (Llama 3.1).
+    yarn: like llama3 with another interpolation, and scale the attention logits (Peng et al.,
+    arXiv 2309.00071).
     """
 
     none = "none"
@@ -36,26 +37,26 @@ class RopeConfig:
     """Frequencies theta^(-2c/d) for channel pairs c, scaled for long contexts."""
 
     theta: float = bounded(10_000.0, least=1)
-    """Base of the frequencies; larger ones turn more slowly."""
+    """Base of the frequencies; a larger base rotates more slowly."""
     scaling: RopeScaling = RopeScaling.none
-    """Rule that changes the frequencies for contexts longer than those trained on."""
+    """Scaling of the frequencies for contexts longer than the training context."""
     factor: float = bounded(1.0, least=1)
-    """The context's length over `original_seq_len`."""
+    """Length of the new context divided by `original_seq_len`."""
     original_seq_len: int | None = None
-    """Context length of the earlier training, in tokens; llama3 and yarn need it."""
+    """Original context length in tokens; required by llama3 and yarn."""
     low_freq_factor: float = bounded(1.0, above=0)
-    """For llama3: frequencies below this many turns in the original context are divided."""
+    """For llama3: divide frequencies below this many turns in the original context."""
     high_freq_factor: float = 4.0
-    """For llama3: frequencies above this many turns stay."""
+    """For llama3: keep frequencies above this many turns in the original context."""
     beta_slow: float = bounded(1.0, above=0)
     """For yarn: the counterpart of low_freq_factor."""
     beta_fast: float = 32.0
     """For yarn: the counterpart of high_freq_factor."""
     attention_factor: float | None = bounded(None, above=0)
-    """For yarn: the factor on cos and sin; null: 0.1 ln(factor) + 1."""
+    """For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1."""
 
     def validate(self) -> None:
-        """Raise ConfigError for values that no frequencies follow from."""
+        """Raise ConfigError if the settings do not define frequencies."""
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)
@@ -69,11 +70,12 @@ class RopeConfig:
             if self.original_seq_len is None or self.original_seq_len < 1:
                 raise ConfigError(
                     f"model.rope.scaling={self.scaling.name} needs model.rope.original_seq_len, "
-                    f"the context of the earlier training, not {self.original_seq_len}"
+                    f"the original context length, at least 1, not {self.original_seq_len}"
                 )
             if self.theta <= 1:
                 raise ConfigError(
-                    f"model.rope.theta={self.theta} must exceed 1 for scaling={self.scaling.name}"
+                    f"model.rope.theta={self.theta} must exceed 1 for model.rope.scaling="
+                    f"{self.scaling.name}"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if not getattr(self, low) < getattr(self, high):
@@ -96,7 +98,7 @@ USED_BY = {
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
-    """Return the radians a position of each channel pair, (d/2,) float64."""
+    """Return the radians per position of each channel pair, (d/2,) float64."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     original = cfg.theta**-exponents
     if cfg.scaling is RopeScaling.none:
@@ -110,14 +112,17 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
 
 
 def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Return how far each frequency stays, linear in its turns over the original context."""
+    """Return the kept share of each frequency, linear in its turns over the original context."""
     turns = length * original / (2 * math.pi)
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Return how far each frequency stays: linear in the index of its channel pair (section 3.2),
-    between the pairs that turn beta_fast and beta_slow times, rounded outwards."""
+    """Return the kept share of each frequency, linear in the index of its channel pair.
+
+    The share is 1 at the pair with beta_fast turns and 0 at the pair with beta_slow turns. Both
+    indices are rounded outwards (section 3.2 of the YaRN paper).
+    """
     head_dim = 2 * len(original)
 
     def pair(turns: float) -> float:
@@ -130,7 +135,7 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """Return the factor on cos and sin: sqrt(1/t) of YaRN, section 3.4; 1 without it."""
+    """Return the factor on cos and sin: sqrt(1/t) of YaRN (section 3.4), otherwise 1."""
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0
     if cfg.attention_factor is not None:
@@ -151,7 +156,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", torch.empty(seq_len, 1, head_dim), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Fill the tables; computed in float64, kept in float32."""
+        """Compute the tables in float64 and store them in float32."""
         positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies(self.cfg, self.head_dim))
         angles = angles.repeat(1, 2).unsqueeze(1)
@@ -168,7 +173,7 @@ class RotaryEmbedding(nn.Module):
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate x (B, T, H, d) by its positions: x cos + rotate_half(x) sin, in float32 or wider."""
-    cos, sin = rope  # float32: products with bf16 are float32
+    cos, sin = rope  # float32, so products with bf16 are float32
     if not torch.compiler.is_compiling():
         return _Rotation.apply(x, cos, sin)
     low, high = x.chunk(2, dim=-1)
@@ -179,7 +184,7 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute `apply_rope` with the same rounding in fewer passes over x."""
+    """Compute `apply_rope` with the same rounding and fewer passes over x."""
     half = x.shape[-1] // 2
     out, turned = x * cos, x * sin
     out[..., :half] -= turned[..., half:]
@@ -188,7 +193,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """`rotated`, whose gradient is the rotation by the negative angle."""
+    """`rotated` with a short backward pass: the gradient is the rotation by the negative angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Statistics of blocks and of probed attention maps, and the groups of parameters in metrics.
 
-The row of each statistic in diffllm/metrics/table.py says how values combine.
+diffllm/metrics/table.py defines how values of several ranks and micro-batches are combined.
 
 Shapes: B batch, T tokens, N probed positions, h heads of the variant (V1 has n_heads / 2).
 """
@@ -21,12 +21,12 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
-    """Compute one block's statistics, float32 scalars, from its output (B, T, D); none without
-    `aux`.
+    """Compute the statistics of a block, float32 scalars, from its output x (B, T, D).
 
-    aux contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), "router" (N, E),
-    the shares of each token's experts, "lambda" and "gate" where the variant has them, and
-    "residual", "attn_write" and "ffn_write" (B, T, D), the block's input and what is added to it.
+    `aux` contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), and three
+    tensors (B, T, D): the block's input "residual", and the additions "attn_write" and "ffn_write".
+    Some variants add "lambda" and "gate"; MoE layers add "router" (N, E), the shares of experts per
+    token. Without `aux`, return no statistics.
     """
     if aux is None:
         return {}
@@ -56,7 +56,7 @@ def over_channels(x: Tensor) -> Tensor:
 
 
 def values_rms(v: Tensor) -> Tensor:
-    """Compute the RMS of each sequence's values (B, T, K, width), over all but B: (B, 1, 1)."""
+    """Compute the RMS of values (B, T, K, width) per sequence: (B, 1, 1)."""
     return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
 
 
@@ -65,7 +65,7 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute E[(x - mean)^4] / E[(x - mean)^2]^2 over channels, mean over tokens; normal: 3."""
+    """Compute the kurtosis over channels, averaged over tokens; 3 for a normal distribution."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -73,19 +73,19 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack the statistics of L layers to (L,) each; shorter where the first layers lack one."""
+    """Stack statistics of L layers to (L,) each; shorter if the first layers lack a statistic."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
 
 
 class Probe(NamedTuple):
-    """The query positions to look at, and what they see."""
+    """The probed query positions and their visible keys."""
 
     positions: Tensor
-    """Query positions, the same in every row: (N,) int64."""
+    """Query positions, the same in all rows: (N,) int64."""
     visible: Tensor
-    """Keys that each query may see: (B or 1, 1, N, T) boolean."""
+    """Keys visible to each query: (B or 1, 1, N, T) boolean."""
 
 
 def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
@@ -100,14 +100,18 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
 
 @torch.no_grad()
 def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> BlockStats:
-    """Measure one layer's maps at probed positions, float32: scalars, and `lambda_head` (h,).
+    """Measure the maps of one layer at probed positions: float32 scalars, and `lambda_head` (h,).
 
-    attn_logit_top1: largest q k / sqrt(d) over visible keys. attn_entropy: of the softmax maps,
-    in nats, without a sink. sink_mass: weight of the effective, signed map on the first token that
-    the query sees. attn_negative_share: magnitude of the effective map's negative weights over
-    that of all. lambda_head: mean over all tokens, if lambda depends on the head. The others are
-    means over sequences, heads and probed positions. The effective map is the difference of a pair
-    of maps, also if they weight different values. x (B, T, D) is the input of the attention.
+    `x` (B, T, D) is the input of the attention. The effective map is the difference of a pair of
+    maps, even if the two maps weight different values.
+
+    - attn_logit_top1: largest q k / sqrt(d) over visible keys.
+    - attn_entropy: entropy of the softmax maps in nats, without a sink.
+    - sink_mass: weight of the effective map, with sign, on the first visible token.
+    - attn_negative_share: share of negative weights in the sum of magnitudes of the effective map.
+    - lambda_head: mean over all tokens, only if lambda depends on the head.
+
+    Entropy, sink mass and negative share are means over sequences, heads and probed positions.
     """
     x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
@@ -126,13 +130,13 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Compute the entropy over the keys without a sink, in nats: (..., S) -> (...)."""
+    """Compute the entropy over the keys in nats, ignoring a sink: (..., S) -> (...)."""
     total = weights.sum(-1, keepdim=True)
     return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
 
 
 def negative_share(weights: Tensor) -> Tensor:
-    """Compute each query's share of negative weights in the sum of |weights|: (..., S) -> (...)."""
+    """Compute the share of negative weights in the sum of magnitudes: (..., S) -> (...)."""
     total = weights.abs().sum(-1)
     return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
 
@@ -153,7 +157,7 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the component that a parameter counts to, or a variant parameter's own name."""
+    """Return the component of a parameter, or the name of a variant's additional parameter."""
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:
         renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}

@@ -1,4 +1,4 @@
-"""The decoder: its blocks, their stack, its initialisation, and factors for initial `wo`.
+"""The decoder: blocks, their stack, initialisation, and factors for initial `wo`.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
@@ -55,8 +55,10 @@ class Block(nn.Module):
         diagnose: bool = False,
         probe: Probe | None = None,
     ) -> tuple[Tensor, BlockStats, Routed | None]:
-        """Compute the output (B, T, D) of x (B, T, D), this layer's statistics when diagnosing, and
-        the counts and losses of routing in a MoE layer."""
+        """Return the output (B, T, D) of x (B, T, D), statistics, and routing counts and losses.
+
+        Without `diagnose`, statistics are empty. In a dense layer, the third value is None.
+        """
         aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
         attended = self.attention(normed, rope, mask, cache, aux)
@@ -81,16 +83,16 @@ class TrainOutput(NamedTuple):
     """The output of a training forward pass."""
 
     objective: Tensor
-    """Sum over tokens of loss, weighted z-loss and the router's losses; differentiable, float32."""
+    """Loss, weighted z-loss and router losses, summed over tokens; differentiable, float32."""
     loss: Loss
     stats: BlockStats
-    """Statistics by name, (L,) each, or (L, heads) for lambda_head; empty unless diagnosing."""
+    """Statistics by name, (L,) each, (L, heads) for lambda_head; empty without `diagnose`."""
     routed: Routed | None
-    """Token counts (MoE layers, E), and the router's losses summed over layers."""
+    """Token counts (MoE layers, E), and router losses summed over layers."""
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder over any attention variant."""
+    """A Llama-style decoder with any attention variant."""
 
     layers: Any  # nn.ModuleList of Block
 
@@ -116,16 +118,16 @@ class Transformer(nn.Module):
         probe: Tensor | None = None,
         by_token: bool = False,
     ) -> Any:
-        """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput when targets are given.
+        """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput if `targets` is given.
 
         Args:
             targets: (B, T) int64.
-            caches: one per layer, for decoding; tokens then follow what the caches hold.
-            diagnose: also return each layer's statistics (with targets).
-            documents: the tokens' documents; attention stays inside them, positions start at 0.
-            last: (B,) or (B, K) int64, positions to return logits of: (B, V) or (B, K, V).
-            probe: (N,) int64, query positions whose maps are looked at when diagnosing.
-            by_token: return the loss of each target instead, (B, T) float32; 0 for negative ones.
+            caches: one per layer, for decoding; tokens then follow the cached positions.
+            diagnose: with targets, also return statistics of each layer.
+            documents: restrict attention to documents; positions start at 0 in each document.
+            last: (B,) or (B, K) int64, positions of the logits to return: (B, V) or (B, K, V).
+            probe: (N,) int64, query positions whose maps `diagnose` measures.
+            by_token: return the loss per target, (B, T) float32, 0 for negative targets.
         """
         x = self.tok_embeddings(tokens)
         if caches:
@@ -172,7 +174,7 @@ class Transformer(nn.Module):
             mixture.router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
-        """Return what routers learn without a gradient, by name; part of a checkpoint."""
+        """Return the router buffers by name; checkpoints contain them."""
         return {name: b for name, b in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
@@ -202,20 +204,20 @@ class Transformer(nn.Module):
 
     def check_length(self, positions: int) -> None:
         if positions > self.cfg.seq_len:
-            raise ValueError(f"{positions} positions, but model.seq_len is {self.cfg.seq_len}")
+            raise ValueError(f"{positions} positions exceed model.seq_len={self.cfg.seq_len}")
 
     @property
     def output_weight(self) -> Tensor:
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
     def reset_parameters(self, shard: Shard = unsharded) -> None:
-        """Fill every parameter and buffer; values depend on (init_seed, name) only."""
+        """Fill all parameters and buffers; values depend only on `init_seed` and names."""
         initialise(self, self.cfg, shard=shard)
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
     ) -> list[KVCache]:
-        """Return empty caches of `length` positions; `dtype` is the parameters' by default."""
+        """Return empty caches of `length` positions, by default in the dtype of the parameters."""
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
         return [
@@ -225,7 +227,7 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings that `device` decides for training in `dtype`, by name."""
+        """Return the settings chosen for `device` and training in `dtype`, by name."""
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
             self.cfg.loss_chunk, device, self.cfg.vocab_size, self.cfg.dim
@@ -235,8 +237,8 @@ class Transformer(nn.Module):
     def flops_per_token(self, visible_keys: float | None = None) -> float:
         """Count training FLOPs per token: matrix products, causal attention.
 
-        `visible_keys` is the mean number of keys that a query sees, by default that of whole
-        sequences, (cfg.seq_len + 1) / 2.
+        `visible_keys` is the mean number of keys per query; by default (cfg.seq_len + 1) / 2, the
+        mean of whole sequences.
         """
         keys = () if visible_keys is None else (visible_keys,)
         layers = sum(
@@ -246,7 +248,7 @@ class Transformer(nn.Module):
         return layers + 6 * self.output_weight.numel()
 
     def flops_per_visible_key(self) -> float:
-        """Count the training FLOPs that one more visible key costs per token."""
+        """Count the additional training FLOPs per token and visible key."""
         return self.flops_per_token(2) - self.flops_per_token(1)
 
     def kv_cache_bytes_per_token(self) -> int:
@@ -256,8 +258,7 @@ class Transformer(nn.Module):
 def initialise(
     part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = unsharded
 ) -> None:
-    """Fill every parameter and buffer of a decoder, or of a part whose names begin with
-    `prefix`."""
+    """Fill all parameters and buffers of a decoder, or of a part with the name `prefix`."""
     names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
     init = Initializer(cfg.init_seed, names, shard)
     init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
@@ -276,7 +277,7 @@ def initialise(
 
 
 def without_storage(cfg: ModelConfig) -> Transformer:
-    """Build a decoder whose parameters have names and shapes, and no values."""
+    """Build a decoder on the meta device: parameters have names and shapes, but no values."""
     with torch.device("meta"):
         return Transformer(cfg)
 
@@ -284,15 +285,15 @@ def without_storage(cfg: ModelConfig) -> Transformer:
 def build_model(cfg: Any) -> Transformer:
     """Build an initialised decoder in float32 on the current default device.
 
-    `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError if its attention cannot run there.
+    `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError if the attention cannot run there.
     """
     cfg = getattr(cfg, "model", cfg)
     if not isinstance(cfg, ModelConfig):
-        raise ConfigError(f"build_model takes a config, which load_config returns, not {cfg!r}")
+        raise ConfigError(f"build_model needs the result of load_config or its .model, not {cfg!r}")
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)
-    model = without_storage(cfg)  # else the layers draw values that nobody uses
+    model = without_storage(cfg)  # skips the default initial values of the layers
     if device.type != "meta":
         model.to_empty(device=device)
         model.reset_parameters()
@@ -306,14 +307,15 @@ def write_factors(
     tokens: Tensor,
     documents: Documents | None = None,
 ) -> list[float]:
-    """Return a factor for the initial `wo` of each layer, the first one first.
+    """Return a factor for the initial `wo` of each layer, in the order of layers.
 
-    With them, the RMS over tokens and channels of what attention adds to the residual stream is, in
-    every layer, that of a decoder that differs in `baseline` alone. Both decoders are made a layer
-    at a time, in float32. `tokens` are (B, T) int64. Raises ConfigError for an attention that
-    writes nothing, or not a number.
+    With these factors, attention adds the same RMS to the residual stream as in a decoder with
+    attention `baseline`, layer by layer. The RMS is over tokens (B, T) int64 and channels. Both
+    decoders are built one layer at a time, in float32. Raises ConfigError if no positive finite
+    factor exists.
     """
     device = tokens.device
+    # SDPA, because flash-attn does not support float32.
     own = replace(cfg, attention=replace(cfg.attention, backend=Backend.sdpa))
     other = replace(cfg, attention=replace(baseline, backend=Backend.sdpa))
 
@@ -332,7 +334,7 @@ def write_factors(
         if not 0 < factor < float("inf"):
             raise ConfigError(
                 f"model.init_match=write: attention of layer {i} writes {written.item():.3g} "
-                f"(RMS) where the baseline writes {wanted.item():.3g}: no factor matches them"
+                f"(RMS), the baseline {wanted.item():.3g}: no factor matches them"
             )
         block.attention.wo.weight.mul_(factor)
         x, _ = with_write(block, x, positions, documents, tokens)
@@ -341,7 +343,7 @@ def write_factors(
 
 
 def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
-    """Build a part of a decoder, float32 on `device`, with its initial values in the decoder."""
+    """Build a part of a decoder in float32, with the same initial values as in the decoder."""
     with torch.device("meta"):
         part = build()
     part.to_empty(device=device)
@@ -356,7 +358,7 @@ def with_write(
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return a block's output (B, T, D) and the RMS of what its attention writes, a scalar."""
+    """Return a block's output (B, T, D) and the RMS that its attention writes, a scalar."""
     mask = block.attention.training_mask(documents, tokens, x.dtype)
     out, stats, _ = block(x, positions, mask, diagnose=True)
     return out, stats["attn_write_rms"]

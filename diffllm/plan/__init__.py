@@ -1,1 +1,1 @@
-"""Planning: what a training run would need of a cluster, found without one."""
+"""Planning: memory, time and traffic of a training run, computed without a cluster."""

@@ -1,8 +1,9 @@
 """Stand-ins for compiled graphs and fused kernels of a GPU, which simulate only their memory.
 
-The partitioner of the default backend decides what a forward graph keeps for its backward graph.
-Inside a graph, memory holds the results that leave the graph, that ready-made kernels such as
-products and attention read or write, and those of reductions. Others are fused into their readers.
+The partitioner of the default backend chooses the tensors that a forward graph keeps for the
+backward graph. Inside a graph, only some results take memory: outputs of the graph, inputs and
+outputs of library kernels such as products and attention, and results of reductions. All other
+results are fused into the kernels that read them.
 """
 
 import operator
@@ -29,14 +30,14 @@ FUSED_TOO = {
     aten.full, aten.full_like, aten.gather, aten.index, aten.index_select, aten.scalar_tensor,
     aten.slice_scatter, aten.where, prims.convert_element_type, prims.iota,
 }  # fmt: skip
-"""Operations that a kernel computes in passing though torch does not call them pointwise."""
+"""Operations that compiled kernels fuse although torch does not tag them as pointwise."""
 
 RANDOM_STATE_BYTES = 16
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make torch.compile, in this context, build functions for tensors without data."""
+    """In this context, make torch.compile build functions for tensors without data."""
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         in_memory = written(graph.graph)
@@ -44,7 +45,7 @@ def compiling() -> Iterator[None]:
         def run(args: list[Any]) -> Any:
             return ActedOut(graph, in_memory).boxed_run(args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
+        run._boxed_call = True  # type: ignore[attr-defined]  # `run` frees its arguments
         return run
 
     backend = aot_autograd(
@@ -55,7 +56,7 @@ def compiling() -> Iterator[None]:
     torch._dynamo.reset()
     real = torch.compile
 
-    def compile(function: Any, **options: Any) -> Any:  # one shape is all there is
+    def compile(function: Any, **options: Any) -> Any:  # static, because there is one shape
         return real(function, **{**options, "backend": backend, "dynamic": False})
 
     with patch.object(torch, "compile", compile):
@@ -63,8 +64,7 @@ def compiling() -> Iterator[None]:
 
 
 class ActedOut(fx.Interpreter):
-    """A run of a graph whose values are the memory that they take; `in_memory` are the nodes that
-    are not fused into their readers."""
+    """A run of a graph that only allocates results; nodes outside of `in_memory` are fused."""
 
     def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):
         super().__init__(graph)
@@ -76,7 +76,7 @@ class ActedOut(fx.Interpreter):
             return [self.env[read] for read in n.all_input_nodes]
         if n.op != "call_function" or is_view(n):
             return super().run_node(n)
-        if fuses(n):  # such a kernel writes where it read, if it can
+        if fuses(n):  # a fused kernel reuses the memory of its inputs
             self.env.update(dict.fromkeys(self.user_to_last_uses.get(n, ())))
         return allocate_result(n)
 
@@ -91,7 +91,7 @@ def allocate_result(node: fx.Node) -> Any:
 
     if "val" in node.meta:
         return tree_map(memory_for, node.meta["val"])
-    # An operation that might be random was wrapped to save a state; only its parts have shapes.
+    # A random operation is wrapped to save the random state, so only the parts have shapes.
     parts = {n.args[1]: allocate_result(n) for n in node.users if n.target is operator.getitem}
     return parts or torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
@@ -99,7 +99,7 @@ def allocate_result(node: fx.Node) -> Any:
 def written(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        kernel = node.op == "call_function" and not fuses(node)  # takes and gives whole tensors
+        kernel = node.op == "call_function" and not fuses(node)  # reads and writes whole tensors
         if kernel or node.op == "output":
             found.update(viewed_node(n) for n in node.all_input_nodes)
         if kernel or reduces(node):
@@ -122,7 +122,7 @@ def reduces(node: fx.Node) -> bool:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Whether the compiler's own kernels compute it, and read its inputs wherever they are."""
+    """Return whether a generated kernel computes the node, and can fuse its inputs."""
     packet = getattr(node.target, "overloadpacket", None)
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return is_view(node) or pointwise or reduces(node) or packet in FUSED_TOO
@@ -130,8 +130,10 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, uncompiled RMSNorms and the loss's sum of weight gradients take a GPU's
-    memory and return meaningless values."""
+    """In this context, simulate the GPU memory of RMSNorm and of the loss's weight gradient.
+
+    Only uncompiled RMSNorm is replaced. The values are meaningless.
+    """
 
     def rms_norm(
         x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float | None = None
@@ -155,7 +157,7 @@ def gpu_kernels() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """An RMSNorm that keeps its input and one number a row, as the fused kernel does."""
+    """An RMSNorm that keeps its input and one number per row, like the fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

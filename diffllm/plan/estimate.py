@@ -1,4 +1,4 @@
-"""The plan of a run on a cluster: gibibytes, seconds and days, and the nearest change that fits."""
+"""The plan of a run on a cluster: memory, time, traffic, and the smallest change that fits."""
 
 import re
 from collections import Counter, defaultdict
@@ -22,27 +22,27 @@ POSITIVE = {"above": 0, "below": float("inf")}
 
 @dataclass
 class Cluster:
-    """The cluster's description, by the keys of `diffllm plan` that no training run has."""
+    """Description of a cluster: the keys of `diffllm plan` that training configs do not have."""
 
-    gpus: int = bounded(8, help="ranks, one a GPU", least=1, most=2**17)
-    gpu: str = bounded("h200", help="its name, for peak and memory")
-    tokens: float | None = bounded(None, help="to train on, for days and GPU-hours", **POSITIVE)
-    mfu: float = bounded(0.4, help="model FLOPs utilisation that a step reaches", above=0, most=1)
+    gpus: int = bounded(8, help="number of GPUs, one rank per GPU", least=1, most=2**17)
+    gpu: str = bounded("h200", help="name of the GPU, for peak FLOP/s and memory")
+    tokens: float | None = bounded(None, help="training tokens, for days and GPU-hours", **POSITIVE)
+    mfu: float = bounded(0.4, help="model FLOPs utilisation of a step", above=0, most=1)
     nvlink_gbs: float = bounded(
-        450.0, help="GB/s that a GPU sends inside its node; NVLink of H100, H200", **POSITIVE
+        450.0, help="GB/s per GPU inside a node; default: NVLink of H100, H200", **POSITIVE
     )
-    network_gbs: float = bounded(50.0, help="GB/s of each GPU's network card", **POSITIVE)
-    gpus_per_node: int = bounded(8, help="GPUs that share a node", least=1, most=2**17)
+    network_gbs: float = bounded(50.0, help="GB/s of the network card of each GPU", **POSITIVE)
+    gpus_per_node: int = bounded(8, help="number of GPUs per node", least=1, most=2**17)
     reserve_gib: float = bounded(
-        6.0, help="GiB for CUDA's context, NCCL, fragments", least=0, most=1e6
+        6.0, help="GiB per GPU for CUDA context, NCCL, fragmentation", least=0, most=1e6
     )
     peak_flops: float | None = bounded(
-        None, help="dense bf16 FLOP/s of the GPU, if not the table's", **POSITIVE
+        None, help="dense bf16 FLOP/s of the GPU; overrides the table", **POSITIVE
     )
     memory_gib: float | None = bounded(
-        None, help="GiB of the GPU, if not the table's", above=0, most=1e6
+        None, help="GiB of the GPU; overrides the table", above=0, most=1e6
     )
-    rank: int = bounded(0, help="the rank whose memory is planned; rank 0 holds most", least=0)
+    rank: int = bounded(0, help="rank whose memory is planned; rank 0 needs most", least=0)
 
     def __post_init__(self) -> None:
         check_bounds("", self)
@@ -51,7 +51,7 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The GPU's numbers, the user's where stated; raises ConfigError if one is unknown."""
+        """Peak and memory of the GPU, with the user's overrides; raises ConfigError if unknown."""
         by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
         known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
         peak = self.peak_flops or (known and known.peak_flops)
@@ -59,20 +59,20 @@ class Cluster:
         if not peak or not memory:
             names = ", ".join(device.name for device in DEVICES)
             raise ConfigError(
-                f"gpu={self.gpu} is not known; choose from {names}, "
-                "or give peak_flops= and memory_gib="
+                f"gpu={self.gpu} is unknown; choose from {names}, "
+                "or set peak_flops= and memory_gib="
             )
         return Device(known.name if known else self.gpu, peak, memory)
 
     def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
-        """Count the given ranks in the node that has fewest of them; ranks fill nodes in order."""
+        """Return the smallest number of the given ranks in a node; ranks fill nodes in order."""
         return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
 
     def seconds(self, call: Call) -> float:
-        """Return the seconds of a collective at the stated bandwidths.
+        """Return the seconds of a collective at the bandwidths of the cluster.
 
-        A ring enters and leaves a node once, and a group has as many rings, each with its own
-        network card, as the node with the fewest of its ranks has ranks of it.
+        A ring crosses the border of each node once per direction, through one network card. The
+        number of rings is the smallest number of ranks of the group in a node.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -91,15 +91,15 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """The collectives of one kind and number of ranks, per rank and step."""
+    """Collectives of one kind and number of ranks, per rank and step."""
 
     kind: Collective
     ranks: int
     in_a_node: int
-    """Ranks in the node that has fewest of them."""
+    """Smallest number of these ranks in a node."""
     calls: int
     sent: float
-    """Bytes that leave the rank."""
+    """Bytes that the rank sends."""
     seconds: float
 
 
@@ -116,7 +116,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class RunPlan:
-    """The needs of a run: memory, time and traffic."""
+    """Memory, time and traffic of a run."""
 
     cfg: TrainConfig
     overrides: list[str]
@@ -124,10 +124,10 @@ class RunPlan:
     assumptions: list[Assumption]
     words: tuple[str, ...] = ()
     steps: dict[bool, Step] = field(default_factory=dict)
-    """The simulated step by activation checkpointing; `simulated` adds them."""
+    """Simulated steps by activation checkpointing; added by `simulated`."""
 
     def simulated(self, policy: bool, say: Say) -> "RunPlan":
-        """Return this plan with the simulated step of an activation checkpointing policy."""
+        """Return this plan with a simulated step of an activation checkpointing policy."""
         what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
         say(f"simulating a step with {' '.join(what)}")
         cfg = replace(self.cfg, activation_checkpointing=policy)
@@ -202,7 +202,7 @@ class RunPlan:
 
     @property
     def flows(self) -> list[Flow]:
-        """The step's collectives, grouped by kind and ranks, the longest group first."""
+        """Collectives of a step, grouped by kind and ranks, slowest group first."""
         groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
         for call in self.step.calls:
             near = self.cluster.fewest_in_a_node(call.ranks)
@@ -222,7 +222,7 @@ class RunPlan:
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
     """Plan a training config on a cluster, without simulated steps.
 
-    `given` are the keys of `cluster` that the user set. Raises ConfigError.
+    `given` contains the keys of `cluster` that the user set. Raises ConfigError.
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
@@ -233,14 +233,16 @@ def key_of_word(word: str) -> str:
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
-    """Return the training config, and the assumptions that completing it took.
+    """Return the training config and the assumptions about missing settings.
 
-    Without a given batch, each rank has one micro-batch per step, by default of one sequence.
+    Without a batch size in `overrides`, a rank has one micro-batch per step, by default one
+    sequence.
     """
     keys = set(map(key_of_word, overrides))
     try:
         cfg = load_config(overrides)
     except ConfigError as error:
+        # An unknown key may be a misspelt key of the cluster.
         unknown = re.match(r"unknown key (\w+);", str(error))
         if unknown and (close := did_you_mean(unknown[1], OWN_KEYS)):
             raise ConfigError(f"unknown key {unknown[1]}{close}") from error
@@ -251,8 +253,8 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
         batch = micro * cluster.gpus
         cfg = replace(cfg, micro_batch_size=micro, global_batch_size=batch)
         if "micro_batch_size" not in keys:
-            assumed.append(Assumption("micro_batch_size", micro, "sequences a rank"))
-        assumed.append(Assumption("global_batch_size", batch, "one micro-batch a rank and step"))
+            assumed.append(Assumption("micro_batch_size", micro, "sequences per rank"))
+        assumed.append(Assumption("global_batch_size", batch, "one micro-batch per rank and step"))
     cfg.check_world(cluster.gpus)
     return cfg, assumed
 
@@ -260,8 +262,8 @@ def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig,
 def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Assumption]:
     device = cluster.device
     values = {
-        "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name}, data sheet"),
-        "memory_gib": (device.memory_gib, f"GiB that {device.name} has"),
+        "peak_flops": (device.peak_flops, f"dense bf16 FLOP/s of {device.name} in its data sheet"),
+        "memory_gib": (device.memory_gib, f"GiB of {device.name}"),
     }
     names = [name for name in ("gpu", "gpus") if name not in given]
     names += ["mfu", "reserve_gib", "nvlink_gbs", "network_gbs", "gpus_per_node", *values]
@@ -270,15 +272,15 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
         value, why = values.get(name, (getattr(cluster, name), OWN_KEYS[name].metadata["help"]))
         found.append(Assumption(name, value, why, name in given))
     if cfg.precision is Precision.auto:
-        found.append(Assumption("precision", "bf16", "what auto chooses on a GPU"))
+        found.append(Assumption("precision", "bf16", "choice of auto on a GPU"))
     if cfg.compile is None:
-        found.append(Assumption("compile", True, "what null chooses on a GPU"))
+        found.append(Assumption("compile", True, "choice of null on a GPU"))
     if cfg.data.mask_documents:
-        keys, why = cfg.visible_keys, "mean keys that a query sees; FLOPs follow"
+        keys, why = cfg.visible_keys, "mean keys per query; determines FLOPs"
         if keys is None:
             keys, why = (
                 (cfg.seq_len + 1) / 2,
-                "whole sequences; masked documents have fewer FLOPs",
+                "whole sequences; masked documents need fewer FLOPs",
             )
         given_keys = cfg.visible_keys is not None
         found.append(Assumption("data.visible_keys", keys, why, given_keys))
@@ -286,36 +288,36 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
 
 
 def idealised(cfg: TrainConfig) -> dict[str, str]:
-    """List what the plan leaves out, and no key changes."""
+    """Return the idealisations of the plan that no key can change, by topic."""
     found = {
-        "collectives": "at line rate, without latency, one after the other, all hidden behind the "
-        "computation while they take less",
+        "collectives": "at line rate, without latency, one at a time; hidden if faster than the "
+        "computation",
     }
     if cfg.data.mask_documents:
-        found["documents"] = "memory is planned without their masks"
+        found["documents"] = "memory excludes document masks"
     if cfg.model.moe.n_experts:
-        found["routing"] = "assumed balanced: every expert gets equally many tokens"
+        found["routing"] = "assumed balanced: all experts get the same number of tokens"
     return found
 
 
 MORE_GPUS = (2, 4, 8, 16)
-"""Multiples of the number of GPUs that are tried."""
+"""Factors on the number of GPUs to try."""
 
 Words = tuple[str, ...]
-"""The words that a change puts on the command line, in place of words with the same keys."""
+"""Overrides of a change; they replace overrides of the same keys on the command line."""
 
 
 def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
-    """Return `plan` with the fewest changes with which it fits; None if no tried change fits.
+    """Return `plan` with the fewest changes that make the plan fit; None if no tried change fits.
 
-    Of equally many changes, prefer the order of `options`.
+    For equal numbers of changes, prefer the order of `options`.
     """
     outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
     for count in range(1, len(kinds) + 1):
         for chosen in combinations(kinds, count):
             tried = [merged(values) for values in product(*chosen)]
-            # Valid values with the smallest micro-batch are the farthest of all that are valid.
+            # Try the largest valid change first: if it does not fit, smaller changes do not either.
             farthest = next(filter(None, map(outcome_of, reversed(tried))), None)
             if farthest and farthest.fits:
                 return next(made for made in map(outcome_of, tried) if made and made.fits)
@@ -323,15 +325,16 @@ def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
 
 
 def options(plan: RunPlan) -> list[list[Words]]:
-    """List the kinds of possible changes, each with its values from near to far."""
+    """List the kinds of possible changes; the values of a kind are in order of size."""
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
     waits = count > 1 and cfg.parallel.reduce is not Reduce.every
     batch = any(word.startswith("global_batch_size=") for word in plan.overrides)
+    # Without a given batch size, a smaller micro-batch would reduce the batch.
     same = () if batch else (f"global_batch_size={cfg.global_batch_size}",)
     shard, replicas = cfg.parallel.shard, cfg.parallel.replicate
 
-    def shards(times: int) -> Words:  # more replicas would save nothing
+    def shards(times: int) -> Words:  # more replicas save no memory
         if shard == -1:
             return ()
         return (f"parallel.shard={times * shard if replicas == -1 else -1}",)
@@ -347,7 +350,7 @@ def options(plan: RunPlan) -> list[list[Words]]:
 
 
 def merged(values: Iterable[Words]) -> Words:
-    """Join words; of words with one key, the first counts."""
+    """Join overrides; for equal keys, keep the first override."""
     by_key: dict[str, str] = {}
     for word in chain.from_iterable(values):
         by_key.setdefault(key_of_word(word), word)
@@ -355,9 +358,10 @@ def merged(values: Iterable[Words]) -> Words:
 
 
 def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
-    """Plan with other words; None if no such number of ranks can have this batch or mesh.
+    """Return the plan with changed overrides; None if batch or mesh do not fit the number of ranks.
 
-    Return `plan` without a simulation if the state of a rank is too large and the words keep it.
+    If a rank's state alone is too large and the overrides do not change the state, return `plan`
+    without another simulation.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer

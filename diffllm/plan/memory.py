@@ -1,4 +1,4 @@
-"""Memory of a process over time, and its collectives, from the operations on tensors."""
+"""Memory of a process over time, and its collectives, observed from tensor operations."""
 
 import weakref
 from collections import Counter
@@ -22,7 +22,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Collective(Enum):
-    """The kinds of collectives. Their size is that of the larger of input and output, in bytes."""
+    """Kinds of collectives; their size is the larger of input and output, in bytes."""
 
     all_gather = "all-gather"
     reduce_scatter = "reduce-scatter"
@@ -31,7 +31,7 @@ class Collective(Enum):
     broadcast = "broadcast"
 
     def on_the_wire(self, size: int, ranks: int) -> float:
-        """Return the bytes that a rank sends: around a ring, or all to all, to the others."""
+        """Return the bytes that a rank sends in a ring or all-to-all of `ranks` ranks."""
         if self is Collective.broadcast:
             return size
         return (2 if self is Collective.all_reduce else 1) * size * (ranks - 1) / ranks
@@ -48,8 +48,10 @@ class Call(NamedTuple):
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective of an operation, or None; raises NotImplementedError for other kinds of
-    communication."""
+    """Return the collective of an operation, or None without communication.
+
+    Raises NotImplementedError for other kinds of communication.
+    """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
     name = func._schema.name.partition("::")[2].replace("_", "")
@@ -57,7 +59,7 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
         return None
     kind = next((kind for kind in Collective if kind.value.replace("-", "") in name), None)
     if kind is None:
-        raise NotImplementedError(f"what {func} sends cannot be counted")
+        raise NotImplementedError(f"cannot count the bytes that {func} sends")
     size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
     ranks = tuple(sorted(dist.get_process_group_ranks(process_group_of(args))))
     return Call(kind, size, ranks) if len(ranks) > 1 else None
@@ -68,12 +70,12 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def process_group_of(args: tuple) -> dist.ProcessGroup:
-    """Find the process group among the arguments of an operation."""
+    """Return the process group among the arguments of an operation."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(arg)
-            except RuntimeError:  # the operation of a reduction
+            except RuntimeError:  # the argument is the operation of a reduction
                 continue
     name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
     return _resolve_process_group(name)
@@ -86,9 +88,9 @@ class Kind(Enum):
     gradients = "gradients"
     optimizer = "optimizer state"
     activations = "activations"
-    """Results of a forward pass kept for the backward pass."""
+    """Results of a forward pass that the backward pass needs."""
     communication = "communication"
-    """Gathered parameters, gradients on their way to their ranks, buffers of collectives."""
+    """Gathered parameters, gradients before reduction, buffers of collectives."""
     working = "working memory"
     other = "other state"
 
@@ -101,14 +103,14 @@ class MemoryBlock:
 
 
 class Peak(NamedTuple):
-    """The most memory that was in use at once."""
+    """The highest memory use."""
 
     total: int
     """Size in bytes."""
     by_kind: dict[Kind, int]
-    """Bytes of each kind at that moment; they sum to `total`."""
+    """Bytes by kind at the peak, with sum `total`."""
     event: int
-    """The moment, as by `Memory.now`."""
+    """Index of the event at the peak, as in `Memory.now`."""
 
 
 class Memory:
@@ -116,12 +118,11 @@ class Memory:
         self.live: dict[int, MemoryBlock] = {}
         self.events: list[tuple[MemoryBlock, int]] = []
         self.pretended = False
-        """True while new storages have no memory behind them."""
+        """Count new storages as empty while True."""
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Count storages emptied and filled in place, and ignore tensors by which DTensor finds
-        out shapes, in this context."""
+        """In this context, track resized storages and ignore DTensor's shape inference."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -161,7 +162,7 @@ class Memory:
             self.block(tensor).kind = kind
 
     def label_since(self, event: int, kind: Kind) -> None:
-        """Set the kind of live blocks without a kind that came since `event`."""
+        """Set the kind of live blocks without a kind that were allocated since `event`."""
         for block in self.live.values():
             if block.born >= event and block.kind is None:
                 block.kind = kind
@@ -170,7 +171,7 @@ class Memory:
         return len(self.events)
 
     def peak(self, start: int) -> Peak:
-        """Return the highest point since `start`."""
+        """Return the highest memory use since event `start`."""
         totals = list(accumulate((change for _, change in self.events), initial=0))
         at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()
@@ -180,7 +181,7 @@ class Memory:
 
 
 class Observer(TorchDispatchMode):
-    """A context that adds every operation's storages to `memory`, its collectives to `calls`."""
+    """A context that records storages in `memory` and collectives in `calls`."""
 
     supports_higher_order_operators = True
 
@@ -191,17 +192,18 @@ class Observer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code is observed when it runs
+        return True  # compiled code is observed at run time
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # comes back as operations on the tensors inside
+            return NotImplemented  # torch dispatches again with the wrapped tensors
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             if tensor.device.type != "meta":
                 self.memory.block(tensor)
+        # Operations of FSDP copy tensors to and from buffers of collectives.
         moves = getattr(func, "namespace", None) == "fsdp"
         if call := call_of(func, args, out):
             self.calls.append(call)

@@ -1,7 +1,7 @@
-"""A simulated training step of one rank of a cluster.
+"""Simulation of a training step of one rank of a cluster.
 
-The trainer builds and steps the model, on tensors without data and in a process group without
-other processes.
+The code of training builds and steps the model, with tensors without data and in a process group
+without other processes.
 """
 
 import gc
@@ -28,21 +28,21 @@ from diffllm.training.step import Due, train_step
 
 CPU = torch.device("cpu")
 SIMULATED = 2
-"""The number of micro-batches that stand for any number: the last, and one that others follow."""
+"""Maximum number of simulated micro-batches: all but the last are alike, so 2 are enough."""
 EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 
 @dataclass
 class Step:
-    """The needs of one rank's training step, in bytes."""
+    """Memory and collectives of a training step of one rank, in bytes."""
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
-    """Bytes that one forward pass leaves for its backward pass."""
+    """Bytes that one forward pass keeps for the backward pass."""
     peak: Peak
-    """Peak of a step that measures everything that steps measure."""
+    """Peak of a step with all statistics and probes."""
     when: str
     """The part of the step with the peak."""
     calls: list[Call]
@@ -50,18 +50,18 @@ class Step:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Use a process group whose collectives do nothing."""
+    """In this context, use a process group whose collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # the group's puts a rank before each line of a traceback
+        sys.excepthook = hook  # remove the hook that prefixes tracebacks with a rank
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with a GPU's choices that change memory; SDPA stands for all fused kernels."""
+    """Return `cfg` with the GPU's settings that affect memory; SDPA replaces all fused kernels."""
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
     if attention.backend in (Backend.flash, Backend.flex):
@@ -76,7 +76,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """Simulate the step of a rank; raises ConfigError where `world_size` ranks cannot run `cfg`."""
+    """Simulate a step of a rank; raise ConfigError if `world_size` ranks cannot run `cfg`."""
     cfg.check_world(world_size)
     micro, count = cfg.micro_batches(world_size)
     shortened = micro * world_size * min(count, SIMULATED)
@@ -91,12 +91,12 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
 
 
 class Watched:
-    """The steps of a training that was built under an observer."""
+    """Steps of a training that was built under an observer."""
 
     def __init__(self, t: Training, observer: Observer):
         self.t, self.memory, self.calls = t, observer.memory, observer.calls
         self.parts: list[tuple[int, int, str]] = []
-        """Parts of a step: first event, first call and name."""
+        """Parts of a step: index of the first event, index of the first call, and name."""
         self.activations = 0
         states = [value for state in t.optimizer.state.values() for value in state.values()]
         self.memory.label(map(local, t.params.values()), Kind.parameters)
@@ -109,12 +109,12 @@ class Watched:
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
     def step(self, count: int) -> Step:
-        """Observe one step, of which `count` micro-batches are to be reported."""
+        """Observe a step; report the collectives of `count` micro-batches."""
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
         parts = [part for event, _, part in self.parts if event <= peak.event]
-        # All micro-batches but the last send what the first one sent.
+        # All micro-batches except the last have the collectives of the first.
         starts = [call for _, call, part in self.parts if part == FORWARD]
         first = self.calls[starts[0] : starts[1]] if len(starts) > 1 else []
         return Step(

@@ -14,7 +14,7 @@ from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, we
 
 @dataclass(frozen=True)
 class Share:
-    """How many of an arm's ended runs diverged."""
+    """Number of diverged runs among the finished runs of an arm."""
 
     diverged: int
     runs: int
@@ -35,11 +35,11 @@ def diverged_more(own: Share, base: Share) -> bool:
 
 
 def p_more(own: Share, base: Share) -> float:
-    """Return the one-sided p of "own diverges more often".
+    """Return the one-sided p of "own diverges more often", by Fisher's exact test.
 
-    It is Fisher's, and smaller if own always diverges and base never: then it is the largest
-    probability of that outcome for any common probability of divergence, which Fisher's test
-    overstates because it takes the number of diverged runs as given (Barnard, 1945).
+    If all runs of own and no run of base diverged, return a smaller p: the largest probability of
+    this outcome under any common probability of divergence (Barnard, 1945). Fisher's p is larger
+    because it is conditional on the number of diverged runs.
     """
     n, m = own.runs, base.runs
     if own.diverged == n and not base.diverged and n and m:
@@ -52,19 +52,19 @@ def p_more(own: Share, base: Share) -> float:
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """One arm against another, diverged runs included."""
+    """Comparison of the arm `own` with the arm `base`, diverged runs included."""
 
     paired: Gap | None
-    """Over the seeds that ended finite in both; None without any."""
+    """Gap over the seeds with finite losses in both arms; None without such a seed."""
     welch: Gap | None
-    """Over all finite runs of either arm; None if an arm has none."""
+    """Gap over all finite runs of both arms; None if an arm has no finite run."""
     correlation: float | None
     own: Share
     base: Share
 
     @property
     def favours_diverging(self) -> bool:
-        """Whether the gap favours the arm of which a larger share diverged."""
+        """Whether the gap favours the arm with the larger share of diverged runs."""
         if self.paired is None:
             return False
         better, other = (self.own, self.base) if self.paired.mean < 0 else (self.base, self.own)
@@ -72,13 +72,13 @@ class ArmComparison:
 
     @property
     def p(self) -> float | None:
-        """The two-sided p that counts in a family; None without a test."""
+        """Two-sided p for use in a family of tests; None without a test."""
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p
 
     @property
     def p_diverged(self) -> float:
-        """The two-sided p of Fisher's exact test that both arms diverge equally often."""
+        """Two-sided p of Fisher's exact test of "both arms diverge equally often"."""
         if not self.own.diverged and not self.base.diverged:
             return 1.0
         from scipy.stats import fisher_exact
@@ -90,9 +90,10 @@ class ArmComparison:
 def compare_arms(
     own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]
 ) -> ArmComparison:
-    """Compare two arms by the final loss of every finished run, by seed.
+    """Compare two arms by the final losses of all finished runs.
 
-    The loss is None, NaN or infinity if a run diverged.
+    Args:
+        own, base: final loss by seed; None, NaN or infinity if the run diverged.
     """
     first, second = (
         {seed: loss for seed, loss in arm.items() if loss is not None and math.isfinite(loss)}

@@ -1,6 +1,6 @@
 """Bootstrap intervals over held-out documents: of a gap between arms, or of one model's loss.
 
-Other documents would have given another gap, so documents and seeds are both drawn anew.
+A gap depends on the documents as well as on the seeds, so each draw resamples both.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from diffllm.statistics.estimates import CONFIDENCE, Estimate
 
 DRAWS = 2000
 LEAST_SEEDS = 8
-"""Fewest seeds with which the interval covers the truth in more than 90 of 100 cases, even if only
-seeds vary; with fewer it is withheld. docs/statistics.md has the table."""
+"""Fewest seeds for which an interval is shown. With this number, the coverage of the interval is
+above 90% even if only seeds vary. docs/statistics.md has the table."""
 LEAST_DOCUMENTS = 20
 LEAST_OF_ONE = 8
 CELLS = 4_000_000
@@ -21,11 +21,11 @@ Interval = tuple[float, float] | None
 
 
 def withheld(seeds: int, documents: int) -> str:
-    """Return the reason why an interval is withheld; "" if it is not."""
+    """Return the reason why an interval is withheld; "" if the interval is shown."""
     if seeds < LEAST_SEEDS:
-        return f"withheld: with fewer than {LEAST_SEEDS} seeds it can cover less than 90%"
+        return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
     if documents < LEAST_DOCUMENTS:
-        return f"withheld: it takes {LEAST_DOCUMENTS} documents, these are {documents}"
+        return f"withheld: needs {LEAST_DOCUMENTS} documents, has {documents}"
     return ""
 
 
@@ -78,20 +78,21 @@ def drawn_gaps(
 ) -> DrawnGaps:
     """Resample documents and seeds, and compute the gap of each draw, own minus base.
 
-    A draw takes the same documents for both arms and all seeds. It also takes the same seeds for
-    both arms if runs of one seed are a pair. Each draw takes one document and one seed fewer
-    than exist, with replacement: the variance of such a mean is unbiased (Rao and Wu, 1988), which
-    matters with few seeds.
+    A draw uses the same documents for both arms and all seeds, and the same seeds for both arms if
+    `paired`. From n documents (or seeds) a draw takes n - 1 with replacement. The variance of such
+    a mean is unbiased (Rao and Wu, 1988), which matters with few seeds.
 
     Args:
         own, base: (seeds, documents), nats summed over the tokens of each document.
         tokens: (documents,), number of tokens of each document.
-        log: whether the gap is that of the logarithms of the losses.
+        paired: whether runs of equal seed are pairs.
+        log: whether to compute the gap of the logarithms of the losses.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
     weights = np.asarray(tokens, np.float64)
     rng, found = np.random.default_rng(0), []
     for texts in drawn_documents(rng, len(weights), draws):
+        # Paired arms share one draw of seeds, because `drawn * 2` repeats the single entry.
         drawn = [seeds_drawn(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
         losses = [(texts @ side.T) / (texts @ weights)[:, None] for side in sides]
         first, second = (
@@ -111,11 +112,12 @@ def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
 def of_documents(
     nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Return the 95% interval of one model's mean in nats per token over documents; None with fewer
-    than LEAST_OF_ONE documents.
+    """Return the 95% interval of one model's mean in nats per token over documents.
+
+    Return None with fewer than LEAST_OF_ONE documents.
 
     Args:
-        nats: (documents,), summed over the tokens of each; or the difference of two such sums.
+        nats: (documents,), nats summed over each document's tokens, or a difference of such sums.
         tokens: (documents,), number of tokens of each document.
     """
     sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
@@ -125,8 +127,13 @@ def of_documents(
 def of_columns(
     sums: np.ndarray, weights: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> list[Interval]:
-    """Return the intervals of K means as `of_documents`, from sums and weights (documents, K); None
-    for a mean without weight. A draw takes the same documents for all means."""
+    """Return the intervals of K means as in `of_documents`; None for a mean without weight.
+
+    A draw uses the same documents for all means.
+
+    Args:
+        sums, weights: (documents, K).
+    """
     there = (weights > 0).any(1)
     if there.sum() < LEAST_OF_ONE:
         return [None] * sums.shape[1]
@@ -136,13 +143,14 @@ def of_columns(
         found = np.concatenate([(texts @ sums) / (texts @ weights) for texts in draw])
     low, high = central(found, expanded((1 - CONFIDENCE) / 2, len(sums) - 1))
     pairs = zip(low.tolist(), high.tolist(), strict=True)
+    # Without weight a mean is NaN, for which the comparison is false.
     return [pair if pair[0] <= pair[1] else None for pair in pairs]
 
 
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
-    """Draw one document less than there are, `draws` times, in parts that fit into memory.
+    """Draw `documents` - 1 documents with replacement, `draws` times.
 
-    Yields how often each document is drawn, (part of the draws, documents).
+    Yields counts per document, (part of the draws, documents), in parts that fit into memory.
     """
     size = max(1, CELLS // documents)
     for start in range(0, draws, size):

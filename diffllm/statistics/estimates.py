@@ -14,7 +14,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its 95% interval, which a single seed has not."""
+    """A mean over seeds with its 95% interval; a single seed has no interval."""
 
     mean: float
     low: float | None = None
@@ -29,13 +29,13 @@ class Estimate:
 
     @property
     def all_equal(self) -> bool:
-        """Whether seeds do not vary, so that the interval is one point without meaning."""
+        """Whether all seeds have the same value, so that the interval is a meaningless point."""
         return self.low is not None and self.low == self.high
 
     def within(self, low: float, high: float) -> "Estimate":
-        """Limit the interval to the possible values.
+        """Limit the interval to the possible values from `low` to `high`.
 
-        The true value is within these limits, so the coverage does not change.
+        The coverage does not change, because the true value is within these limits.
         """
         if self.low is None or self.high is None:
             return self
@@ -81,7 +81,7 @@ def t_interval(
     mean: float, error: float, df: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
     """Return Student's t interval of a mean from its standard error and degrees of freedom."""
-    from scipy.special import stdtrit  # slow to import, and a single run does not need it
+    from scipy.special import stdtrit  # slow to import, and not needed for a single run
 
     half = float(stdtrit(df, (1 + confidence) / 2)) * error
     return mean - half, mean + half
@@ -89,7 +89,7 @@ def t_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """A number of rare events in a number of steps, one or more."""
+    """Rate of rare events per 1,000 steps, from at least one step."""
 
     count: int
     steps: int
@@ -115,7 +115,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Times:
-    """Tokens after which each run of an arm reached a level, or after which it ended without."""
+    """Tokens at which each run of an arm reached a level, or ended without reaching the level."""
 
     tokens: Sequence[float]
     reached: Sequence[bool]
@@ -137,12 +137,12 @@ class Times:
 
     @property
     def median(self) -> float | None:
-        """Tokens after which half of the runs had reached the level, by Kaplan and Meier's
-        estimate; None if fewer than half do."""
+        """Kaplan-Meier median of the tokens until the level; None if less than half reach it."""
         if not self.count:
             return None
         from scipy.stats import ecdf
 
         missing = ecdf(self.censored).sf
+        # The tolerance includes a survival function that is 0.5 except for rounding.
         half = missing.quantiles[missing.probabilities <= 0.5 + 1e-12]
         return float(half[0]) if len(half) else None

@@ -12,9 +12,9 @@ from diffllm.statistics.estimates import CONFIDENCE, ROUNDING, Estimate, t_inter
 Seed = TypeVar("Seed", bound=Hashable)
 
 ALPHA = 0.05
-"""Probability that a family without any true difference shows one or more by chance."""
+"""Probability that a family of tests without true differences shows at least one difference."""
 FEWEST = 3
-"""Fewest common seeds for a correlation: with two it is always 1 or -1."""
+"""Fewest common seeds for a correlation. With two seeds a correlation is always 1 or -1."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Gap:
 
 
 def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the mean of own - base over common seeds with the paired t test; None without any.
+    """Return the mean of own - base over common seeds, with the paired t test.
 
-    Runs of one seed see the same samples and initial values, so the effect of that draw on both
-    losses cancels in their difference.
+    Return None without common seeds. Runs of equal seed have equal samples and initial values,
+    whose common effect on both losses cancels in the difference.
     """
     first, second = common_seeds(own, base)
     if not len(first):
@@ -91,8 +91,7 @@ def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 
 
 def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the difference of two independent means with Welch's t test; None if an arm is
-    empty."""
+    """Return the difference of independent means, with Welch's t test; None if an arm is empty."""
     first, second = in_seed_order(own), in_seed_order(base)
     sizes = len(first), len(second)
     if not all(sizes):
@@ -103,7 +102,7 @@ def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
     deviations = [float(sample.std(ddof=1)) for sample in (first, second)]
     if max(deviations) <= ROUNDING * largest_magnitude(first, second):
         return Gap(mean, *sizes, 0.0, sum(sizes) - 2, zero_variance=True)
-    unit = max(deviations)  # so that no square underflows, as those of scipy's ttest_ind can
+    unit = max(deviations)  # avoids the underflow of squares in scipy's ttest_ind
     shares = [(d / unit) ** 2 / n for d, n in zip(deviations, sizes, strict=True)]
     df = sum(shares) ** 2 / sum(s**2 / (n - 1) for s, n in zip(shares, sizes, strict=True))
     return Gap(mean, *sizes, unit * math.sqrt(sum(shares)), df)
@@ -122,17 +121,17 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Two one-sided tests (Schuirmann, 1987) of a gap against ± a margin."""
+    """Result of two one-sided tests of a gap against ± a margin (Schuirmann, 1987)."""
 
     p: float
     low: float
     high: float
     inside: bool
-    """Whether this interval lies within ±margin: p is below alpha, or nothing varies."""
+    """Whether the interval from `low` to `high` is within ±margin."""
 
 
 def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
-    """Test whether a gap lies within ±margin; return None without a standard error."""
+    """Test whether a gap is within ±margin; return None without a standard error."""
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
     interval, below, above = gap.interval(1 - 2 * alpha), gap.p_below(margin), gap.p_above(-margin)
@@ -145,8 +144,8 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 def holm(p: Sequence[float]) -> list[float]:
     """Return the adjusted p of a family of tests, in the same order (Holm, 1979).
 
-    The smallest of m is multiplied by m, the next by m - 1, and so on; none becomes smaller than an
-    earlier one, or larger than 1.
+    The smallest of m values is multiplied by m, the next by m - 1, and so on. Adjusted values never
+    decrease in this order and are at most 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")
@@ -167,7 +166,7 @@ def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
     """Return float64 values in order of their seeds; raise ValueError unless all are finite."""
     found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
     if not np.isfinite(found).all():
-        raise ValueError("a loss that is not finite belongs to a diverged run; use compare_arms")
+        raise ValueError("a loss is not finite; use compare_arms for arms with diverged runs")
     return found
 
 

@@ -1,9 +1,8 @@
 """Exact one-sided permutation tests: of signs, of labels, and of times until a level is reached.
 
-p is the share of random assignments whose statistic is at least as large as the observed statistic,
-including ties. Up to `DRAWS` assignments are listed. Otherwise `DRAWS` are drawn with a fixed
-seed, and p is (1 + count) / (1 + draws), which is valid at any number of draws (Phipson and Smyth,
-2010).
+p is the share of assignments whose statistic is at least as large as the observed statistic. If at
+most `DRAWS` assignments exist, all are used. Otherwise `DRAWS` are drawn with a fixed seed, and p
+is (1 + count) / (1 + draws), which is valid for any number of draws (Phipson and Smyth, 2010).
 """
 
 import math
@@ -22,7 +21,7 @@ Array = np.ndarray
 
 
 def sign_flip(differences: Array) -> float:
-    """Return the p of "the mean is above 0" if the sign of every difference is random.
+    """Return p of "the mean is above 0"; under the null hypothesis every sign is random.
 
     Args:
         differences: (n,), one per pair, minus the bound of the test.
@@ -31,7 +30,7 @@ def sign_flip(differences: Array) -> float:
 
 
 def label(own: Array, base: Array) -> float:
-    """Return the p of "own is larger in the mean" if the labels of all values are random.
+    """Return p of "own has the larger mean"; under the null hypothesis the labels are random.
 
     Args:
         own, base: (n,) and (m,), values of two independent samples.
@@ -41,11 +40,11 @@ def label(own: Array, base: Array) -> float:
 
 
 def log_rank(own: Times, base: Times) -> float | None:
-    """Return the p of "own reaches the level sooner"; None if no run reaches it.
+    """Return p of "own reaches the level sooner"; None if no run reaches the level.
 
-    The statistic is that of the log-rank test: observed minus expected events of `own`. It equals
-    the sum of the runs' scores (event minus Nelson-Aalen hazard). Scores do not depend on labels,
-    so a random assignment of labels needs no new hazards.
+    The log-rank statistic, observed minus expected events of `own`, equals the sum of the scores of
+    its runs (event minus Nelson-Aalen hazard). Scores do not depend on labels, so they are computed
+    once for all assignments.
     """
     if not own.count + base.count or not own.tokens or not base.tokens:
         return None
@@ -60,7 +59,7 @@ def log_rank(own: Times, base: Times) -> float | None:
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
-    """Return the share of assignments, the observed one first, with at least the observed sum."""
+    """Return the share of assignments whose sum is at least the observed sum, which is first."""
     sums = assignments @ values
     enough = sums[0] - ROUNDING * np.abs(values).sum()
     return float((sums >= enough).mean())
@@ -68,8 +67,9 @@ def share_as_large(values: Array, assignments: Array) -> float:
 
 @cache
 def signs(n: int) -> Array:
-    """Return sign assignments (count, n), the observed one first."""
+    """Return sign assignments (count, n), the observed assignment first."""
     if 2**n <= DRAWS:
+        # Bit j of row i is the sign of difference j; row 0 has only positive signs.
         return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
     drawn = np.random.default_rng(n).integers(0, 2, (DRAWS, n))
     return np.concatenate([np.ones((1, n)), 1.0 - 2.0 * drawn])
@@ -77,7 +77,10 @@ def signs(n: int) -> Array:
 
 @cache
 def chosen(n: int, total: int) -> Array:
-    """Return choices of n of `total` places as 0 and 1, (count, total), the first n first."""
+    """Return choices of n of `total` places as 0 and 1, (count, total).
+
+    The first choice, which is the observed assignment, has the first n places.
+    """
     if math.comb(total, n) <= DRAWS:
         places = np.array([*combinations(range(total), n)])
     else:

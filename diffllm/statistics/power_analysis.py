@@ -12,27 +12,31 @@ from diffllm.statistics.seed_variance import SeedSpread
 MOST_SEEDS = 100_000
 SLICES = 64
 CERTAIN = 30.0
-"""Noncentrality beyond the critical value from which a test is certain to find a gap."""
+"""If the noncentrality exceeds the critical value by this much, the power is 1."""
 FAR = 4.5
-"""Noncentrality from which no gap is found with the wrong sign (less than one in 100,000), and
-scipy's value for it can be NaN."""
+"""From this noncentrality the probability of a gap of the wrong sign is ignored. The probability is
+below 1e-5, and scipy's value can be NaN."""
 
 
 def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
     """Return the probability that Welch's test of two samples of equal size and spread finds a gap.
 
-    Its t is Student's with 2n - 2 degrees of freedom, but its critical value uses the smaller
-    estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both variances. This
-    is a mean over r, which has a Beta((n - 1) / 2, (n - 1) / 2) distribution independent of t.
+    The test statistic is Student's t with 2n - 2 degrees of freedom. The critical value uses the
+    smaller estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both
+    variances. The power is a mean over r, which has a Beta((n - 1) / 2, (n - 1) / 2) distribution
+    independent of t.
 
-    `gap` is the true difference of means, `sd` the deviation between the `seeds` (n) of an arm.
+    Args:
+        gap: true difference of means.
+        sd: standard deviation between the seeds of an arm.
+        seeds: number n of seeds per arm.
     """
     noncentrality = abs(gap) / (sd * math.sqrt(2 / seeds))
     return t_power(noncentrality, 2 * seeds - 2, welch_df(seeds), alpha, sides)
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the power of a paired t test; `sd` is that of the differences of pairs."""
+    """Return the power of a paired t test; `sd` is the deviation of paired differences."""
     df = seeds - 1
     return t_power(abs(gap) / (sd / math.sqrt(seeds)), df, np.array([df]), alpha, sides)
 
@@ -47,7 +51,7 @@ def welch_df(seeds: int) -> np.ndarray:
 
 
 def slices() -> np.ndarray:
-    """Return the middles (SLICES,) of equally likely parts of a distribution."""
+    """Return the middle probabilities (SLICES,) of equally likely parts of a distribution."""
     return (np.arange(SLICES) + 0.5) / SLICES
 
 
@@ -76,7 +80,7 @@ def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float =
 
 
 def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return `welch_equivalence_power` for paired tests; `sd` is that of paired differences."""
+    """Return the power of paired equivalence tests; `sd` is the deviation of paired differences."""
     df = seeds - 1
     return two_tests_power(margin / (sd / math.sqrt(seeds)), df, np.array([df]), alpha)
 
@@ -86,9 +90,9 @@ def two_tests_power(
 ) -> float:
     """Return the probability that two one-sided t tests show equivalence at a true gap of 0.
 
-    They show equivalence if the measured gap is closer to 0 than the margin minus the critical
-    value times the estimated standard error. The result is the mean
-    over that estimate and over `judged_by`.
+    The tests show equivalence if the magnitude of the measured gap is below the margin minus the
+    critical value times the estimated standard error. The result is the mean over that estimate and
+    over `judged_by`, the degrees of freedom of the critical value.
     """
     from scipy.special import chdtri, ndtr, stdtrit
 
@@ -125,12 +129,14 @@ def chance_of_less(
     wanted: float,
     less: float,
 ) -> float | None:
-    """Return how often a pilot recommends so few seeds that their true power is below `less`.
+    """Return the probability that a pilot recommends too few seeds: true power below `less`.
 
-    A pilot of `pilot.df` degrees of freedom estimates a true standard deviation of `pilot.sd`. It
-    recommends the fewest seeds with power `wanted` at the estimate times `scale`.
-    Their number rises with the estimate, so their power is below `less` up to one estimate, whose
-    square has a chi-square distribution. None if no number up to MOST_SEEDS has the power `less`.
+    A pilot with `pilot.df` degrees of freedom estimates a true standard deviation of `pilot.sd`.
+    The pilot recommends the fewest seeds with power `wanted` at the estimate times `scale`. This
+    number rises with the estimate, so all estimates below a threshold lead to too few seeds. The
+    squared estimate has a chi-square distribution.
+
+    Return None if no number of seeds up to MOST_SEEDS has the power `less`.
 
     Args:
         power: function of a standard deviation and a number of seeds.
@@ -150,7 +156,7 @@ def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> 
     """Return the standard deviation at which a decreasing power equals `wanted`.
 
     Args:
-        start: where the search starts.
+        start: standard deviation at which the search starts.
     """
     from scipy.optimize import brentq
 

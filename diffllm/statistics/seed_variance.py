@@ -9,7 +9,7 @@ from diffllm.statistics.estimates import CONFIDENCE, ROUNDING
 from diffllm.statistics.gap_tests import Seed, in_seed_order, largest_magnitude
 
 UPPER = 0.8
-"""Confidence of the upper limit from which seeds are planned."""
+"""Confidence of the upper limit that is used to plan the number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class SeedSpread:
     def upper(self) -> float:
         """Upper one-sided 80% confidence limit of the standard deviation.
 
-        Browne (Statistics in Medicine 14, 1995) plans with such a limit: the planned power is
-        reached with that confidence. 80% is the usual choice (Whitehead et al., Statistical Methods
-        in Medical Research 25, 2016).
+        A plan with this limit reaches its power with 80% confidence (Browne, Statistics in Medicine
+        14, 1995). 80% is the usual choice (Whitehead et al., Statistical Methods in Medical
+        Research 25, 2016).
         """
         from scipy.special import chdtri
 
@@ -42,7 +42,10 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between seeds, pooled over arms; None if no arm has two."""
+    """Return the standard deviation between seeds, pooled over arms.
+
+    Return None if no arm has two seeds.
+    """
     samples = [in_seed_order(arm) for arm in arms if len(arm) > 1]
     if not samples:
         return None
@@ -61,16 +64,16 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What pairing arms by seed gains."""
+    """Spread of paired differences, and correlation of arms over seeds."""
 
     differences: SeedSpread
     correlation: float | None
-    """Pearson's correlation of arms over seeds, pooled over arms; None if nothing varies."""
+    """Pearson's correlation of arms over seeds, pooled over arms; None without any variance."""
     seeds: int
 
 
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
-    """Return the variance of paired differences over common seeds; None with fewer than two."""
+    """Return the spread of paired differences; None with fewer than two arms or common seeds."""
     if len(arms) < 2:
         return None
     seeds = sorted(set.intersection(*(set(arm) for arm in arms)))  # type: ignore[type-var]

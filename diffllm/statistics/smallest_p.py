@@ -1,4 +1,4 @@
-"""The smallest p that an exact permutation test can reach with a number of seeds."""
+"""Smallest p of an exact permutation test for a given number of seeds."""
 
 import math
 
@@ -9,15 +9,15 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
     """Return the p of the clearest possible result. A two-sided p is twice the one-sided p.
 
     Args:
-        test: "paired" flips the signs of the differences of pairs, "welch" and "log_rank" permute
-            the labels of both arms.
+        test: "paired" flips the signs of paired differences; "welch" and "log_rank" permute the
+            labels of both arms.
     """
     if test == "paired":
         assignments = 2 ** min(own_seeds, base_seeds)
     elif test in ("welch", "log_rank"):
         assignments = math.comb(own_seeds + base_seeds, own_seeds)
     else:
-        raise ValueError(f"test={test} is not one of paired, welch, log_rank")
+        raise ValueError(f"test={test} must be paired, welch or log_rank")
     one_sided = 1 / assignments if assignments <= DRAWS else 1 / (1 + DRAWS)
     return min(1.0, sides * one_sided)
 

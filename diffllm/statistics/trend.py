@@ -1,8 +1,8 @@
 """Trends: whether the gap between two arms grows or shrinks along tokens, parameters or positions.
 
-Every run has a least-squares line over log2 of x. All runs share the same x, so the slope of a gap
-is the difference of two slopes. Seeds are the unit of all tests: noise along one curve may be
-correlated without any effect on their coverage.
+A least-squares line over log2 of x is fitted to every run. All runs share the same x, so the slope
+of a gap is the difference of two slopes. Seeds are the unit of all tests, so correlated noise along
+one curve does not affect the coverage.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """The slope of a gap, own minus base, and the line of the mean gap at both ends."""
+    """Slope of a gap, own minus base, and the mean gap on the line at the first and last x."""
 
     slope: Gap
     start: float
@@ -42,9 +42,12 @@ class Trend:
 
 
 def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
-    """Fit y (n,) over log2 x (n,) by least squares; raises ValueError without three values of x."""
+    """Fit y (n,) over log2 x (n,) by least squares.
+
+    Raises ValueError unless x has at least three different values, all above 0.
+    """
     if len(np.unique(x)) < FEWEST_POINTS or not (x > 0).all():
-        raise ValueError(f"a trend needs {FEWEST_POINTS} or more different values above 0")
+        raise ValueError(f"a trend needs at least {FEWEST_POINTS} different x, all above 0")
     doublings = np.log2(x)
     centred = doublings - doublings.mean()
     slope = float(centred @ y / (centred @ centred))
@@ -60,10 +63,10 @@ def gap_trend(
 ) -> Trend | None:
     """Return the trend of a gap over increasing x (n,), by the test `paired` or `welch`.
 
-    Args:
-        own, base: values (n,) of each run, by seed; finite.
+    Return None if the test has no runs. The slope of a single seed has no interval.
 
-    Returns None if the test has no runs. A single seed has a slope without an interval.
+    Args:
+        own, base: finite values (n,) of each run, by seed.
     """
     first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
     slope, start, end = (
@@ -78,9 +81,9 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x (n,) at which every curve is finite, and the values of each curve there, (n,).
+    """Return the x (n,) at which all curves are finite, and the values (n,) of each curve.
 
-    x below the share `window` of the last common x are ignored.
+    x below `window` times the last common x are ignored.
     """
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)

@@ -1,1 +1,1 @@
-"""A run, from a typed config to a summary; `start.py` is the way in."""
+"""A run, from a typed config to a summary; `run.py` is the entry point."""

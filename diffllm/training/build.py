@@ -27,7 +27,7 @@ class Training:
     cfg: TrainConfig
     device: torch.device
     meshes: Meshes
-    model: Any  # a Transformer, on several ranks an FSDPModule too
+    model: Any  # A Transformer; on several ranks also an FSDPModule.
     weights: Weights
     params: dict[str, Tensor]
     """The float32 parameters by name: sharded, replicated or whole."""
@@ -42,16 +42,16 @@ class Training:
     """Tokens of the global batch, ignored targets included."""
     compiled: bool
     documents: Callable[[Tensor], Documents] | None = None
-    """Finds the documents of a batch (b, T), both on the CPU; None if they are not masked."""
+    """Finds the documents in inputs (b, T) on the CPU; None if documents are not masked."""
     ignores_targets: bool = False
-    """Whether some targets may be negative, so that a step must count the others."""
+    """Whether targets may be negative (ignored); a step then counts the remaining targets."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.choices["precision"].value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds as tensors, by flat name."""
+        """Return all tensors of a checkpoint by flat name, `model.*` and `optim.*`."""
         model = {**self.params, **self.model.router_state()}
         optim = optimizer_tensors(self.optimizer, self.params)
         tensors = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
@@ -73,11 +73,12 @@ def build(
     ignores_targets: bool = False,
     compile: AutoSetting | None = None,
 ) -> Training:
-    """Build the sharded, initialised model and its optimizer; needs a process group.
+    """Build the sharded, initialised model and its optimizer. Every rank must call this.
 
     Args:
-        document_end: the token that ends a document; None: documents are not masked.
-        compile: whether to compile; chosen as for a short run by default.
+        document_end: id of the token that ends documents; None does not mask documents.
+        ignores_targets: as in `Training`.
+        compile: whether to compile, with the reason; None chooses as for a short run.
     """
     sharded = sharded_model(cfg, device, compile=compile)
     t = allocated(cfg, device, sharded, document_end, ignores_targets)
@@ -92,9 +93,9 @@ def sharded_model(
     splits: Splits = exchanged_splits,
     compile: AutoSetting | None = None,
 ) -> ShardedModel:
-    """Make the model on the meta device, wrapped for training on `device`; needs a process group.
+    """Create the model on the meta device, wrapped for training on `device`.
 
-    `splits` returns the number of rows that experts get from other ranks.
+    Every rank must call this. `splits` sizes the exchange of rows between ranks with experts.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -111,7 +112,10 @@ def allocated(
     document_end: int | None = None,
     ignores_targets: bool = False,
 ) -> Training:
-    """Allocate the model on `device`, with uninitialised parameters, and its optimizer."""
+    """Allocate the uninitialised parameters of `sharded` on `device`, and the optimizer.
+
+    Other arguments are as in `build`.
+    """
     model, meshes, choices = sharded
     model.to_empty(device=device)
     dtype: torch.dtype = choices["precision"].value
@@ -170,7 +174,7 @@ def chosen_compile(
 
     Args:
         flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
-        kept: the choice in the checkpoint that the run resumes, which a CPU keeps.
+        kept: the choice in the resumed checkpoint, which a run on a CPU keeps.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
@@ -186,9 +190,13 @@ def chosen_compile(
 
 
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
-    """Decide whether to compile, alike for all variants of a shape. Every rank must call this."""
+    """Decide whether to compile; all variants of a shape get the same answer.
+
+    Every rank must call this. `kept` is the choice in the resumed checkpoint, if any.
+    """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
-    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim  # about
+    # An estimate from the shape alone, so that all variants of the shape decide alike.
+    weights = 12 * model.n_layers * model.dim**2 + model.vocab_size * model.dim
     flops = 6 * tokens * weights / dist.get_world_size()
     choice = chosen_compile(cfg.compile, device, flops, kept)
     everywhere = torch.tensor(int(choice.value), device=device)
@@ -199,10 +207,10 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
 
 
 def compiler_fault() -> str:
-    """Say why Inductor cannot compile for this CPU, in one line; empty if it can."""
+    """Return in one line why Inductor cannot compile for this CPU; "" if it can."""
     try:
         torch.compile(torch.sin, fullgraph=True)(torch.ones(1))
-    except Exception as error:  # no compiler, a broken one, no headers, a full disk
+    except Exception as error:  # For example a missing compiler, missing headers or a full disk.
         cause = str(error).strip().splitlines() or [repr(error)]
         return f"torch.compile fails: {cause[0]}"
     return ""

@@ -1,4 +1,4 @@
-"""Conditions of a start: data, tokenizer and weights that fit the model."""
+"""Checks before a run starts: data, tokenizer and weights must fit the model."""
 
 import shlex
 from dataclasses import replace
@@ -42,7 +42,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return hashes that identify the tokens prepared on a machine."""
+    """Return hashes that identify the corpus, its tokenizer and its tokens."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -54,8 +54,11 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 
 
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
-    """Raise DataError if the corpus is too short for one sequence, has more pieces than the model,
-    or has nothing to predict in a sample that is evaluated."""
+    """Raise DataError if the corpus does not fit the model.
+
+    The corpus may be shorter than one sequence, have more pieces than the model, or have no targets
+    in a held-out sample.
+    """
     if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
         raise DataError(f"the corpus has {pieces:,} pieces, more than model.vocab_size={most}")
     for source, part in {"": data, **data.sources}.items():
@@ -73,19 +76,19 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
         batches = heldout_batches(stream, cfg.seq_len, 1, sequences, eos_id=eos_id)
         if stream.masked and not any((targets >= 0).any() for _, targets in batches):
             raise DataError(
-                f"the held-out sample{f' of {name}' * bool(name)} has {sequences} sequences and "
-                "nothing to predict; use a larger eval.sequences or data.heldout_fraction"
+                f"the held-out sample{f' of {name}' * bool(name)} has {sequences} sequences but no "
+                "targets; use a larger eval.sequences or data.heldout_fraction"
             )
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError unless `model.attention` is of the class that the config was made with."""
+    """Raise ConfigError unless `model.attention` has the class that `attention=NAME` selected."""
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
             f"model.attention is of class {attention.__name__}, but the config was composed with "
-            f"attention={name}, which is {expected.__name__}; compose with attention=<its name>"
+            f"attention={name}, which is {expected.__name__}; compose with the matching attention="
         )
 
 
@@ -104,8 +107,10 @@ def weights_of(cfg: TrainConfig) -> Path | None:
     if there is not here:
         own = cfg.run.choices["attention"]
         convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={own}"])
-        hint = f"; {convert} out=... converts" * (own in TARGETS)
-        raise ConfigError(f"{path} has attention={origin.attention}, and the run {own}{hint}")
+        hint = f"; to convert: {convert} out=..." * (own in TARGETS)
+        raise ConfigError(
+            f"{path} has attention={origin.attention}, but the run has attention={own}{hint}"
+        )
     checkpoint = origin.checkpoint()
     if checkpoint:
         state = read_state(checkpoint)
@@ -118,12 +123,15 @@ def weights_of(cfg: TrainConfig) -> Path | None:
 
 
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
-    """Raise ConfigError if the data is of another tokenizer than the weights, unless
-    run.allow_changes contains `tokenizer`."""
+    """Raise ConfigError if the data has a different tokenizer than the weights.
+
+    `tokenizer` in run.allow_changes skips the check.
+    """
     if is_allowed("tokenizer", cfg.run.allow_changes):
         return
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
         raise ConfigError(
-            f"the data is of another tokenizer than {path}; run.allow_changes=[{allowed}] allows it"
+            f"the data has a different tokenizer than {path}; to allow this: "
+            f"run.allow_changes=[{allowed}]"
         )

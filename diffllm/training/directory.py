@@ -44,38 +44,50 @@ NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
-    """Rank 0's lock on a run directory; raises ConfigError if it is in use or cannot be written."""
+    """Rank 0's lock on a run directory, and access to its files.
+
+    Raises ConfigError if the directory is in use or cannot be written.
+    """
 
     def __init__(self, path: Path, cfg: TrainConfig):
         self.path, self.cfg = path, cfg
         self.changes: Changes = {}
         self.made = missing(path)
-        # The run of a killed sweep or study may still save: wait for its lock.
+        # Jobs of a sweep wait for the lock: the same run of a killed sweep may still save.
         self.lock = hold(path, "run directory", "run.dir=...", "DIFFLLM_SWEEP_JOB" in os.environ)
 
     def check(self) -> None:
-        """Compare the config with the existing run, if any; write no file."""
+        """Compare the config with the existing run, if any; write no file.
+
+        Raises ConfigError if the run cannot resume with this config, and CheckpointError for files
+        of the wrong type.
+        """
         check_kind(self.path, "run", "run.dir" if self.cfg.run.dir else "run.name")
         check_own_files(self.path)
         if self.cfg.resume == "never" and self.has_run:
-            raise ConfigError(f"{self.path} holds a run and resume=never; use another run.name")
+            raise ConfigError(
+                f"the run {self.path} exists, but resume=never; choose another run.name"
+            )
         if not self.config_file.is_file():
             if self.has_run:
-                raise ConfigError(f"{self.path} holds files but no config.yaml: not a run of ours")
+                raise ConfigError(
+                    f"{self.path} has metrics.jsonl or checkpoints but no config.yaml; "
+                    "choose another run.name"
+                )
             return
         changes = differences(self.path, self.cfg)
         allowed = self.cfg.run.allow_changes
         if refused := [key for key in changes if not is_allowed(key, allowed)]:
             raise ConfigError(
-                f"{self.path} is a run with {what_differs(changes)}; choose another run.name, or "
+                f"{self.path} was made with {what_differs(changes)}; choose another run.name, or "
                 f"resume with run.allow_changes=[{','.join([*allowed, *refused])}]"
             )
         self.changes = changes
         done = steps_made(self.path) or 0
         if done > self.cfg.steps or (done == self.cfg.steps and changes):
             raise ConfigError(
-                f"{self.path} has made {done} steps, and nothing of it can be made otherwise "
-                f"({changes_text(changes)}); choose another run.name, or more steps"
+                f"{self.path} is already at step {done}; these settings can no longer change: "
+                f"{changes_text(changes)}; choose another run.name, or more steps"
             )
 
     @property
@@ -92,18 +104,19 @@ class RunDirectory:
 
     def saved(self) -> str:
         newest = self.checkpoints[-1:]
-        return f"the newest checkpoint is {newest[0]}" if newest else "nothing is saved"
+        return f"the newest checkpoint is {newest[0]}" if newest else "no checkpoint is saved"
 
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
-        """Begin the run, or resume it after `step`; `changes` are those of the data order."""
+        """Begin the run, or resume after `step`; `changes` are changes to the data order."""
         self.changes |= changes or {}
-        if self.changes:  # before config.yaml: its old values are lost then
+        if self.changes:  # Record changes first: writing config.yaml discards the old values.
             lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
             write_atomic(self.path / "changes.jsonl", text)
-        (self.path / "summary.json").unlink(missing_ok=True)  # of a run that was shorter
-        if not self.checkpoints:
-            (self.path / SAVED).unlink(missing_ok=True)  # it claims a checkpoint
+        # The summary may come from the same run with fewer steps.
+        (self.path / "summary.json").unlink(missing_ok=True)
+        if not self.checkpoints:  # saved.json would name a checkpoint that does not exist.
+            (self.path / SAVED).unlink(missing_ok=True)
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         if "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
             files = tokenizer_files(tokenizer)
@@ -115,15 +128,15 @@ class RunDirectory:
             remove(leftover)
 
     def withdraw(self) -> None:
-        """Release the lock; remove the files that this process created if no step was trained."""
+        """Release the lock; remove files that this process created if no step was trained."""
         if not self.has_run:
             take_back(self.path, self.made)
-        elif not self.config_file.is_file():  # not a run of ours
+        elif not self.config_file.is_file():  # Foreign files: remove only the lock file.
             take_back(self.path, self.made[:1])
         self.lock.release()
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
-        """Write run.json for the latest start; a resumed run keeps `FOR_GOOD`."""
+        """Write run.json for this start; with `continues`, keep the old values of `FOR_GOOD`."""
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}
         kept = {key: before[key] for key in FOR_GOOD if key in before}
@@ -134,7 +147,7 @@ class RunDirectory:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return "run", "sweep" or "study" for a directory of one, else None."""
+    """Return the kind of a directory, "run", "sweep" or "study"; None for other directories."""
     if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
         return "run"
     if (record := read_record(path / "sweep.json")) is None:
@@ -143,24 +156,24 @@ def kind_of(path: Path) -> str | None:
 
 
 def check_kind(path: Path, kind: str, key: str) -> None:
-    """Raise ConfigError, which names `key`, for the directory of anything but a `kind`."""
+    """Raise ConfigError, which names `key`, if `path` has a kind other than `kind`."""
     if (found := kind_of(path)) not in (None, kind):
         raise ConfigError(f"{path} is a {found}, not a {kind}; choose another {key}")
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError for a link in place of a file, or a file in place of a directory."""
+    """Raise CheckpointError if a link replaces a file, or a file replaces a directory."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
             raise CheckpointError(f"{file} {wrong}; move it away, or choose another run.name")
     for name in DIRECTORIES:
         place = run / name
         if os.path.lexists(place) and not place.is_dir():
-            raise CheckpointError(f"{place} is not a directory: move it away, or mount its disk")
+            raise CheckpointError(f"{place} is not a directory; move it away, or mount its disk")
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the summary if the run has ended and `cfg` does not resume it."""
+    """Return the summary if the run has ended and `cfg` does not train it further; else None."""
     found = read_ending(path)
     if found and found.get("stopped"):
         return None if differences(path, cfg, NO_WAY_ON) else found
@@ -168,21 +181,27 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def steps_made(path: Path) -> int | None:
-    """Return the steps of a finished run, else None; raises CheckpointError if they are missing."""
+    """Return the number of steps of a finished run; None for an unfinished run.
+
+    Raises CheckpointError if summary.json lacks the number.
+    """
     summary = read_summary(path)
     if summary is None:
         return None
     steps = summary.get("steps")
     if steps is None:
-        raise CheckpointError(f"{path / 'summary.json'} has no steps")
+        raise CheckpointError(f"{path / 'summary.json'} has no value for steps")
     return int(steps)
 
 
 def choose_path(cfg: TrainConfig) -> Path:
-    """Return run.dir or outputs/[<sweep>/]<name>; the default name is variant and time."""
+    """Return run.dir or outputs/[<sweep>/]<name>; the default name has variant and time.
+
+    Raises ConfigError for an invalid name.
+    """
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
-        raise ConfigError(f"run.sweep={cfg.run.sweep} is a sweep; -m resumes it")
+        raise ConfigError(f"run.sweep={cfg.run.sweep} already exists; to resume the sweep, add -m")
     if name is None:
         chosen = cfg.run.choices
         kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]
@@ -190,8 +209,8 @@ def choose_path(cfg: TrainConfig) -> Path:
     for key, part in (("run.name", name), ("run.sweep", cfg.run.sweep or "none")):
         if not NAME.fullmatch(part) or len(part.encode()) > LONGEST_NAME:
             raise ConfigError(
-                f"{key}={part!r} must be letters, digits and _ . , + -, not begin with a dot, and "
-                f"have at most {LONGEST_NAME} bytes"
+                f"{key}={part!r} must contain only letters, digits and _ . , + -, must not begin "
+                f"with a dot, and may have at most {LONGEST_NAME} bytes"
             )
     if cfg.run.dir:
         return user_path(cfg.run.dir, "run.dir")
@@ -202,7 +221,7 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Lock a run's directory; an unnamed run gets an unused one."""
+    """Lock the run directory; a run without a name gets a new directory."""
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)
@@ -216,5 +235,5 @@ def claim_directory(cfg: TrainConfig) -> RunDirectory:
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
-    """Write the marker for a launch script; `step` is the last saved one."""
+    """Write the file `requeue` for the launch script; `step` is the last saved step."""
     write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

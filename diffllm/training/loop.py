@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 def train_loop(
     t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
 ) -> Trained:
-    """Train until cfg.steps, a signal, divergence or unreadable data; then save the last step.
+    """Train until cfg.steps, a signal, divergence or unreadable data; then save a checkpoint.
 
     Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
     """
@@ -56,7 +56,7 @@ def train_loop(
     agreement = Agreement(here.stop, cfg.distributed.timeout)
     here.stop.deferred = True
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))
-    if agreement.delay:  # fill the pipeline: flags arrive one step later
+    if agreement.delay:  # Fill the pipeline: flags arrive one step later.
         exchange(agreement, out.checkpoints, loader, cfg.steps - state.step, watch)
     agreed, failure, diverged = Agreed(None, False, False), None, None
     while state.step < cfg.steps and not (agreed.stopping or agreed.failed or failure or diverged):
@@ -76,7 +76,8 @@ def train_loop(
                 values, failure = measure(t, data, tasks, now)
         ends = bool(now.last or agreed.stopping or agreed.failed or failure)
         saves = ends or now.save or agreed.save
-        if values or now.log or saves:  # a checkpoint holds the spike counts up to its step
+        # `write` updates the spike counts, which a checkpoint contains.
+        if values or now.log or saves:
             record.write(step, values, loader if now.log else None)
         if now.log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
             skips = state.spikes.longest_skip
@@ -110,7 +111,7 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 def exchange(
     agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
-    """Read `agreement.delay` steps further ahead, and agree with other ranks on what follows."""
+    """Read `agreement.delay` more steps of batches ahead, and exchange flags with all ranks."""
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)
 

@@ -26,7 +26,10 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Return the values that are due, and an error if a rank has one. Every rank must call this."""
+    """Return the values due at this step by metric name, and the error if any rank failed.
+
+    Every rank must call this.
+    """
     values: dict[str, float] = {}
     failure = None
     if due.sample:
@@ -45,14 +48,17 @@ def measure(
 
 
 def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """Return (source, data, sequences) of each held-out sample; "" stands for all data."""
+    """Return (source, data, number of sequences) of each held-out sample; source "": all data."""
     wanted = cfg.eval.sequences
     share = -(-wanted // max(1, len(data.sources)))
     return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
 
 
 def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
-    """Compute a loss in nats per token, or raise AgreedByAll. Every rank must call this."""
+    """Compute the loss of a held-out sample in nats per token.
+
+    Raises AgreedByAll if a rank cannot read its batches. Every rank must call this.
+    """
     cfg = t.cfg
     tokens = data.manifest.splits["heldout"].tokens
     sequences = min(sequences, (tokens - 1) // cfg.seq_len)

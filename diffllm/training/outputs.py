@@ -39,7 +39,7 @@ def open_outputs(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
     """Describe the run on disk and in wandb, and open all outputs. Every rank must call this."""
-    from diffllm.checkpoint.writer import Checkpointer  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
     _, sinks = here.world.broadcast_and_keep(
         "outputs", lambda: (None, open_sinks(cfg, here, claimed, state, facts))
@@ -76,7 +76,7 @@ def give_up(out: Outputs, error: UserError) -> None:
         out.sinks.close()
         out.sinks.wandb.finish(exit_code=1)
     if isinstance(error, AgreedByAll):
-        dist.barrier()  # a launcher ends rank 0 as soon as another rank has ended
+        dist.barrier()  # A launcher kills rank 0 as soon as another rank exits.
 
 
 def say_stopped(
@@ -87,12 +87,13 @@ def say_stopped(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Close the outputs of a stopped run; after SIGTERM or SIGUSR1, write the requeue marker."""
+    """Close the outputs of a stopped run; after SIGTERM or SIGUSR1, write the file `requeue`."""
     if claimed.directory and number in REQUEUE:
         request_requeue(claimed.path, number, step)
     with_name = "" if cfg.run.dir or cfg.run.name else f" with run.dir={claimed.path}"
     here.display.print(
-        f"stopped by {number.name} after step {step}, saved; the same command{with_name} continues"
+        f"stopped by {number.name} after step {step}, saved; "
+        f"the same command{with_name} resumes the run"
     )
     if out.sinks:
         out.sinks.close()
@@ -107,7 +108,7 @@ def finish(
     losses: DocumentLosses | None,
     report: Report | None,
 ) -> None:
-    """Write and show the results of a run that has ended; on rank 0 only."""
+    """On rank 0, write and print the results of a finished run; do nothing on other ranks."""
     if not claimed.directory or not out.sinks:
         return
     out.sinks.close()
@@ -127,8 +128,8 @@ def sample(t: Training, data: Prepared) -> str:
     else:
         prompt = data.split("heldout").tokens(0, 16).tolist()
     prompt = prompt[: max(1, t.cfg.seq_len // 2)]
-    # Ranks that share experts call the model together. Rounding may differ between ranks, so one
-    # could draw the end of text before another: no rank stops there.
+    # Ranks that share experts must call the model equally often. Rounding may differ between
+    # ranks, so ranks may draw the end of text at different positions: no rank stops there.
     together = dist.get_world_size() > 1
     with torch.compiler.set_stance("force_eager"):
         (tokens,) = generate(

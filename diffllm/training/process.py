@@ -1,4 +1,4 @@
-"""This process in a run: its state, its end, and its provenance for run.json."""
+"""State of this process in a run, its cleanup, and its provenance for run.json."""
 
 import contextlib
 import importlib.metadata
@@ -42,7 +42,7 @@ class Process(NamedTuple):
 def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
     watch, log = Watch(world, cfg.distributed.timeout, stop), RunLog()
     display = Display(cfg.steps, enabled=world.rank == 0, log=log)
-    if not in_sweep():  # a sweep logs the stderr of its jobs
+    if not in_sweep():  # A sweep logs the stderr of its jobs itself.
         log.copy_stderr(errors_only=world.rank > 0)
         if world.rank == 0:
             when, host = time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname()
@@ -51,7 +51,7 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 
 
 def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
-    """End this process's part in a run, with or without an error."""
+    """Leave a run, with or without an error: log the error, tell other ranks, release the lock."""
     try:
         if error is None:
             here.watch.close()
@@ -60,12 +60,13 @@ def leave(here: Process, error: BaseException | None, directory: RunDirectory | 
     finally:
         here.display.stop()
         rank = here.world.rank
-        of_all = isinstance(error, (AgreedError, ConfigError, StoppedEarly))  # rank 0 logs those
+        # All ranks have these errors; only rank 0 logs them.
+        of_all = isinstance(error, (AgreedError, ConfigError, StoppedEarly))
         if error is not None and not in_sweep() and not (rank and of_all):
             if isinstance(error, StoppedEarly):
                 text = f"stopped by {error.args[0].name} before the first step\n"
             elif isinstance(error, KeyboardInterrupt):
-                text = f"stopped at once by SIGINT at {here.watch.place}\n"
+                text = f"stopped immediately by SIGINT at {here.watch.place}\n"
             elif isinstance(error, UserError):
                 text = f"error: {error}\n" if rank == 0 else f"error: rank {rank}: {error}\n"
             else:
@@ -96,12 +97,12 @@ VARIABLES = re.compile(
     r"|SLURM_(JOB_ID|JOB_NAME|JOB_NODELIST|NNODES|NTASKS)|(LOCAL_)?WORLD_SIZE"
     r"|HF_HOME|HF_\w*OFFLINE|WANDB_MODE"
 )
-"""Names of environment variables that affect a run; none holds a secret."""
+"""Names of environment variables that affect a run and contain no secrets."""
 SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
 
 
 def provenance() -> dict[str, Any]:
-    """Return command line, version and commit of the code, and environment, as JSON."""
+    """Return command line, code version, commit and environment as JSON values."""
     return {
         "command": command(sys.orig_argv),
         "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
@@ -123,7 +124,7 @@ def provenance() -> dict[str, Any]:
 
 
 def command(argv: list[str]) -> str:
-    """Join a command line for a shell; hide the values of options that look like secrets."""
+    """Quote a command line for a shell; hide values of options that look like secrets."""
     shown = []
     hide_next = False
     for word in argv:
@@ -146,7 +147,8 @@ def versions() -> dict[str, str]:
 def git_state(directory: Path) -> dict[str, Any] | None:
     """Return commit and dirty flag of a tracked directory; None without git or tracked files."""
     try:
-        if not git(directory, "ls-files", "--", "."):  # a wheel in a repository's ignored .venv
+        # A wheel may be installed in an ignored .venv inside an unrelated repository.
+        if not git(directory, "ls-files", "--", "."):
             return None
         commit = git(directory, "rev-parse", "HEAD")
         return {"commit": commit, "dirty": bool(git(directory, "status", "--porcelain", "-uno"))}

@@ -1,4 +1,4 @@
-"""From device tensors of steps to lines in metrics.jsonl, wandb and the terminal.
+"""Turn device tensors of steps into lines in metrics.jsonl, wandb and the terminal.
 
 Step results are read only at logged, evaluated or saved steps. `Record.add` keeps device tensors;
 `Record.write` reads loss, gradient norm and skip flag of all kept steps in one copy.
@@ -28,7 +28,10 @@ from diffllm.training.step import StepResult
 
 
 class Record:
-    """Collects on every rank, writes on rank 0; speed is measured per logged interval."""
+    """Collects step results on every rank, and writes on rank 0.
+
+    Speed is measured per logged interval.
+    """
 
     def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
         self.t, self.flops_per_token, self.peak = t, t.model.flops_per_token(), peak_flops(t.device)
@@ -47,7 +50,7 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time in this context from the speed of training."""
+        """Exclude the time in this context from the training speed."""
         if self.t.device.type == "cuda":
             torch.cuda.synchronize(self.t.device)
         start = time.perf_counter()
@@ -63,7 +66,12 @@ class Record:
         self.display.advance(step)
 
     def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
-        """Read and write all kept steps; `loader` at a logged one. Every rank must call this."""
+        """Read and write all kept steps. Every rank must call this.
+
+        Args:
+            values: further metrics of `step`.
+            loader: the training loader if `step` is a logged step, else None.
+        """
         line = {**values, **self._read(step)}
         if loader:
             line |= self._logged(step, loader)
@@ -76,7 +84,7 @@ class Record:
             self.display.print(f"step {step}: {'  '.join(said)}")
 
     def _read(self, step: int) -> dict[str, float]:
-        """Read all kept steps; write the statistics of earlier steps, return those of `step`."""
+        """Read all kept steps; write statistics of earlier steps, return statistics of `step`."""
         if not self.last or not self.pending:
             return {}
         found: dict[str, float] = {}
@@ -141,7 +149,7 @@ class Record:
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
-    """Return `grad_norm/<group>` of each group of parameters that has gradients."""
+    """Return the gradient norm of each parameter group as `grad_norm/<group>`."""
     squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square

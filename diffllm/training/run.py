@@ -32,7 +32,7 @@ from diffllm.training.start import Claimed, begin, claim, fill, meet, prepare_da
 from diffllm.training.summary import describe, headline, summarise
 
 MakeTasks = Callable[[Tokenizer], Tasks]
-"""Makes the run's tasks for a tokenizer; raises ConfigError for tasks that do not fit."""
+"""Makes the run's tasks for a tokenizer; raises ConfigError if a task does not fit."""
 
 
 class Outcome(NamedTuple):
@@ -44,11 +44,15 @@ class Outcome(NamedTuple):
 
 
 def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -> Outcome:
-    """Prepare, build, train and report, in every process of a launch; raises UserError."""
+    """Prepare, build, train and report. Every process of a launch must call this.
+
+    Raises UserError if the run cannot start or fails.
+    """
     cfg.check_world(environment()[1])
     check_named(cfg)
     check_installed(cfg.metrics)
-    world = join(cfg.distributed)  # first: Python signal handlers cannot run while `join` waits
+    # Install signal handlers after `join`: Python handlers cannot run while `join` waits.
+    world = join(cfg.distributed)
     stop = StopRequest()
     try:
         with unfailing():
@@ -57,7 +61,8 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
         number: signal.Signals = early.args[0]
         if world.rank == 0:
             echo(f"stopped by {number.name} before the first step", flush=True)
-            if number in REQUEUE and (cfg.run.dir or cfg.run.name):  # else it is not found again
+            # A requeued run without a name would get a new directory.
+            if number in REQUEUE and (cfg.run.dir or cfg.run.name):
                 choose_path(cfg).mkdir(parents=True, exist_ok=True)
                 request_requeue(choose_path(cfg), number, None)
         return Outcome(stopped=number)
@@ -95,12 +100,12 @@ def train_claimed(
     device, data = prepare_data(cfg, here, claimed.path)
     state = begin(cfg, here, claimed, data)
     meet(cfg, here, device, claimed.path)
-    here.watch.reached("the building of the model")
+    here.watch.reached("the construction of the model")
     if device.type == "cpu":
         keep_memory()
     compile = agreed_compile(cfg, device, state.compiled)
     if cfg.compile is not None or state.compiled is None:
-        # Otherwise keep the run's mode: a compiler may be missing on this machine only.
+        # Otherwise keep the recorded choice: the compiler may be missing only on this machine.
         state.compiled = compile.value
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
     t = build(cfg, device, document_end, ignores_targets(data, cfg.data), compile)
@@ -116,7 +121,7 @@ def train_claimed(
         trained = train_loop(t, state, data, here, out, tasks)
         if trained.diverged:
             here.display.print(
-                f"diverged: stopped after step {state.step}, saved: {trained.diverged}; "
+                f"diverged: {trained.diverged}; stopped after step {state.step}, saved; "
                 "try a smaller optim.lr"
             )
         elif not trained.stopped:

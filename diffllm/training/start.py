@@ -1,4 +1,4 @@
-"""The start of a run, from its claim on the run directory to the first values of its parameters.
+"""The start of a run, from the lock on the run directory to the initial parameter values.
 
 Every rank calls `claim`, `prepare_data`, `begin`, `meet` and `fill`, in this order.
 """
@@ -45,18 +45,21 @@ from diffllm.training.state import LoopState, continuation, continued, restore, 
 OF_THE_MACHINE = re.compile(
     r"data\.(cache_dir|tokenizer|num_workers|prefetch_factor|(sources\.[^.]+\.)?paths)"
 )
-"""Keys that may differ between machines."""
+"""Config keys that may differ between ranks."""
 
 
 class Claimed(NamedTuple):
-    """The claimed run directory; equal on all ranks except `directory` and `saved`."""
+    """The locked run directory; all ranks have equal fields, except `directory` and `saved`."""
 
     path: Path
     ended: dict[str, Any] | None
+    """The content of summary.json if the run has ended, else None."""
     checkpoint: Path | None
+    """The checkpoint to resume from, else None."""
     ranks: int
     """The number of ranks that wrote the checkpoint; 0 without a checkpoint."""
     weights: Path | None
+    """The checkpoint or Hugging Face directory of `resume=weights:PATH`, else None."""
     directory: RunDirectory | None
     """Rank 0's lock on the directory; None on other ranks."""
     saved: dict[str, Any] | None
@@ -64,7 +67,7 @@ class Claimed(NamedTuple):
 
 
 def claim(cfg: TrainConfig, here: Process) -> Claimed:
-    """Compare code and config of all ranks, and let rank 0 claim the run directory."""
+    """Compare code and config of all ranks, and let rank 0 lock the run directory."""
     plugins = plugin_versions(cfg.plugins).items()
     check_same(here.world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
     values = flatten(yaml_dict(cfg)).items()
@@ -81,7 +84,7 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
 def claim_on_rank_0(
     cfg: TrainConfig,
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
-    """Return JSON values for all ranks; then the lock and the content of state.json."""
+    """Return the JSON values of `Claimed` for all ranks; then the lock and state.json's content."""
     directory = claim_directory(cfg)
     checkpoint = saved = weights = None
     try:
@@ -92,7 +95,8 @@ def claim_on_rank_0(
             tokenizer, most = cfg.data.tokenizer, cfg.model.vocab_size
             if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:
                 raise DataError(
-                    f"data.tokenizer={tokenizer} has {pieces} pieces, over model.vocab_size={most}"
+                    f"data.tokenizer={tokenizer} has {pieces} pieces, more than "
+                    f"model.vocab_size={most}"
                 )
             weights = None if checkpoint else weights_of(cfg)
         (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
@@ -105,7 +109,10 @@ def claim_on_rank_0(
 
 
 def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
-    """Choose the device and prepare the corpus, which may take hours: before collectives."""
+    """Choose the device and prepare the corpus.
+
+    The preparation may take hours, so it must finish before the first collective.
+    """
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value
     cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
@@ -113,13 +120,14 @@ def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.dev
     here.display.print(f"run {path}: preparing data")
     data = prepare(cfg.data, cfg.prepare)
     check_fit(cfg, data)
-    packing_counts(data, cfg.data, cfg.seq_len)  # may take longer than a collective may wait
+    # Fill the cache here: counting may take longer than the timeout of collectives.
+    packing_counts(data, cfg.data, cfg.seq_len)
     check_same(here.world, "corpus", corpus_facts(data))
     return device, data
 
 
 def begin(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
-    """Compare data and parameters with the checkpoint's, and begin the run in its directory."""
+    """Compare data and parameters with the checkpoint, and begin the run in its directory."""
     told = here.world.broadcast_from_rank0(
         "begin", lambda: begin_on_rank_0(cfg, here, claimed, data).state_dict()
     )
@@ -148,7 +156,7 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
         state, changes = continued(path, saved, order, cfg.run.allow_changes)
         check_parameters(path, saved, dict(without_storage(cfg.model).named_parameters()))
         if claimed.path not in path.parents:
-            state.wandb_id = None  # another run's
+            state.wandb_id = None  # The id belongs to the run that wrote the checkpoint.
     claimed.directory.begin(tokenizer_in(data.directory), state.step, changes)
     here.log.open(log_file(claimed.path))
     return state
@@ -156,7 +164,7 @@ def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Pre
 
 def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> None:
     torch.manual_seed(cfg.seed)
-    here.watch.reached("the meeting of the ranks")
+    here.watch.reached("the connection of the ranks")
     here.world.init_process_group(device, cfg.distributed)
     here.watch.traces = path / "traces"
     here.watch.on_end = here.display.stop
@@ -164,10 +172,11 @@ def meet(cfg: TrainConfig, here: Process, device: torch.device, path: Path) -> N
 
 def ended_text(summary: dict[str, Any]) -> str:
     if summary.get("stopped"):
-        return f"diverged and {stopped_text(summary)}; other settings need run.allow_changes"
-    loss = summary.get("heldout_loss") or math.nan  # of older versions, not None
-    ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "it diverged"
-    more = "more steps= and run.allow_changes train it further"
+        text = stopped_text(summary)
+        return f"diverged and {text}; to train with other settings, set run.allow_changes"
+    loss = summary.get("heldout_loss") or math.nan  # Older versions wrote NaN instead of null.
+    ended = f"held-out loss {loss:.3f}" if math.isfinite(loss) else "the run diverged"
+    more = "to train further, set more steps= and run.allow_changes"
     return f"is finished: {summary['steps']} steps, {ended}; {more}"
 
 
@@ -178,13 +187,16 @@ SEQUENCES = 8
 def fill(
     t: Training, here: Process, claimed: Claimed, data: Prepared, state: LoopState
 ) -> dict[str, Any]:
-    """Fill parameters; return facts for run.json. Every rank must call this."""
+    """Load or match parameters as configured; return facts for run.json.
+
+    Every rank must call this.
+    """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
-        here.watch.reached(f"the reading of {claimed.checkpoint.name}")
+        here.watch.reached(f"the loading of {claimed.checkpoint.name}")
         restore(t, state, claimed.checkpoint, claimed.ranks)
     elif claimed.weights:
-        here.watch.reached(f"the reading of {claimed.weights}")
+        here.watch.reached(f"the loading of {claimed.weights}")
         facts["weights"] = start_from(t, claimed.weights)
     elif t.cfg.model.init_match is not InitMatch.none:
         facts["init_match"] = match_initial_values(t, data, here.world)
@@ -193,7 +205,7 @@ def fill(
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Scale `wo` as model.init_match says; return the factors that rank 0 measured by layer."""
+    """Scale `wo` by model.init_match; return the factor of each layer, measured on rank 0."""
     factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():
         for i, factor in enumerate(factors):
@@ -213,17 +225,17 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state; return facts for run.json. Every rank must call this."""
-    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     origin = origin_of(path)
     tensors = {**t.params, **t.model.router_state()}
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     if origin.directory is None:
         load_tensors(path, {f"model.{name}": tensor for name, tensor in tensors.items()})
-    else:  # tensors that the directory lacks keep their initial values
+    else:  # Tensors that are not in the directory keep their initial values.
         for name in origin.directory.names:
             if name not in tensors:
-                raise CheckpointError(f"{path} has {name}, and the model has not")
+                raise CheckpointError(f"{path} contains {name}, but the model does not")
             block, offset, _ = t.weights.block(tensors[name])
             part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
             block.copy_(origin.directory.tensor(name)[part])

@@ -42,7 +42,7 @@ class LoopState:
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
-    """The values that decide which samples a step reads; `data` counts in this order."""
+    """Settings that decide which samples each step reads; `data` is a position in this order."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     seconds: float = 0.0
@@ -58,7 +58,8 @@ class LoopState:
     def of(cls, values: dict[str, Any]) -> "LoopState":
         spikes = SpikeMonitor()
         spikes.load_state_dict(values["spikes"])
-        visible_keys = VisibleKeys.of(values.get("visible_keys", {}))  # older versions have none
+        # Checkpoints of older versions have no visible keys.
+        visible_keys = VisibleKeys.of(values.get("visible_keys", {}))
         own = {"spikes": spikes, "visible_keys": visible_keys}
         return cls(**{**{f.name: values[f.name] for f in fields(cls) if f.name not in own}, **own})
 
@@ -69,7 +70,7 @@ def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
 
 
 def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: bool = False) -> None:
-    """Start an asynchronous checkpoint, `final` for the last one. Every rank must call this."""
+    """Start an asynchronous save; `final` marks the run's last. Every rank must call this."""
     rng = rng_tensors(t.device)
     shapes = {name: list(param.shape) for name, param in t.params.items()}
     meta = {"parameters": shapes, "ranks": dist.get_world_size(), "loop": state.state_dict()}
@@ -77,11 +78,12 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 
 
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
-    """Fill parameters, optimizer and random generators from a checkpoint of any mesh.
+    """Load parameters, optimizer and random generators from a checkpoint of any mesh.
 
-    Ranks beyond the `ranks` that wrote it keep their generators. Raises CheckpointError.
+    A rank at or above `ranks`, the world size of the checkpoint, keeps its generators. Raises
+    CheckpointError.
     """
-    from diffllm.checkpoint.reader import load_tensors  # loads torch.distributed.checkpoint
+    from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     rng = rng_tensors(t.device) if dist.get_rank() < ranks else {}
     load_tensors(path, {**t.tensors(), **rng})
@@ -94,7 +96,7 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
             else:
                 torch.set_rng_state(value)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} holds no state of a random generator: {error}") from error
+        raise CheckpointError(f"{path} has no valid random generator state: {error}") from error
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
@@ -114,21 +116,23 @@ def continuation(
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
                 f"{run} has saved step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} has no checkpoint: mount its disk, or train without "
-                f"it: another run.name, resume=CHECKPOINT, or delete {run} to begin anew"
+                f"{run / 'checkpoints'} has no checkpoint; mount its disk, choose another "
+                f"run.name, set resume=CHECKPOINT, or delete {run} to start again"
             )
-        return None, None  # killed before its first checkpoint, or new
+        return None, None  # The run is new, or was killed before its first checkpoint.
     saved = read_state(checkpoint)
     if saved["loop"] is None:
         weights = printed_override("resume", f"{OF_WEIGHTS}{checkpoint}")
-        raise CheckpointError(f"{checkpoint} holds parameters alone; {weights} starts from them")
+        raise CheckpointError(
+            f"{checkpoint} contains only parameters; to start from these parameters: {weights}"
+        )
     if (made := step_of(checkpoint)) > cfg.steps:
-        raise ConfigError(f"{checkpoint} needs steps={made} or more, not steps={cfg.steps}")
+        raise ConfigError(f"steps={cfg.steps} must be at least {made}, the step of {checkpoint}")
     return checkpoint, saved
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """Return the newest whole checkpoint of `own`, oldest first, or of `resume`; None: step 0."""
+    """Return the newest good checkpoint of `own` (oldest first), else of `resume`; None: step 0."""
     if cfg.resume == "never":
         return None
     if own or cfg.resume == "auto" or cfg.resume.startswith(OF_WEIGHTS):
@@ -146,22 +150,22 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
 def continued(
     path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
 ) -> tuple[LoopState, Changes]:
-    """Return the state in a checkpoint's state.json, and the changes to its data order.
+    """Return the loop state from state.json's content `saved`, and the changes of the data order.
 
-    Raises CheckpointError for a change that is not in `allowed`, or if state.json lacks a key.
+    Raises CheckpointError for a change that is not in `allowed`, or if a key is missing.
     """
     try:
         state = LoopState.of(saved["loop"])
         before = {key: state.order.get(key) for key in order}
         if any(before.get(key) != order.get(key) for key in ("corpus", "tokenizer")):
-            before["tokens"] = order.get("tokens")  # those differ anyway
+            before["tokens"] = order.get("tokens")  # A new corpus always has new tokens.
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: state.json lacks {error}") from error
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
-            f"the checkpoint belongs to another order of data ({changes_text(changes)}); to "
-            f"resume from it anyway: run.allow_changes=[{','.join([*allowed, *refused])}]"
+            f"the checkpoint has a different order of data ({changes_text(changes)}); to resume "
+            f"anyway: run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
     if changes.keys() - {"global_batch_size"}:
         state.data = {}

@@ -31,14 +31,14 @@ class Due(NamedTuple):
     statistics: bool = False
     probes: bool = False
     update: bool = False
-    """Take the norm of the parameters' change; copies this rank's parameters."""
+    """Compute the norm of the parameter change; needs a copy of this rank's parameters."""
     log: bool = False
     check: bool = False
     sample: bool = False
     tasks: bool = False
     save: bool = False
     profile: bool = False
-    """Trace the step, or warm the profiler up for the next one."""
+    """Trace this step, or warm up the profiler for the next step."""
     last: bool = False
 
     @property
@@ -51,7 +51,7 @@ def every(interval: int, step: int) -> bool:
 
 
 def due(cfg: TrainConfig, step: int) -> Due:
-    """Return what is due at `step`, from 1; the last step is logged, evaluated and saved."""
+    """Return the actions due at `step`, from 1; the last step is logged, evaluated and saved."""
     last = step == cfg.steps
     interval = cfg.checkpoint.interval
     first, final = cfg.profile.steps or (0, -1)
@@ -72,11 +72,14 @@ def due(cfg: TrainConfig, step: int) -> Due:
 
 NOTHING = Due()
 OVER_TARGETS = ("nll", "train/z_loss")
-"""Losses that are means over targets; the others are over tokens."""
+"""Losses that are means over targets; the remaining losses are means over tokens."""
 
 
 class StepResult(NamedTuple):
-    """Device tensors of one optimizer step, equal on all ranks up to rounding; not yet read."""
+    """Device tensors of one optimizer step, equal on all ranks up to rounding.
+
+    The host has not read them yet.
+    """
 
     nll: Tensor
     """Mean cross-entropy of the global batch, nats per token."""
@@ -87,13 +90,13 @@ class StepResult(NamedTuple):
     grad_norms: Norms
     """Gradient norms of every parameter, before clipping."""
     update_norm: Tensor | None
-    """Norm of the change of all parameters; None unless it was due."""
+    """Norm of the change of all parameters; None unless due."""
     stats: Stats
-    """Statistics that were due, over the global batch; each (L,) or (L, heads)."""
+    """Due statistics over the global batch by name; each (L,) or (L, heads)."""
     target_share: Tensor | None = None
-    """Share of the targets that were not ignored; None if none can be ignored."""
+    """Share of targets that are not ignored; None if no target can be ignored."""
     visible_keys: Tensor | None = None
-    """Keys that the queries of this rank saw, summed, () int64 on the CPU; None without masks."""
+    """Sum over this rank's queries of visible keys, () int64 on the CPU; None without masks."""
 
 
 def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTHING) -> StepResult:
@@ -103,7 +106,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
-        step: optimizer steps made so far; decides the learning rate.
+        step: number of optimizer steps made so far; decides the learning rate.
     """
     cfg, mesh, counted = t.cfg, t.meshes.dense, None
     if t.ignores_targets:
@@ -112,7 +115,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
         targets = torch.stack([(targets >= 0).sum() for _, targets in own]).sum()
         counted = moved(targets, t.device)
         dist.all_reduce(counted)
-        counted = counted.clamp_min(1)  # without targets the losses are 0, and 0 / 0 would be NaN
+        counted = counted.clamp_min(1)  # Without targets the losses are 0: avoid 0 / 0 = NaN.
     done = forward_backward(t, batches, due, probe(t, step, due), counted)
     dist.all_reduce(done.losses)
     over: Tensor | int = t.tokens
@@ -122,7 +125,9 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
     grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
-    if mesh.size(0) > 1:  # replicas' norms may differ by rounding; the decision must not
+    if (
+        mesh.size(0) > 1
+    ):  # Norms of replicas may differ by rounding, but all ranks must decide alike.
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = copies(t.params) if due.update else None
     update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
@@ -154,10 +159,10 @@ class Passed(NamedTuple):
     losses: Tensor
     """Sum of each loss, (n,) float32."""
     routed: Tensor | None
-    """Tokens that each expert got, (L, E) int64; None without experts."""
+    """Number of tokens per layer and expert, (L, E) int64; None without experts."""
     stats: Stats
     visible_keys: Tensor | None
-    """Those of `StepResult`, which stay this rank's."""
+    """As in `StepResult`; not summed over ranks."""
 
 
 def forward_backward(
@@ -174,7 +179,7 @@ def forward_backward(
     for i in range(t.micro_batches):
         batch = next(batches)
         documents = t.documents(batch[0]) if t.documents else None
-        if documents is not None:  # counted on the CPU: the host must not read the device's copy
+        if documents is not None:  # Count on the CPU: reading the device would make the host wait.
             keys.append(documents.visible_keys())
             documents = documents.to(t.device)
         inputs, targets = (part.to(t.device, non_blocking=True) for part in batch)
@@ -193,7 +198,7 @@ def forward_backward(
 
 
 def probe(t: Training, step: int, due: Due) -> Tensor | None:
-    """Draw the query positions of a probe, (N,) int64 on the device; None if none is due."""
+    """Draw the query positions of a probe, (N,) int64 on the device; None if no probe is due."""
     if not (due.probes or (due.diagnose and t.compiled)):
         return None
     positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
@@ -201,7 +206,8 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
 
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """Scale a micro-batch's objective so that averaging gradients over ranks gives the step's.
+    """Scale a micro-batch's objective, so that gradients averaged over ranks are the step's.
+
 
     Router losses are averaged over all tokens, not over `counted` targets: all tokens are routed.
     """

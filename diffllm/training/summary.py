@@ -1,4 +1,4 @@
-"""The texts at the start and at the end of a run, and the facts in them."""
+"""The text printed at the start and at the end of a run, and the values in this text."""
 
 import math
 import shlex
@@ -30,12 +30,12 @@ SPIKES = (
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
-    """Return the lines printed before the first step; `facts` are those of `describe`."""
+    """Return the lines printed before the first step; `facts` is the result of `describe`."""
     choices, manifest = cfg.run.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)
     millions = facts["parameters"] / 1e6
     files = f" ({manifest.source})" * (choices["data"] == "files")
-    predicted = f", {train.share_predicted:.0%} of them to be predicted" * train.masked
+    predicted = f", {train.share_predicted:.0%} of them targets" * train.masked
     lines = [
         *([f"{path} continues after step {step}"] if step else []),
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
@@ -48,10 +48,10 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
         differs = f"; differs: {weights['differs']}" if weights["differs"] else ""
         unknown = "" if weights["corpus"] else ", trained on an unknown corpus"
         origin = f"weights of {weights['path']}{of_step}{unknown}{differs}"
-        lines.append(f"{origin}; optimizer and data begin anew")
+        lines.append(f"{origin}; optimizer and data start from the beginning")
     lines.append(
         f"{choices['data']}{files}: {train.tokens:,} training tokens{predicted}, "
-        f"{heldout.tokens:,} held out{', pieces of one text' * manifest.cut}; "
+        f"{heldout.tokens:,} held out{', cut from one text' * manifest.cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}"
     )
@@ -78,7 +78,7 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Say how much of each source of a mixture a run reads, one line per source."""
+    """Return one line per source of a mixture: its share of the run, its epochs and tokens."""
     total = cfg.steps * cfg.global_batch_size
     read = samples_of(cfg, data).consumed(total) if data.sources else {}
     return [
@@ -100,14 +100,14 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
-    """Facts about a run beyond its config, for run.json and wandb's config."""
+    """Return facts about a run that are not in its config, for run.json and wandb."""
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id
     packing = packing_counts(data, cfg.data, cfg.seq_len)
     return {
         "parameters": params,
         "active_parameters": t.model.active_parameters(),
-        "flops_per_token": t.model.flops_per_token(),  # of whole sequences
+        "flops_per_token": t.model.flops_per_token(),  # Without document masks.
         "flops_per_visible_key": t.model.flops_per_visible_key(),
         "corpus": data.manifest.corpus,
         "corpus_note": data.manifest.note,
@@ -133,7 +133,7 @@ def summarise(
     trained: Trained,
     losses: DocumentLosses | None,
 ) -> dict[str, Any]:
-    """Return the numbers of a run that has ended; None for those that are not finite."""
+    """Return the content of summary.json; None replaces a number that is not finite."""
     cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
     visible_keys = state.visible_keys.mean if t.documents else None
     packing = packing_counts(data, cfg.data, cfg.seq_len)
@@ -170,7 +170,7 @@ def summarise(
 
 
 def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: str) -> str:
-    """Return the text at the end of a run; `report` is the report's path."""
+    """Return the text printed at the end of a run; `report` is the report's path or a reason."""
     train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]
@@ -180,7 +180,7 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
     rows = {
         "train loss": "not finite at any step"
         if train is None
-        else f"{train:.3f} nats a token, mean of {steps}{bits_text(bits, '; {}')}",
+        else f"{train:.3f} nats per token, mean of {steps}{bits_text(bits, '; {}')}",
         "held-out loss": heldout_words(summary),
         "  of sources": ", ".join(
             f"{name.partition('/')[2]} {summary[name]:.3f}"
@@ -189,9 +189,9 @@ def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: 
             if summary[name] is not None
         ),
         "tokens": f"{summary['tokens']:,} in {duration(summary['seconds'])}",
-        "speed": f"{speed:,.0f} tokens a second, median of logged steps"
+        "speed": f"{speed:,.0f} tokens per second, median of logged steps"
         if speed
-        else "nothing was left to train",
+        else "no steps were left to train",
         "visible keys": keys_text(summary["visible_keys"], cfg.seq_len),
         "spikes": SPIKES.format_map(summary),
         "skipped": f"{skipped:.0f} updates" if skipped else "",
@@ -224,4 +224,4 @@ def heldout_words(summary: dict[str, Any]) -> str:
 
 
 def bits_text(bits: float | None, form: str) -> str:
-    return "" if bits is None else form.format(f"{bits:.2f} bits a byte")
+    return "" if bits is None else form.format(f"{bits:.2f} bits per byte")

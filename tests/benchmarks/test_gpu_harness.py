@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: failures are recorded, later measurements run, resuming skips successes."""
+"""benchmarks/gpu.py: failures are recorded, later measurements run, --resume skips successes."""
 
 import sys
 import time
@@ -31,12 +31,12 @@ def item(how, **more):
 
 
 def measured(folder, items, resume=False, seconds=1000, **changes):
-    """Run measurements; return their lines by name, and the names without time."""
+    """Run measurements; return result lines by name, and names that the deadline excluded."""
     left = run(items, folder, {**STAMP, **changes}, resume, time.monotonic() + seconds)
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
 
 
-def test_crash_hang_and_out_of_memory_are_recorded_and_the_next_measurement_begins(tmp_path):
+def test_crash_hang_and_out_of_memory_are_recorded_before_next_measurement(tmp_path):
     child = tmp_path / "child"
     hanging = {"how": "hangs", "child": str(child)}
     items = [item("raises"), item("dies"), item("slow"), item("fast")]
@@ -56,12 +56,12 @@ def test_crash_hang_and_out_of_memory_are_recorded_and_the_next_measurement_begi
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_measurements_without_time_are_not_begun_and_their_names_returned(tmp_path):
+def test_measurements_after_deadline_are_skipped_and_named(tmp_path):
     lines, left = measured(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 
 
-def test_resuming_skips_only_successes_with_the_same_stamp_and_arguments(tmp_path):
+def test_resume_skips_only_successes_with_equal_stamp_and_arguments(tmp_path):
     items = [item("fast"), item("raises")]
     measured(tmp_path, items)
     for words, again in (
@@ -93,7 +93,7 @@ def test_config_of_every_measurement_loads(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_own_step_is_measured_and_broken_down(tmp_path):
+def test_diffllm_step_is_measured_and_broken_down(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
     names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
@@ -124,7 +124,7 @@ def test_own_step_is_measured_and_broken_down(tmp_path):
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>", "pointwise"),
     ],
 )
-def test_kernel_name_gives_part_of_a_step(kernel, part):
+def test_kernel_name_determines_part_of_step(kernel, part):
     assert part_of(kernel) == part
 
 
@@ -132,7 +132,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_full_attention_counts_every_key_and_causal_attention_half():
+def test_full_flops_count_all_keys_and_causal_flops_half():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len
@@ -144,7 +144,7 @@ def test_full_attention_counts_every_key_and_causal_attention_half():
     assert full == pytest.approx(products + maps)
 
 
-def test_plain_llama_equals_ours_with_standard_attention():
+def test_plain_llama_equals_diffllm_with_standard_attention():
     cfg = tiny("attention=standard", "model.init_std=0.2").model
     model, plain = build_model(cfg), PlainLlama(cfg)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""benchmarks/peers.py: the summary of rounds, missing frameworks, and our own contestants."""
+"""benchmarks/peers.py: summary of rounds, missing frameworks, and diffllm as a contestant."""
 
 import sys
 from argparse import Namespace
@@ -41,7 +41,7 @@ def test_summary_pairs_speeds_of_the_same_round():
     assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in lines
 
 
-def test_contestant_that_is_not_installed_is_skipped_with_one_line(tmp_path, monkeypatch, capsys):
+def test_missing_contestant_is_skipped_with_single_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peers, "PEERS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--contestants", "diffllm", "LitGPT"])
     monkeypatch.setattr(peers, "measure", lambda name, *_: row(0, name, 100))
@@ -52,7 +52,7 @@ def test_contestant_that_is_not_installed_is_skipped_with_one_line(tmp_path, mon
 
 
 @pytest.mark.parametrize("contestant", slow_but(["diffllm"], ["diffllm", "diffllm trainer"]))
-def test_own_contestant_trains_a_tiny_model(contestant, tmp_path, monkeypatch):
+def test_diffllm_contestants_train_tiny_model(contestant, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "SHAPES", {"A": TINY})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     args = Namespace(seconds=0.1, attention="gated")

@@ -1,4 +1,4 @@
-"""The simulation of verdicts stays within its limits and detects a broken rule."""
+"""benchmarks/verdict_simulation.py has results within its limits and detects a broken rule."""
 
 import sys
 from pathlib import Path
@@ -14,8 +14,8 @@ import verdict_simulation as simulation
 
 
 @pytest.mark.slow
-def test_no_scenario_is_beyond_its_limits_in_a_short_simulation():
-    # Of about 200 shares, some are beyond two standard errors by chance in a short simulation.
+def test_short_simulation_has_all_scenarios_within_limits():
+    # Four standard errors: some of about 200 shares exceed two standard errors by chance.
     rows = simulation.run(150, echo=lambda line: None, errors=4)
     assert [row for row in rows if row["beyond_limits"]] == []
     by_name = {(row["scenario"], row["seeds"], row["test"]): row for row in rows}
@@ -23,7 +23,7 @@ def test_no_scenario_is_beyond_its_limits_in_a_short_simulation():
     assert by_name["log-rank, sooner", 8, "labels"]["decided"] > 0.9
 
 
-def test_simulation_finds_an_arm_that_is_shown_better_although_it_diverges(monkeypatch):
+def test_simulation_detects_rule_that_favours_diverging_arm(monkeypatch):
     scenario = simulation.SCENARIOS["better, but diverges"]
     rng = np.random.default_rng(1)
     honest = simulation.simulate(scenario, "paired", 5, 40, rng)

@@ -1,4 +1,4 @@
-"""Checkpoints of a real (single-rank, sharded) training: exact, complete or absent, and safe."""
+"""Checkpoints of a training on one rank: exact tensors, atomic saves, and error messages."""
 
 import json
 import threading
@@ -79,7 +79,7 @@ def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
     return checkpointer.directory / f"step-{number:08d}"
 
 
-def test_spike_protection_goes_on_with_its_windows(checkpointer):
+def test_resume_restores_windows_of_spike_protection(checkpointer):
     spike = ["train.skip_step=spike"]
     t, state = training("diff_v2", *spike), LoopState()
     for i in range(130):
@@ -96,9 +96,7 @@ def test_spike_protection_goes_on_with_its_windows(checkpointer):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
-    checkpointer, tmp_path, variant
-):
+def test_checkpoint_contains_exact_tensors_at_call_of_save(checkpointer, tmp_path, variant):
     t, state = training(variant), LoopState()
     for number in range(2):
         step(t, number)
@@ -107,7 +105,7 @@ def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
     at_save, rng, loop = values(t), torch.get_rng_state(), state.state_dict()
     loop = json.loads(json.dumps(loop))
     save(t, state, checkpointer)
-    # training continues in place while the files are being written
+    # Training changes the tensors in place during the write.
     after = [step(t, number) for number in (2, 3)]
     state.spikes.update(9.0, 9.0)
     checkpointer.wait()
@@ -124,7 +122,7 @@ def test_a_checkpoint_holds_the_tensors_of_the_moment_of_saving_bit_by_bit(
     assert_equal(values(fresh), moved)
 
 
-def test_values_that_are_not_numbers_and_every_dtype_survive(checkpointer):
+def test_checkpoint_preserves_nan_and_every_dtype(checkpointer):
     tensors = {
         "special": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
         "bf16": torch.randn(5).bfloat16(),
@@ -144,7 +142,7 @@ def test_values_that_are_not_numbers_and_every_dtype_survive(checkpointer):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds every write of tensor files until `set()`; fails them if `broken` is set."""
+    """Block every write of tensor files until `set()`; then fail the writes if `broken` is True."""
 
     class Gate(threading.Event):
         reached = threading.Event()
@@ -169,7 +167,7 @@ def visible(directory: Path) -> list[str]:
     return [path.name for path in directory.glob("*") if not path.name.startswith(".")]
 
 
-def test_a_checkpoint_appears_only_when_it_is_complete(checkpointer, gate, tmp_path):
+def test_checkpoint_is_visible_only_when_complete(checkpointer, gate, tmp_path):
     checkpointer.save(1, small(), STATE)
     assert gate.reached.wait(60)
     assert list_checkpoints(tmp_path) == []
@@ -181,7 +179,7 @@ def test_a_checkpoint_appears_only_when_it_is_complete(checkpointer, gate, tmp_p
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_a_failed_save_costs_one_warning_and_nothing_appears(checkpointer, gate, tmp_path, capfd):
+def test_failed_save_prints_warning_and_leaves_no_files(checkpointer, gate, tmp_path, capfd):
     gate.broken = True
     gate.set()
     checkpointer.save(1, small(), STATE)
@@ -197,7 +195,7 @@ def test_a_failed_save_costs_one_warning_and_nothing_appears(checkpointer, gate,
     assert capfd.readouterr().err == ""
 
 
-def test_a_failed_final_save_is_an_error_that_names_what_is_left(checkpointer, gate, tmp_path):
+def test_failed_final_save_is_error_with_newest_checkpoint(checkpointer, gate, tmp_path):
     gate.set()
     saved(checkpointer, 1)
     gate.broken = True
@@ -206,12 +204,13 @@ def test_a_failed_final_save_is_an_error_that_names_what_is_left(checkpointer, g
         checkpointer.wait()
     assert str(caught.value) == (
         f"step 2 could not be saved under {tmp_path}: rank 0: No space left on device; "
-        "the newest checkpoint is step-00000001; make room, then the same command continues from it"
+        "the newest checkpoint is step-00000001; free disk space, then the same command resumes "
+        "from it"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_save_waits_for_the_one_before(checkpointer, gate, tmp_path):
+def test_save_waits_for_previous_save(checkpointer, gate, tmp_path):
     checkpointer.save(1, small(), STATE)
     assert gate.reached.wait(60)
     threading.Timer(0.2, gate.set).start()
@@ -221,7 +220,7 @@ def test_a_save_waits_for_the_one_before(checkpointer, gate, tmp_path):
     assert sorted(visible(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
-def test_only_visible_checkpoints_count_in_order_of_steps(checkpointer, tmp_path):
+def test_list_checkpoints_ignores_other_names_and_sorts_by_step(checkpointer, tmp_path):
     for name in ("step-00000003", ".step-00000004.incomplete", "step-x", "step-5.bak"):
         (tmp_path / name).mkdir()
     for name in (".step-00000004.incomplete", "step-x", "step-5.bak"):
@@ -239,13 +238,13 @@ def test_only_visible_checkpoints_count_in_order_of_steps(checkpointer, tmp_path
     ("name", "shape", "said"),
     [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read")],
 )
-def test_tensor_that_is_missing_or_of_another_shape_is_refused(checkpointer, name, shape, said):
+def test_missing_tensor_or_different_shape_is_refused(checkpointer, name, shape, said):
     path = saved(checkpointer)
     with pytest.raises(CheckpointError, match=said):
         load_tensors(path, {name: torch.zeros(shape)})
 
 
-def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):
+def test_directory_without_checkpoint_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             check_parameters(path, read_state(path), {})

@@ -1,4 +1,4 @@
-"""Nothing that is loaded can run code, or read what it should not: forged files, all readers."""
+"""Forged files of a run cannot run code or read secrets, in any reader."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path, monkeypatch):
-    """A run that may be forged, and a secret in the environment."""
+    """Return a copy of a run, which tests may forge; set a secret in the environment."""
     monkeypatch.setenv("SECRET", SECRET)
     return shutil.copytree(trained, tmp_path / "run")
 
@@ -74,7 +74,7 @@ def index_of(path: Path) -> Any:
     return pickle.loads((path / ".metadata").read_bytes())
 
 
-# Forgeries of checkpoints; each is signed, so that its manifest agrees with it
+# Forged checkpoints; tests sign them, so that manifest and files agree
 
 
 def pickle_as_index(path: Path, marker: Path) -> None:
@@ -88,7 +88,7 @@ def pickle_inside_the_index(path: Path, marker: Path) -> None:
 
 
 def bytes_entry(path: Path, marker: Path) -> None:
-    """Declared as bytes, under the name of a tensor that every reader asks for."""
+    """Store a pickle as a bytes entry, under the name of a tensor that every reader loads."""
     index, name = index_of(path), "model.norm.weight"
     place = {key.fqn: place for key, place in index.storage_data.items()}[name]
     index.storage_data = {k: v for k, v in index.storage_data.items() if k.fqn != name}
@@ -107,7 +107,7 @@ def bytes_in_place_of_a_tensor(path: Path, marker: Path) -> None:
 
 
 def append(path: Path, place: Any, marker: Path) -> None:
-    """Put a pickle that runs code behind the tensors, and point `place` at it."""
+    """Append a pickle that runs code to the tensor file; make `place` point to the pickle."""
     file = path / "__0_0.distcp"
     place.offset = file.stat().st_size
     with open(file, "ab") as stream:
@@ -145,7 +145,7 @@ FORGERIES: dict[str, Callable[[Path, Path], None]] = {
 
 
 class Got:
-    """Pickled as Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+    """An object whose pickle calls getattr, like enum members in Python 3.11.0 to 3.11.3."""
 
     def __init__(self, kind: Any, name: str):
         self.words = kind, name
@@ -154,7 +154,7 @@ class Got:
         return getattr, self.words
 
 
-def test_index_may_name_members_of_enums_and_nothing_else_by_getattr():
+def test_index_may_use_getattr_only_for_enum_members():
     def read(kind: Any, name: str) -> Any:
         return RecordUnpickler(io.BytesIO(pickle.dumps(Got(kind, name)))).load()
 
@@ -174,7 +174,7 @@ def resumed(run: Path) -> None:
 
 
 def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the line that each reader of tensors says; all must refuse."""
+    """Return the error line of each reader of tensors; assert that all readers fail."""
     capfd.readouterr()
     with pytest.raises(CheckpointError) as caught:
         resumed(run)
@@ -194,7 +194,7 @@ def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def listed_and_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """Readers that need no tensors may succeed, and must not crash."""
+    """Run the commands that need no tensors, which may succeed; return their output."""
     capfd.readouterr()
     assert main(["checkpoints", f"run={run}"]) in (0, 1)
     assert main(["report", str(run), f"out={run.parent / 'report'}"]) in (0, 2)
@@ -203,7 +203,7 @@ def listed_and_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", slow_but(["a pickle as index", "a relative path out"], FORGERIES))
-def test_a_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, capfd):
+def test_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, capfd):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     FORGERIES[name](path, marker)
     sign(path)
@@ -214,7 +214,7 @@ def test_a_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, cap
 
 
 @pytest.mark.parametrize("forge", [pickle_as_index, pickle_inside_the_index, bytes_entry])
-def test_the_forgeries_would_run_code_in_a_reader_that_trusts_them(run, tmp_path, forge):
+def test_forged_checkpoints_run_code_in_plain_dcp(run, tmp_path, forge):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     forge(path, marker)
     with warnings.catch_warnings(), contextlib.suppress(Exception, CheckpointException):
@@ -223,8 +223,8 @@ def test_the_forgeries_would_run_code_in_a_reader_that_trusts_them(run, tmp_path
     assert marker.exists()
 
 
-def test_the_manifest_is_compared_before_the_index_is_opened(run, tmp_path, capfd, monkeypatch):
-    """Not signed: not even the restricted reader of the index sees it."""
+def test_manifest_is_compared_before_index_is_opened(run, tmp_path, capfd, monkeypatch):
+    """The forged index is not signed, so even the restricted unpickler must not open the index."""
     opened: list[object] = []
     monkeypatch.setattr("diffllm.checkpoint.reader.RecordUnpickler", opened.append)
     pickle_as_index(checkpoint_of(run), tmp_path / "marker")
@@ -235,7 +235,7 @@ def test_the_manifest_is_compared_before_the_index_is_opened(run, tmp_path, capf
     assert not (tmp_path / "marker").exists()
 
 
-def test_a_link_out_of_a_checkpoint_is_refused(run, tmp_path, capfd):
+def test_link_out_of_checkpoint_is_refused(run, tmp_path, capfd):
     file = checkpoint_of(run) / "__0_0.distcp"
     shutil.move(file, tmp_path / "outside")
     file.symlink_to(tmp_path / "outside")
@@ -247,7 +247,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def also(run: Path, name: str) -> str:
-    """The manifest with one more file, whose record is that of a file outside."""
+    """Return the manifest with an additional file `name`, whose record fits a file outside."""
     outside = run.parent / "outside"
     outside.write_text("not of the checkpoint")
     manifest = json.loads((checkpoint_of(run) / "manifest.json").read_text())
@@ -259,7 +259,7 @@ OUT = ("../../../outside", "{parent}/outside", "./state.json", "..", ".", "", "a
 
 
 @pytest.mark.parametrize("name", slow_but(OUT[:2], OUT))
-def test_a_manifest_that_names_what_is_no_file_of_the_checkpoint_is_refused(run, name, capfd):
+def test_manifest_with_path_out_of_checkpoint_is_refused(run, name, capfd):
     file = checkpoint_of(run) / "manifest.json"
     file.write_text(also(run, name.format(parent=run.parent)))
     said = refused(run, capfd)
@@ -268,7 +268,7 @@ def test_a_manifest_that_names_what_is_no_file_of_the_checkpoint_is_refused(run,
     assert "damaged" in listed_and_reported(run, capfd)
 
 
-def test_a_deep_state_is_refused_by_every_reader(run, capfd):
+def test_deeply_nested_state_is_refused_by_every_reader(run, capfd):
     (checkpoint_of(run) / "state.json").write_text('{"loop": ' + DEEP + "}")
     sign(checkpoint_of(run))
     assert all("state.json is nested too deeply" in line for line in refused(run, capfd))
@@ -288,7 +288,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", slow_but(["a call", "a created node"], CONFIGS))
-def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
+def test_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
     file, marker = run / "config.yaml", tmp_path / "marker"
     rest = file.read_text()
     before, _, after = rest.partition("model:\n")
@@ -324,12 +324,12 @@ def test_a_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
     assert not any(SECRET in text for text in reports)
 
 
-# Plugins: a run directory may name them, and nothing that it names is imported
+# Plugins named in a run directory must not be imported
 
 
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A marker that a module, which is installed and offered as a plugin, makes when imported."""
+    """Install a plugin that creates a directory when imported; return the directory's path."""
     site, marker = tmp_path / "site", tmp_path / "imported"
     facts = site / "evil_plugin-1.0.dist-info"
     facts.mkdir(parents=True)
@@ -353,7 +353,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", slow_but(["plugins alone", "a variant"], NAMED))
-def test_a_plugin_that_a_run_names_is_not_imported(run, evil, name, capfd):
+def test_plugin_named_by_run_directory_is_not_imported(run, evil, name, capfd):
     file = run / "config.yaml"
     text = file.read_text()
     for old, new in [("plugins: []\n", "plugins:\n- evil_plugin\n"), *NAMED[name]]:
@@ -374,7 +374,7 @@ def test_a_plugin_that_a_run_names_is_not_imported(run, evil, name, capfd):
             assert "registered" not in said, words
             continue
         assert code == 2, words
-        assert "which nothing here has registered; plugins=[" in said
+        assert "not registered here; plugins=[" in said
         assert said.count("\n") == 1
     with contextlib.suppress(UserError):
         resumed(run)
@@ -383,8 +383,8 @@ def test_a_plugin_that_a_run_names_is_not_imported(run, evil, name, capfd):
     assert not evil.exists()
 
 
-def test_a_plugin_is_imported_where_the_command_line_names_it(run, evil):
-    """The other side: what is forged above would be imported if it were asked for."""
+def test_plugin_named_on_command_line_is_imported(run, evil):
+    """Control: the plugin of the previous test can be imported."""
     assert main(["generate", f"run={run}", "prompt=a", "plugins=[evil_plugin]"]) in (0, 2)
     assert evil.exists()
 
@@ -396,17 +396,17 @@ UNSAFE = re.compile(
     r"|torch\.load\((?!.*weights_only=True)"
     r"|(trust_remote_code|allow_pickle)=(?!False)"
 )
-"""Names that could run code from data."""
+"""Calls that could run code from data."""
 GUARDED = [
-    ("checkpoint/reader.py", "pickle.Unpickler"),  # of tensors' metadata, nothing else
-    ("cli/convert.py", "trust_remote_code="),  # a help text
-    ("config/compose.py", "register_new_resolver"),  # arithmetic; saved configs have none
-    ("interop/export.py", "trust_remote_code="),  # the README of an export
+    ("checkpoint/reader.py", "pickle.Unpickler"),  # Restricted to metadata of tensors.
+    ("cli/convert.py", "trust_remote_code="),  # A help text.
+    ("config/compose.py", "register_new_resolver"),  # Arithmetic; not used for saved configs.
+    ("interop/export.py", "trust_remote_code="),  # The README of an export.
     ("interop/export.py", "trust_remote_code="),
 ]
 
 
-def test_the_source_unpickles_and_evaluates_nothing_but_where_it_is_guarded():
+def test_source_unpickles_and_evaluates_only_in_guarded_places():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Verification, the choice of the checkpoint that is used, and which of them stay."""
+"""Verification, selection and deletion of checkpoints."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def save_steps(directory: Path, *steps: int, start: int = 0, **cfg: object) -> None:
-    """Save at these steps as a run does that begins after `start`."""
+    """Save at `steps`, like a run that starts after step `start`."""
     checkpointer = Checkpointer(directory, CheckpointConfig(**cfg), start)  # type: ignore[arg-type]
     for step in steps:
         checkpointer.save(step, tensors(float(step)), {**STATE, "loop": loop_of(step)})
@@ -54,14 +54,14 @@ DAMAGES = {
     "missing": (lambda file: file.unlink(), "is missing"),
     "short": (lambda file: os.truncate(file, 10), "has 10 bytes, not"),
     "longer": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "bytes, not"),
-    "a bit": (flip_bit, "has another checksum"),
+    "a bit": (flip_bit, "has a wrong checksum"),
     "a directory": (lambda file: (file.unlink(), file.mkdir()), "is not a regular file"),
 }
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damage_is_found_and_named(whole, name, how):
+def test_verify_reports_damaged_file(whole, name, how):
     damage, said = DAMAGES[how]
     damage(whole / name)
     (problem,) = verify(whole)
@@ -70,14 +70,14 @@ def test_damage_is_found_and_named(whole, name, how):
     assert (verify(whole, checksums=False) == []) == (how == "a bit")
 
 
-def test_a_checkpoint_without_a_manifest_is_damaged(whole):
+def test_checkpoint_without_manifest_is_damaged(whole):
     (whole / NAME).unlink()
     assert verify(whole) == [f"it has no {NAME}"]
 
 
 @pytest.fixture
 def three(tmp_path):
-    """The `checkpoints/` of a run after three saves."""
+    """Return the three checkpoints of a run, oldest first."""
     return [write_checkpoint(tmp_path / "checkpoints", step) for step in (10, 20, 30)]
 
 
@@ -89,7 +89,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_damaged_ones_are_named_skipped_and_left_alone(three, capfd):
+def test_damaged_checkpoints_are_reported_and_kept(three, capfd):
     flip_bit(three[2] / ".metadata")
     (three[1] / "state.json").unlink()
     before = content(three[2]), content(three[1])
@@ -97,32 +97,32 @@ def test_damaged_ones_are_named_skipped_and_left_alone(three, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("warning: damaged checkpoint ") for line in lines)
-    assert "step-00000030 (.metadata has another checksum)" in lines[0]
+    assert "step-00000030 (.metadata has a wrong checksum)" in lines[0]
     assert "step-00000020 (state.json is missing)" in lines[1]
-    assert all("continuing from step-00000010" in line for line in lines)
+    assert all("using step-00000010" in line for line in lines)
     assert (content(three[2]), content(three[1])) == before
 
 
-def test_nothing_is_begun_anew_where_all_are_damaged(three, capfd):
+def test_resume_fails_if_all_checkpoints_are_damaged(three, capfd):
     for path in three:
         flip_bit(path / "state.json")
     with pytest.raises(CheckpointError) as caught:
         auto(three)
     assert all(path.name in str(caught.value) for path in three)
-    assert str(caught.value).count("state.json has another checksum") == 3
+    assert str(caught.value).count("state.json has a wrong checksum") == 3
     assert capfd.readouterr().err == ""
     assert auto([]) is None
 
 
-def test_a_damaged_one_that_is_asked_for_by_name_is_an_error(three):
+def test_selected_checkpoint_that_is_damaged_is_error(three):
     flip_bit(three[2] / "state.json")
-    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has another"):
+    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has a wrong"):
         resume_checkpoint(load_config(["model=tiny", f"resume={three[2]}"]), [])
-    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has another"):
+    with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has a wrong"):
         find_checkpoint(three[0].parents[1], 30)
 
 
-def test_of_another_run_the_newest_whole_one_is_used(three, capfd):
+def test_resume_from_run_uses_newest_good_checkpoint(three, capfd):
     flip_bit(three[2] / "state.json")
     run = three[0].parents[1]
     for path in (run, run / "checkpoints"):
@@ -139,12 +139,12 @@ def kept(directory: Path) -> list[int]:
     ("keep_last", "keep_every", "left"),
     [(2, 30, [30, 60, 80, 90]), (0, 30, [10, 20, 30, 40, 50, 60, 70, 80, 90])],
 )
-def test_last_checkpoints_and_those_of_a_multiple_stay(tmp_path, keep_last, keep_every, left):
+def test_prune_keeps_last_checkpoints_and_multiples(tmp_path, keep_last, keep_every, left):
     save_steps(tmp_path, *range(10, 100, 10), keep_last=keep_last, keep_every=keep_every)
     assert kept(tmp_path) == left
 
 
-def test_a_skipped_one_neither_counts_nor_goes_until_its_step_comes(tmp_path, capfd):
+def test_damaged_checkpoint_is_kept_until_new_save_of_same_step(tmp_path, capfd):
     save_steps(tmp_path, 10, 20, 30, 40, keep_last=0)
     for step in (30, 40):
         flip_bit(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
@@ -157,20 +157,20 @@ def test_a_skipped_one_neither_counts_nor_goes_until_its_step_comes(tmp_path, ca
     aside = tmp_path / "damaged-step-00000030"
     assert list(content(aside).values()) == list(damaged.values())
     assert capfd.readouterr().err == (
-        f"warning: {tmp_path / 'step-00000030'} was in the way of a new checkpoint; "
-        "it is now damaged-step-00000030\n"
+        f"warning: renamed {tmp_path / 'step-00000030'} to damaged-step-00000030: "
+        "a new checkpoint needs the name\n"
     )
     save_steps(tmp_path, 40, start=30, keep_last=2)
     assert kept(tmp_path) == [30, 40]
     assert verify(tmp_path / "step-00000040") == []
 
 
-def test_too_little_space_costs_a_warning_before_anything_is_written(tmp_path, capfd, monkeypatch):
+def test_full_disk_prints_warning_before_any_write(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 8_000))
     save_steps(tmp_path, 10)
     said = capfd.readouterr().err
     assert "step 10 could not be saved" in said
-    assert "it needs 10," in said
+    assert "a checkpoint needs 10," in said
     assert "8,000 are free" in said
     assert list(tmp_path.iterdir()) == []
 
@@ -179,14 +179,12 @@ def test_too_little_space_costs_a_warning_before_anything_is_written(tmp_path, c
     ("word", "steps", "seconds"),
     [("7", 7, None), ("30min", 0, 1800), ("1.5min", 0, 90), ("2h", 0, 7200), ("90s", 0, 90)],
 )
-def test_intervals_are_steps_or_times(word, steps, seconds):
+def test_interval_is_steps_or_time(word, steps, seconds):
     cfg = load_config(["model=tiny", f"checkpoint.interval={word}"]).checkpoint
     assert (cfg.steps, cfg.seconds) == (steps, seconds)
 
 
-def test_a_save_is_said_to_be_due_once_and_each_save_begins_the_interval_anew(
-    tmp_path, monkeypatch
-):
+def test_save_is_due_once_per_interval_since_last_save(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("diffllm.checkpoint.writer.monotonic", lambda: now[0])
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(interval="1min"))
@@ -211,7 +209,7 @@ def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[i
     return code, json.loads(capfd.readouterr().out)
 
 
-def test_the_command_lists_and_verifies(tmp_path, capfd):
+def test_checkpoints_command_lists_and_verifies(tmp_path, capfd):
     save_steps(tmp_path / "checkpoints", 10, 20, 30, keep_last=0)
     (tmp_path / "checkpoints" / ".step-00000040.incomplete").mkdir()
     code, rows = listed(tmp_path, capfd)
@@ -230,11 +228,11 @@ def test_the_command_lists_and_verifies(tmp_path, capfd):
     code, rows = listed(tmp_path, capfd)
     assert code == 1
     assert [row["state"] for row in rows] == ["good", "damaged", "good", "incomplete"]
-    assert rows[1]["problems"] == ["__0_0.distcp has another checksum"]
+    assert rows[1]["problems"] == ["__0_0.distcp has a wrong checksum"]
     code, rows = listed(tmp_path, capfd, "verify=false")
     assert (code, rows[1]["state"], rows[1]["checksums"]) == (0, "good", False)
 
     assert main(["checkpoints", f"run={tmp_path}"]) == 1
     table = capfd.readouterr().out
-    assert "damaged: __0_0.distcp has another checksum" in table
+    assert "damaged: __0_0.distcp has a wrong checksum" in table
     assert "incomplete" in table

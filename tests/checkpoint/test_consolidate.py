@@ -1,4 +1,4 @@
-"""`diffllm consolidate`: the very model that was trained, from safetensors alone."""
+"""`diffllm consolidate` writes safetensors, which rebuild exactly the trained model."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def trained_on_ranks(run: Path, overrides: list[str]) -> tuple:
 
 
 def rebuilt(directory: Path, files: list[str]) -> Transformer:
-    """As a user would, from the directory alone."""
+    """Rebuild the model from a consolidated directory."""
     model = build_model(load_run_config(directory).model)
     values: dict[str, torch.Tensor] = {}
     for name in files:
@@ -40,7 +40,7 @@ def rebuilt(directory: Path, files: list[str]) -> Transformer:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of DIFF V1, which keeps some parameters in float32."""
+    """Train a run of DIFF V1, which keeps some parameters in float32."""
     path = tmp_path_factory.mktemp("run")
     with gloo_group():
         return path, *trained_run(path, ["attention=diff_v1"])
@@ -49,7 +49,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(
     "variant", slow_but(["diff_v1", "diff_v2"], ["standard", "gated", "diff_v1", "diff_v2"])
 )
-def test_the_rebuilt_model_answers_as_the_trained_one_bit_by_bit(tmp_path, variant, capfd):
+def test_consolidated_model_equals_trained_model_bit_for_bit(tmp_path, variant, capfd):
     with gloo_group():
         logits, values = trained_run(tmp_path, [f"attention={variant}"])
     assert main(["consolidate", f"run={tmp_path}"]) == 0
@@ -68,7 +68,7 @@ def test_the_rebuilt_model_answers_as_the_trained_one_bit_by_bit(tmp_path, varia
     assert (out / "tokenizer.model").read_bytes() == b"pieces"
 
 
-def test_experts_of_two_ranks_come_together(tmp_path):
+def test_consolidate_merges_experts_of_two_ranks(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     results = run_ranks(trained_on_ranks, 2, tmp_path, run, EXPERTS)
@@ -85,7 +85,7 @@ def test_experts_of_two_ranks_come_together(tmp_path):
         torch.testing.assert_close(model(TOKENS), torch.tensor(logits), atol=1e-5, rtol=0)
 
 
-def test_bf16_rounds_all_but_what_stays_float32(run, tmp_path):
+def test_bf16_rounds_all_except_float32_parameters(run, tmp_path):
     path, _, values = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "dtype=bf16"]) == 0
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def test_bf16_rounds_all_but_what_stays_float32(run, tmp_path):
         assert torch.equal(written[name], value if name in kept else value.bfloat16()), name
 
 
-def test_large_models_come_in_files_with_an_index(run, tmp_path):
+def test_large_models_are_sharded_with_index(run, tmp_path):
     path, logits, _ = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -117,12 +117,12 @@ def test_large_models_come_in_files_with_an_index(run, tmp_path):
     with torch.no_grad():
         assert torch.equal(rebuilt(tmp_path, files)(TOKENS), logits)
 
-    # one file in their place leaves none of them behind
+    # Overwriting with one file must remove all shards.
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "overwrite=true"]) == 0
     assert {file.name for file in tmp_path.glob("model*")} == {"model.safetensors"}
 
 
-def test_files_that_are_there_stay(run, tmp_path, capfd):
+def test_existing_files_are_not_overwritten(run, tmp_path, capfd):
     path, _, _ = run
     for name in ("model.safetensors", "config.yaml", "tokenizer.model"):
         directory = tmp_path / name.replace(".", "-")
@@ -130,12 +130,12 @@ def test_files_that_are_there_stay(run, tmp_path, capfd):
         (directory / name).write_text("mine")
         assert main(["consolidate", f"run={path}", f"out={directory}"]) == 2
         error = capfd.readouterr().err
-        assert f"{directory / name} is there already" in error
+        assert f"{directory / name} already exists" in error
         assert "overwrite=true" in error
         assert {f.name: f.read_text() for f in directory.iterdir()} == {name: "mine"}
 
 
-def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
+def test_failed_write_leaves_no_files(run, tmp_path, monkeypatch, capfd):
     path, _, _ = run
 
     def refuse(*_: object) -> None:
@@ -147,7 +147,7 @@ def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_consolidate_after_killed_consolidate_removes_what_it_left(run, tmp_path):
+def test_consolidate_removes_remains_of_killed_consolidate(run, tmp_path):
     (tmp_path / ".model.partial" / "half").mkdir(parents=True)
     assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}"]) == 0
     assert not list(tmp_path.glob(".*"))

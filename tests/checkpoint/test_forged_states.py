@@ -1,4 +1,4 @@
-"""A checkpoint whose state was changed and signed anew is used if it makes sense, or left out."""
+"""A checkpoint with a changed and newly signed state is either usable or skipped."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A run with a whole checkpoint before the one that is damaged."""
+    """Return a run with a good checkpoint of step 1, and one of step 3 for tests to damage."""
     run = shutil.copytree(trained, tmp_path / "run")
     write_checkpoint(run / "checkpoints", 1)
     return run
@@ -48,9 +48,9 @@ def chosen(run: Path) -> str:
 
 
 def assert_usable(path: Path) -> None:
-    """A run can go on from the state, or start from its parameters."""
+    """Assert that a run can resume from the state, or start from its parameters."""
     saved = read_state(path)
-    if saved["loop"] is None:  # parameters alone
+    if saved["loop"] is None:  # The checkpoint contains only parameters.
         return
     state = LoopState.of(saved["loop"])
     state.spikes.update(1.0, 1.0)
@@ -60,7 +60,7 @@ def assert_usable(path: Path) -> None:
 
 
 @pytest.mark.fuzz
-def test_signed_state_with_another_value_is_a_fault_or_usable(run):
+def test_signed_state_with_changed_value_is_fault_or_usable(run):
     path, file = newest(run), newest(run) / "state.json"
 
     def check(content: bytes) -> None:
@@ -81,13 +81,13 @@ def norm_of(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
-def test_damaged_file_of_checkpoint_is_a_fault(run, name):
+def test_damaged_file_of_checkpoint_is_fault(run, name):
     path, file, whole = newest(run), newest(run) / name, read_manifest(newest(run))
     real, tensors = file.read_bytes(), norm_of(path)
 
     def read() -> list[str]:
         found = faults(path)
-        if not found and read_manifest(path) != whole:  # names fewer files
+        if not found and read_manifest(path) != whole:  # The manifest lists fewer files.
             with pytest.raises(CheckpointError):
                 load_tensors(path, tensors, no_dist=True)
         return found
@@ -102,7 +102,7 @@ def test_damaged_file_of_checkpoint_is_a_fault(run, name):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_signed_damage_to_tensors_is_refused_or_read(run, name):
-    """A forger may change numbers, but runs no code and causes no other error."""
+    """A forger can change numbers, but cannot run code or cause an unexpected error."""
     path, file, tensors = newest(run), newest(run) / name, norm_of(newest(run))
 
     def check(content: bytes) -> None:
@@ -124,7 +124,7 @@ MISSING = object()
         *(("visible_keys", value) for value in (None, {"keys": "9"}, {"keys": 2, "queries": 3})),
     ],
 )
-def test_state_with_a_missing_or_forged_field_is_a_fault(run, name, value):
+def test_state_with_missing_or_forged_field_is_fault(run, name, value):
     file = newest(run) / "state.json"
     content = json.loads(file.read_text())
     content["loop"][name] = value
@@ -136,24 +136,24 @@ def test_state_with_a_missing_or_forged_field_is_a_fault(run, name, value):
     assert chosen(run) == "step-00000001"
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_none(run, capfd):
+def test_checkpoint_renamed_to_different_step_is_fault(run, capfd):
     newest(run).rename(run / "checkpoints" / "step-00000007")
     (fault,) = faults(run / "checkpoints" / "step-00000007")
-    assert fault == "manifest.json is of step 3, not of the 7 in its name"
+    assert fault == "manifest.json has step 3, but the directory name has 7"
     assert main(["checkpoints", f"run={run}"]) == 1
-    assert "is of step 3" in capfd.readouterr().out
+    assert "has step 3" in capfd.readouterr().out
     paths = [run / "checkpoints" / f"step-{step:08d}" for step in (1, 7)]
     assert newest_good(paths) == paths[0]
 
 
-def test_a_state_of_another_step_than_the_manifest_is_a_fault(run):
+def test_state_with_different_step_than_name_is_fault(run):
     file = newest(run) / "state.json"
     file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
     sign(newest(run))
-    assert faults(newest(run)) == ["state.json is of step 2, not of the 3 in its name"]
+    assert faults(newest(run)) == ["state.json has step 2, but the directory name has 3"]
 
 
-def test_config_of_a_run_with_endless_aliases_is_refused(run, capfd):
+def test_run_config_with_alias_bomb_is_refused(run, capfd):
     file = run / "config.yaml"
     file.write_text(BOMB + file.read_text())
     said = f"config.yaml has more than {MOST_NODES:,} keys and values"
@@ -168,13 +168,13 @@ READERS = [load_study, lambda path: with_recipe(f"data={path}"), read_yaml]
 
 
 @pytest.mark.parametrize("read", slow_but([load_study], READERS))
-def test_aliases_that_never_end_are_refused_in_a_file_of_a_user(tmp_path, read):
+def test_user_file_with_alias_bomb_is_refused(tmp_path, read):
     file = tmp_path / "file.yaml"
     file.write_text(BOMB)
     with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):
         read(file)
     file.write_text("a: &a [*a]\n")
-    with pytest.raises(ConfigError, match="has the alias a before the end of its value"):
+    with pytest.raises(ConfigError, match="has the alias a before its value is complete"):
         read(file)
     file.write_text(f"a: {'[' * 100_000}")
     with pytest.raises(ConfigError, match="is nested too deeply"):

@@ -1,4 +1,4 @@
-"""The grammar of commands: key=value words, flags, plain words and overrides."""
+"""Parsing of commands: key=value words, flags, plain words and overrides."""
 
 from dataclasses import dataclass
 
@@ -34,14 +34,14 @@ def test_parse_takes_both_spellings_of_a_flag(word):
     assert parse(Composing, [word, "gpus=2"], "") == Composing(2, json=True)
 
 
-def test_parse_gives_plain_words_and_existing_directories_to_their_list(tmp_path, monkeypatch):
+def test_parse_collects_plain_words_and_existing_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     words = ["a", "run=b", "lr=1", "out/c=d*", "lambda=0.5", "--dry-run"]
     assert parse(Plain, words, "") == Plain(["a", "b", "lr=1", "out/c=d*"], 0.5, dry_run=True)
 
 
-def test_parse_gives_other_words_to_the_overrides_in_their_order():
+def test_parse_collects_other_words_as_overrides_in_order():
     words = ["model=tiny", "gpus=2", "--compare", "a,b", "--compare=c", "~x", "--other", "seed=0"]
     expected = Composing(2, False, ["a,b", "c"], ["model=tiny", "~x", "--other", "seed=0"])
     assert parse(Composing, words, "") == expected
@@ -57,7 +57,7 @@ def test_parse_gives_other_words_to_the_overrides_in_their_order():
         (["lambda=2"], "lambda=2.0 must be at most 1"),
     ],
 )
-def test_parse_refuses_a_word_with_its_key(words, message):
+def test_parse_error_names_key_of_wrong_word(words, message):
     with pytest.raises(ConfigError) as caught:
         parse(Plain, words, "")
     assert str(caught.value).startswith(message)

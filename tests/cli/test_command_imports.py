@@ -1,4 +1,4 @@
-"""Heavy libraries that commands import: counted in a process of their own, after a real command."""
+"""Heavy libraries that commands import, measured after a real command in a new process."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ LATER = ("sympy", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a study, its ended runs and a checkpoint."""
+    """Create a directory with a study, finished runs of the study, and a checkpoint."""
     place = tmp_path_factory.mktemp("imports")
     study = study_file(place / "study.yaml", RULE)
     write_arms(study, place / "out", LOSSES)
@@ -40,14 +40,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["report", "out"], {"torch", "scipy", "matplotlib"}),
     ],
 )
-def test_command_imports_only_the_heavy_libraries_that_it_uses(
+def test_command_imports_only_needed_heavy_libraries(
     place: Path, words: list[str], allowed: set[str]
 ) -> None:
     """Commands that read a config import torch, because the variant's file defines its class."""
     assert {*HEAVY} & loaded_after(words, place, 0)[1] <= allowed
 
 
-def test_run_imports_only_torch_before_its_first_line(place: Path) -> None:
+def test_train_imports_only_torch_before_first_line(place: Path) -> None:
     """The preparation fails after the first line, because all documents are equal."""
     (place / "equal.txt").write_text("a b c\n" * 9)
     words = ["model=tiny", "data.paths=equal.txt", "data.sample_by=line", "data.cache_dir=cache"]
@@ -57,7 +57,7 @@ def test_run_imports_only_torch_before_its_first_line(place: Path) -> None:
 
 
 def loaded_after(words: list[str], place: Path, code: int) -> tuple[str, set[str]]:
-    """Run a command in a process of its own; return its stdout and the modules that it imported."""
+    """Run a command in a new process; return stdout and the names of the imported modules."""
     call = f"from diffllm.cli import main\nassert main({words}) == {code}"
     script = f"import sys\n{call}\nprint('\\n', *sys.modules, file=sys.stderr)"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The cost of a model against the equations, and what `diffllm count` prints of it."""
+"""Counts of parameters and FLOPs compared with the equations, and output of `diffllm count`."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_counts_equal_those_from_the_equations(size, variant):
+def test_counts_equal_counts_from_equations(size, variant):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -81,12 +81,12 @@ def test_counts_equal_those_from_the_equations(size, variant):
         *(("dense_3b", 3e9), ("moe_mini", 30e6), ("moe_1b", 1e9)),
     ],
 )
-def test_sizes_are_near_their_names(size, params):
+def test_parameter_counts_are_near_names_of_sizes(size, params):
     assert count(of_size(size))["total_params"] == pytest.approx(params, rel=0.05)
 
 
-def test_the_writeups_mixture_has_its_published_parameters():
-    """30.53B total and 3.35B active, embeddings counted: Qwen3-30B-A3B's."""
+def test_moe_30a3_has_published_parameter_counts():
+    """Qwen3-30B-A3B has 30.53B total and 3.35B active parameters, including embeddings."""
     counts = count(config("moe_30a3", "standard"))
     assert counts["total_params"] == pytest.approx(30.53e9, abs=0.005e9)
     assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
@@ -105,14 +105,14 @@ def test_shared_experts_and_dense_layers_are_counted():
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
-    """H / (4H + 2K): wo has H heads where the plain decoder's has 2H."""
+def test_diff_v2_saves_expected_share_of_decoder_with_twice_the_heads(size):
+    """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
     cfg = config(size, "diff_v2")
     h, k = cfg.model.n_heads, cfg.model.n_kv_heads
     diff_v2 = count(cfg)
     plain = count(config(size, "standard", "model.attention.query_heads=2.0"))
     lambdas = diff_v2["by_component"]["lambda/gate"]
-    norms = diff_v2["by_component"]["head norms"]  # of queries and keys, in both
+    norms = diff_v2["by_component"]["head norms"]  # QK norms, in both models
     assert norms == plain["by_component"]["head norms"]
     saved = plain["attention_params"] - (diff_v2["attention_params"] - lambdas)
     assert Fraction(saved, plain["attention_params"] - norms) == Fraction(h, 4 * h + 2 * k)
@@ -122,7 +122,7 @@ def test_diff_v2_saves_its_share_of_a_decoder_with_twice_the_heads(size):
         assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
-def test_what_variants_add_to_the_baseline_is_what_the_papers_say():
+def test_variants_add_parameters_stated_in_papers():
     variants = ("standard", "gated", "diff_v1", "diff_v2")
     totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
@@ -132,7 +132,7 @@ def test_what_variants_add_to_the_baseline_is_what_the_papers_say():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_counting_builds_the_same_parameters_as_building(variant):
+def test_counts_equal_parameters_of_built_model(variant):
     cfg = config("tiny", variant)
     params = dict(build_model(cfg.model).named_parameters())
     counts = count(cfg)
@@ -161,7 +161,7 @@ def test_flops_of_masked_documents_follow_the_stated_visible_keys(variant):
         ("moe_30a3", "diff_v1", 25499467776),
     ],
 )
-def test_flops_of_whole_sequences_are_those_of_before_visible_keys(size, variant, flops):
+def test_flops_of_whole_sequences_equal_recorded_values(size, variant, flops):
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
@@ -175,14 +175,14 @@ def test_title_of_count_names_the_visible_keys(capsys):
     assert capsys.readouterr().out.startswith("tiny, seq_len 512\n")
 
 
-def test_the_command_prints_json(capsys):
+def test_count_prints_json(capsys):
     argv = ["count", "model=dense_7b", "attention=diff_v1", "seq_len=2048", "--json"]
     assert tools.main(argv) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_the_command_says_what_was_matched(capsys):
+def test_count_prints_match_target_and_width(capsys):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     assert tools.main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -208,30 +208,30 @@ def test_the_command_says_what_was_matched(capsys):
 
 COMPARED = """\
 tiny, seq_len 512
-parameters, training FLOPs, bf16 KV cache; changes are against standard_sink
+parameters, training FLOPs, bf16 KV cache; changes are relative to standard_sink
 matched to diff_v2: 951,936 parameters at ffn_dim 384
 
-                   standard_sink  diff_v2
-wq                        32,768   65,536  +32.8K
-wk                        16,384        =
-wv                        16,384        =
-wo                        32,768        =
-lambda/gate                    0    1,024  +1,024
-sink                           8        0      -8
-attention                 98,312  132,096  +33.8K
+                    standard_sink  diff_v2
+wq                         32,768   65,536  +32.8K
+wk                         16,384        =
+wv                         16,384        =
+wo                         32,768        =
+lambda/gate                     0    1,024  +1,024
+sink                            8        0      -8
+attention                  98,312  132,096  +33.8K
 
-ffn                      331,776  294,912  -36.9K
-norms                        640        =
-embeddings/output        524,288        =
+ffn                       331,776  294,912  -36.9K
+norms                         640        =
+embeddings/output         524,288        =
 
-total                    955,016  951,936  -3,080
-active                   955,016  951,936  -3,080
-without embedding        692,872  689,792  -3,080
-over target              +0.324%  +0.000%
+total                     955,016  951,936  -3,080
+active                    955,016  951,936  -3,080
+without embedding         692,872  689,792  -3,080
+over target               +0.324%  +0.000%
 
-ffn_dim                      432      384     -48
-MFLOPs a token               4.9      5.7  +15.6%
-KV bytes a token             512        =
+ffn_dim                       432      384     -48
+MFLOPs per token              4.9      5.7  +15.6%
+KV bytes per token            512        =
 """
 
 
@@ -242,12 +242,12 @@ def printed(capsys, *words):
     return out
 
 
-def test_compare_prints_values_and_their_changes_or_an_equals_sign(capsys):
+def test_compare_prints_values_and_changes_or_equals_sign(capsys):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 
 
-def test_json_maps_variants_to_their_counts(capsys):
+def test_compare_with_json_maps_variants_to_counts(capsys):
     overrides = ["model=tiny", "model.match_params_to=gated"]
     given = json.loads(printed(capsys, *overrides, "--compare", "standard,diff_v2", "--json"))
     assert list(given) == ["standard", "diff_v2"]
@@ -257,7 +257,7 @@ def test_json_maps_variants_to_their_counts(capsys):
         assert counts["matched"]["target"] == "gated"
 
 
-# What is refused
+# Invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_json_maps_variants_to_their_counts(capsys):
         ),
     ],
 )
-def test_a_wrong_comparison_is_one_line_and_exit_code_2(capsys, words, named):
+def test_wrong_comparison_prints_single_line_and_exits_with_2(capsys, words, named):
     assert tools.main(["count", "model=tiny", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""The noise floor of a synthetic query: against explicit softmax maps and closed forms."""
+"""Noise floor of a synthetic query, compared with explicit softmax maps and closed forms."""
 
 import io
 import json
@@ -32,20 +32,20 @@ FAST = ["keys=300", "draws=2"]
 
 
 def drawn(points, correlation, signal=6.0, draws=2, seed=0):
-    """The maps at (keys, amplitude) pairs."""
+    """Return the reduced maps at pairs (keys, amplitude)."""
     return draw_maps(
         points, correlation, NoiseFloorArguments(signal=signal, draws=draws, seed=seed)
     )
 
 
 def maps_of(noise1, noise2, signal):
-    """The library's maps of one draw, as one point."""
+    """Return the reduced maps of one draw at one point, (5, 1, 1)."""
     fields = reduce_maps(np.array(noise1), np.array(noise2), signal)
     return np.reshape(fields, (5, 1, 1))
 
 
 def explicit(noise1, noise2, signal, lam):
-    """Weight on the signal and SNR, from the definition."""
+    """Compute the weight on the signal and the SNR from the definition."""
     first = [math.exp(z) for z in (*noise1, signal)]
     second = [math.exp(z) for z in (*noise2, 0.0)]
     weights = [a / sum(first) - lam * b / sum(second) for a, b in zip(first, second, strict=True)]
@@ -58,7 +58,7 @@ def library(noise1, noise2, signal, lam):
 
 
 def optimum(noise1, noise2, signal):
-    """Where the derivative of SNR squared is zero: a ratio of sums over the noise keys."""
+    """Return the lambda with zero derivative of SNR squared: a ratio of sums over noise keys."""
     p = [math.exp(z) for z in noise1]
     q = [math.exp(z) for z in noise2]
     p_s, z1, z2 = math.exp(signal), sum(p) + math.exp(signal), sum(q) + 1
@@ -73,15 +73,15 @@ def optimum(noise1, noise2, signal):
 
 @pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
-def test_weight_and_snr_are_those_of_explicit_maps(signal, lam):
+def test_weight_and_snr_equal_values_of_explicit_maps(signal, lam):
     expected = explicit(NOISE1, NOISE2, signal, lam)
     assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("signal", [1.0, 2.0, 3.0])
-def test_the_best_lambda_on_the_grid_is_the_closed_form(signal):
+def test_best_lambda_on_grid_equals_closed_form(signal):
     best = optimum(NOISE1, NOISE2, signal)
-    assert 0.05 < best < 0.95  # inside, or the grid's end would be right by chance
+    assert 0.05 < best < 0.95  # not at an end of the grid, which could match by chance
     assert best_lambda(maps_of(NOISE1, NOISE2, signal)).item() == pytest.approx(best, abs=0.01)
     fine = np.linspace(0, 1, 20001)
     snr = [explicit(NOISE1, NOISE2, signal, lam)[1] for lam in fine]
@@ -92,7 +92,7 @@ def test_the_best_lambda_on_the_grid_is_the_closed_form(signal):
 
 
 @pytest.mark.parametrize("correlation", [-0.5, 0.0, 0.9])
-def test_many_keys_approach_the_limit(correlation):
+def test_snr_with_many_keys_approaches_closed_form_limit(correlation):
     sigma, signal, keys = 0.5, 6.0, CONTEXTS[-1]
     maps = drawn([(keys, sigma)], correlation, signal)
     standard = average(maps, 0.0)["snr"].item()
@@ -106,7 +106,7 @@ def test_many_keys_approach_the_limit(correlation):
 
 
 @pytest.mark.parametrize("correlation", [-1.0, 0.0, 0.6, 1.0])
-def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, monkeypatch):
+def test_noise_of_maps_has_stated_correlation_and_amplitude(correlation, monkeypatch):
     seen = []
     monkeypatch.setattr(
         "diffllm.cli.noise_floor.reduce_maps", lambda *a: seen.append(a) or (1.0,) * 5
@@ -118,7 +118,7 @@ def test_the_maps_noise_has_the_stated_correlation_and_amplitude(correlation, mo
     assert np.corrcoef(noise1, noise2)[0, 1] == pytest.approx(correlation, abs=0.02)
 
 
-def test_means_and_standard_errors_are_over_the_draws():
+def test_average_computes_mean_and_standard_error_over_draws():
     maps = drawn([(100, 1.0), (200, 1.0)], 0.5, signal=4.0, draws=5, seed=1)
     curve = average(maps, np.array([0.2, 0.7]))
     for i, lam in enumerate((0.2, 0.7)):
@@ -147,7 +147,7 @@ def test_the_snr_crosses_the_threshold_at_the_usable_amplitude(best, threshold):
 # Everything
 
 
-def test_sweeps_agree_where_they_meet_and_best_is_best():
+def test_sweeps_agree_at_shared_points_and_best_lambda_has_highest_snr():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())
@@ -161,7 +161,7 @@ def test_sweeps_agree_where_they_meet_and_best_is_best():
     for curves in (by_keys, result["by_amplitude"]["curves"]):
         assert (curves["best"]["snr"] >= curves["differential"]["snr"]).all()
         assert (curves["best"]["snr"] >= curves["standard"]["snr"]).all()
-    # More keys add to the sum of exp(2 sigma x), of which standard SNR is e^a over the root.
+    # The standard SNR is e^a / sqrt(sum of exp(2 sigma x)), which decreases with more keys.
     assert (np.diff(by_keys["standard"]["snr"]) < 0).all()
     usable = result["usable_amplitude"]
     assert result["by_amplitude"]["at"][-1] > usable["best"] > usable["standard"]
@@ -174,7 +174,7 @@ def output(capsys, *words):
     return out
 
 
-def test_the_command_prints_json(capsys, tmp_path):
+def test_noise_floor_prints_json(capsys, tmp_path):
     out = tmp_path / "figure.png"
     words = [*FAST, "lambda=0.4", "correlation=0.5", f"out={out}", "--json"]
     printed = json.loads(output(capsys, *words))
@@ -189,7 +189,7 @@ def test_the_command_prints_json(capsys, tmp_path):
     assert set(curves["best"]) == {"lambda", "weight", "weight_se", "snr", "snr_se"}
 
 
-def test_the_command_prints_tables_and_writes_a_figure(capsys, tmp_path, monkeypatch):
+def test_noise_floor_prints_tables_and_writes_figure(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = output(capsys, "draws=2").splitlines()
     result = noise_floor(NoiseFloorArguments(draws=2))
@@ -237,7 +237,9 @@ def test_extremes_give_finite_numbers_tables_and_a_figure(extreme):
         ("out=figure.pdf", ".png"),
     ],
 )
-def test_a_bad_value_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, word, named):
+def test_noise_floor_with_bad_value_prints_single_line_and_exits_with_2(
+    capsys, tmp_path, monkeypatch, word, named
+):
     monkeypatch.chdir(tmp_path)
     assert tools.main(["noise-floor", *FAST, word]) == 2
     out, err = capsys.readouterr()

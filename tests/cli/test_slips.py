@@ -1,4 +1,4 @@
-"""Common slips on a command line: one line names the fix, and legal input still works."""
+"""Errors after common typing mistakes name the fix; similar legal input is accepted."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ MOE = ["model=moe_tiny", "data.paths=t.txt"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a text, a study file a run and a sweep."""
+    """Create a working directory with a text, a study file, a run and a sweep."""
     place = tmp_path_factory.mktemp("slips")
     for name in ("c04", "sweep/seed0"):
         write_run(place / "outputs" / name, "model=tiny")
@@ -31,19 +31,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        (["train", "-m", "seed=0,", "1"], "quote a value that contains blanks: 'seed=0, 1'"),
-        (["train", "-m", "attention=gated,", "diff_v2"], "blanks: 'attention=gated, diff_v2'"),
-        (["train", "data.paths=[a.txt,", "b.txt]"], "blanks: 'data.paths=[a.txt, b.txt]'"),
-        (["train", "plugins=[a,", "b]"], "blanks: 'plugins=[a, b]'"),
-        (["train", "data.sample_prompt=Once", "upon"], "quote a value if it contains blanks"),
-        (["generate", "prompt=One,", "two", "run=c04"], "blanks: 'prompt=One, two'"),
-        (["train", "seed", "=1"], "write seed=1 without blanks"),
-        (["train", "seed", "=", "1", "steps=2"], "write seed=1 without blanks"),
-        (["train", "steps=1", "000"], "write steps=1000 without blanks"),
-        (["count", "seed=", "1"], "write seed=1 without blanks"),
+        (["train", "-m", "seed=0,", "1"], "quote a value that contains spaces: 'seed=0, 1'"),
+        (["train", "-m", "attention=gated,", "diff_v2"], "spaces: 'attention=gated, diff_v2'"),
+        (["train", "data.paths=[a.txt,", "b.txt]"], "spaces: 'data.paths=[a.txt, b.txt]'"),
+        (["train", "plugins=[a,", "b]"], "spaces: 'plugins=[a, b]'"),
+        (["train", "data.sample_prompt=Once", "upon"], "quote a value if it contains spaces"),
+        (["generate", "prompt=One,", "two", "run=c04"], "spaces: 'prompt=One, two'"),
+        (["train", "seed", "=1"], "write seed=1 without spaces"),
+        (["train", "seed", "=", "1", "steps=2"], "write seed=1 without spaces"),
+        (["train", "steps=1", "000"], "write steps=1000 without spaces"),
+        (["count", "seed=", "1"], "write seed=1 without spaces"),
         (["train", "--max-tokens", "10"], "write max_tokens=... without dashes"),
         (["count", "--steps=10"], "write steps=... without dashes"),
-        (["train", "steps=1,000"], "a list needs brackets, a text with commas quotes; write one"),
+        (["train", "steps=1,000"], "a text with commas needs quotes; write one"),
         (["train", "steps=1,000"], "write one number as steps=1000"),
         (["train", "optim.lr=0,001"], "write one number as optim.lr=0.001"),
         (["train", "steps=10k"], "write steps=10000"),
@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["trian"], "did you mean train?"),
     ],
 )
-def test_slip_is_answered_with_its_fix(place, monkeypatch, capsys, words, fix):
+def test_error_after_typing_mistake_names_fix(place, monkeypatch, capsys, words, fix):
     monkeypatch.chdir(place)
     assert main(words) == 2
     printed = capsys.readouterr()
@@ -106,11 +106,11 @@ def test_slip_is_answered_with_its_fix(place, monkeypatch, capsys, words, fix):
         (["steps=" + "[" * 2**17], "is nested too deeply to be read"),
     ],
 )
-def test_other_errors_have_no_hint(words, error):
+def test_hint_is_empty_for_other_errors(words, error):
     assert hint(words, error) == ""
 
 
-def test_legal_input_that_resembles_a_slip_still_works():
+def test_legal_input_similar_to_typing_mistake_is_accepted():
     cfg = load_config(
         ["data.paths=[a.txt, b.txt]", "data.sample_prompt='a, b'", "max_tokens=1_000_000"]
     )
@@ -118,7 +118,7 @@ def test_legal_input_that_resembles_a_slip_still_works():
     assert (cfg.data.sample_prompt, cfg.max_tokens) == ("a, b", 1e6)
 
 
-def test_train_without_packages_prints_one_line(tmp_path):
+def test_train_without_packages_prints_single_line(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-S", TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True

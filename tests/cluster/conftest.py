@@ -1,4 +1,4 @@
-"""Helpers of this folder, and a corpus."""
+"""Import path of this folder's helpers, and a corpus."""
 
 import sys
 from pathlib import Path

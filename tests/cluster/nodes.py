@@ -1,4 +1,4 @@
-"""Machines of a cluster, as far as the network can tell: namespaces with names and addresses."""
+"""Simulated machines of a cluster: network namespaces with host names and addresses."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ from typing import IO
 from runs.command import overrides_of
 
 NAMED = Path("/etc/netns")
-"""Where `ip netns exec` finds the /etc/hosts of a namespace."""
+"""Directory in which `ip netns exec` finds the /etc/hosts of a namespace."""
 START = 'hostname "$0"; exec "$@"'
 
 
 def lacking(*programs: str) -> str | None:
-    """Why tests cannot run here, if they cannot."""
+    """Return the reason why cluster tests cannot run on this machine; None if they can."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [p for p in programs if not shutil.which(p, path=f"{os.environ['PATH']}:/usr/sbin")]
@@ -29,7 +29,7 @@ def lacking(*programs: str) -> str | None:
 
 
 def overrides(corpus: Path, run: Path, *more: str) -> list[str]:
-    """Return the overrides of a training whose steps take milliseconds."""
+    """Return overrides of a training with steps of some milliseconds."""
     small = ("seq_len=128", "model.n_layers=1", "log_interval=1")
     return [*overrides_of(corpus, run), *small, *more]
 
@@ -40,7 +40,7 @@ def ip(*words: str) -> str:
 
 @dataclass
 class Node:
-    """One machine; its files are everybody's, as on a shared file system."""
+    """One machine; all machines share one file system."""
 
     name: str
     namespace: str
@@ -72,7 +72,7 @@ class Node:
 
 @contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """node1 and node2, joined by a cable; nothing is left of them afterwards."""
+    """Create node1 and node2 with a network link; remove all traces at the end."""
     unique = Path(tempfile.mktemp(prefix="", dir="")).name
     nodes = tuple(Node(f"node{i}", f"diffllm-{unique}-{i}") for i in (1, 2))
     hosts = "127.0.0.1 localhost\n10.77.0.1 node1\n10.77.0.2 node2\n"

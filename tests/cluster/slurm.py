@@ -1,4 +1,4 @@
-"""A SLURM of two nodes, with a controller and munge, all of its state in one directory."""
+"""A SLURM cluster of two nodes, with a controller and munge; its state is in one directory."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 
 
 class Slurm:
-    """Its commands, as on node1."""
+    """Runs SLURM commands on node1."""
 
     def __init__(self, nodes: tuple[Node, Node], here: Path):
         self.nodes, self.here = nodes, here
@@ -85,11 +85,12 @@ class Slurm:
 
 @contextmanager
 def slurm(nodes: tuple[Node, Node], here: Path) -> Iterator[Slurm]:
-    """Up, and down again with the nodes, which end every process on them."""
+    """Start SLURM; the removal of the nodes ends its processes."""
     (here / "slurm.conf").write_text(CONFIG.format(here=here))
     gpus = [f"NodeName=node[1-2] Name=gpu File={file}\n" for file in ("/dev/null", "/dev/zero")]
-    (here / "gres.conf").write_text("".join(gpus))  # any device will do: nobody opens it
-    (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used, but looked for
+    (here / "gres.conf").write_text("".join(gpus))  # Any device works: no process opens it.
+    # SLURM does not use cgroups here, but requires the file.
+    (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (here / "state").mkdir()
     key = here / "munge.key"
     key.write_bytes(os.urandom(128))

@@ -35,7 +35,7 @@ def ended(cluster: Slurm, job: str) -> bool:
 
 
 def tasks(cluster: Slurm) -> list[int]:
-    """The ranks of the job; the processes of their loaders are below them."""
+    """Return the process ids of the job's ranks, without their data loader processes."""
     pids = {pid for node in cluster.nodes for pid in node.pids()}
     words = {pid: status_of(pid, "cmdline").split(b"\0") for pid in pids}
     # srun replaces the program name with its absolute path.
@@ -44,7 +44,7 @@ def tasks(cluster: Slurm) -> list[int]:
 
 
 def status_of(pid: int, name: str) -> bytes:
-    """A file of /proc, empty where the process has ended."""
+    """Read a file in /proc; return b"" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -57,13 +57,16 @@ def field(pid: int, name: str) -> str:
 
 
 def has_got(pid: int, number: int) -> bool:
-    """Whether a frozen process has this signal waiting, or runs again, as SLURM may have it."""
+    """Whether the signal is pending for a stopped process, or the process is running.
+
+    SLURM may send SIGCONT.
+    """
     pending = int(field(pid, "SigPnd"), 16) | int(field(pid, "ShdPnd"), 16)
     return bool(pending >> (number - 1) & 1) or field(pid, "State") != "T"
 
 
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
-def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(cluster, corpus, tmp_path, how):
+def test_stopped_slurm_job_saves_requeues_and_resumes(cluster, corpus, tmp_path, how):
     run = tmp_path / "run"
     last = 60
     words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
@@ -74,7 +77,7 @@ def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(cluster, cor
     assert len(ranks) == 2, cluster.logs()
     number = signal.SIGTERM if how == "preempted" else signal.SIGUSR1
     try:
-        for pid in ranks:  # or the run could finish before it is asked to stop
+        for pid in ranks:  # Pause the run, which could finish before the signal arrives.
             os.kill(pid, signal.SIGSTOP)
         if how == "preempted":
             high = submit(cluster, *TWO, "--partition=high", "--wrap=sleep 1")
@@ -99,12 +102,12 @@ def test_a_job_that_has_to_stop_saves_requeues_itself_and_continues(cluster, cor
     assert cluster.job(job)["Restarts"] == "1"
     assert steps_logged(run) == list(range(1, last + 1))
     assert not (run / "requeue").exists()
-    log = (cluster.here / f"{job}.out").read_text()  # both starts of it
+    log = (cluster.here / f"{job}.out").read_text()  # Output of both starts.
     assert f"continues after step {marker['step']}" in log
 
 
-def test_a_cancelled_job_stays_away(cluster, corpus, tmp_path):
-    """Its tasks save and leave a marker, for they cannot tell who has sent SIGTERM."""
+def test_cancelled_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
+    """The tasks save and write the file `requeue`: the sender of SIGTERM is unknown to tasks."""
     run = tmp_path / "run"
     words = overrides(corpus, run, "steps=100000")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
@@ -117,10 +120,10 @@ def test_a_cancelled_job_stays_away(cluster, corpus, tmp_path):
     cluster.wait_for(lambda: not cluster("squeue", "--noheader").split(), "empty queue")
 
 
-def test_a_job_that_fails_is_not_requeued(cluster, corpus, tmp_path):
+def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "requeue").write_text("{}")  # of an earlier stop
+    (run / "requeue").write_text("{}")  # As left by an earlier stop.
     words = overrides(corpus, run, "steps=5", "global_batch_size=7")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: ended(cluster, job), "end")
@@ -131,8 +134,8 @@ def test_a_job_that_fails_is_not_requeued(cluster, corpus, tmp_path):
     assert "Traceback" not in log
 
 
-def test_srun_gives_rank_and_address(cluster, corpus, tmp_path):
-    """A node for each of two tasks, and two tasks on one node."""
+def test_srun_sets_rank_and_address(cluster, corpus, tmp_path):
+    """Two tasks on two nodes, and two tasks on one node."""
     runs = [tmp_path / name for name in ("apart", "together")]
     apart = ["srun", "--nodes=2", "--ntasks-per-node=1"]
     cluster(*apart, "python", "train.py", *overrides(corpus, runs[0], "steps=8"))
@@ -147,5 +150,5 @@ def test_srun_gives_rank_and_address(cluster, corpus, tmp_path):
     "nodes",
     ["gpu1", "gpu[003-006,9]", "gpu[7,9-12],login1", "a-b[05],c", "rack[0-1]node[10-12]"],
 )
-def test_first_node_is_what_slurm_says(cluster, nodes):
+def test_first_host_agrees_with_scontrol(cluster, nodes):
     assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]

@@ -1,4 +1,4 @@
-"""launch/torchrun.sh on two nodes with names and addresses of their own; one of them gets lost."""
+"""launch/torchrun.sh on two nodes with different names and addresses, and loss of a node."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from runs.command import ROOT, descendants, metrics
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-4
-"""Between losses in float32: sums are added in another order, and what differs drifts apart."""
+"""Maximum difference of float32 losses: the order of sums differs, and differences grow."""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ class Cluster:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step; a step that stands there twice is an error."""
+    """Return the losses by step; assert that no step is logged twice."""
     logged = metrics(run)
     steps = [line["step"] for line in logged]
     assert len(set(steps)) == len(steps), steps
@@ -84,7 +84,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
-    """The losses of the same training on one machine."""
+    """Return the losses of the same training on one machine."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                 f"--nproc-per-node={ranks}"]  # fmt: skip
@@ -96,7 +96,7 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     return losses(run)
 
 
-def test_two_nodes_train_as_one_does(nodes, corpus, tmp_path):
+def test_two_nodes_train_like_single_node(nodes, corpus, tmp_path):
     words = overrides(corpus, tmp_path / "run", "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
@@ -109,7 +109,7 @@ def test_two_nodes_train_as_one_does(nodes, corpus, tmp_path):
 LONG = [
     "precision=fp32",
     "steps=240",
-    "optim.lr=1e-3",  # at a larger one, rounding grows over 240 steps of so small a corpus
+    "optim.lr=1e-3",  # With a larger rate, rounding differences grow over 240 steps.
     "global_batch_size=32",
     "checkpoint.interval=5",
     "distributed.timeout=20",
@@ -123,8 +123,8 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_a_lost_node_shrinks_the_run_and_its_return_grows_it(nodes, corpus, tmp_path, host, cut):
-    """Ranks go by the names of nodes; the one that is lost is not the rendezvous's host."""
+def test_run_shrinks_after_node_loss_and_grows_after_return(nodes, corpus, tmp_path, host, cut):
+    """Ranks are ordered by node name; the lost node does not host the rendezvous."""
     words = overrides(corpus, tmp_path / "run", *LONG)
     cluster = Cluster(nodes, host, tmp_path / "run", words)
     lost = 1 - host
@@ -133,7 +133,7 @@ def test_a_lost_node_shrinks_the_run_and_its_return_grows_it(nodes, corpus, tmp_
     cluster.wait_for(lambda: cluster.grown(2, 12), "step 12 on both nodes")
 
     if cut:
-        nodes[lost].link("down")  # no word of the kernel's, either
+        nodes[lost].link("down")  # The kernel cannot send a TCP reset either.
         nodes[lost].kill()
     else:
         torchrun = [p for p in descendants(cluster.agents[lost].pid) if is_torchrun(p)]
@@ -148,7 +148,7 @@ def test_a_lost_node_shrinks_the_run_and_its_return_grows_it(nodes, corpus, tmp_
         nodes[lost].link("up")
     cluster.start(lost, nnodes="1:2", restarts=3)
     cluster.wait_for(lambda: cluster.ranks() == 2, "start on both nodes")
-    assert cluster.steps() < 240, "it was over too soon to grow"
+    assert cluster.steps() < 240, "the run finished before it could grow"
     cluster.finish()
     assert cluster.ranks() == 2
     assert list(cluster.losses()) == list(range(1, 241))

@@ -1,4 +1,4 @@
-"""The typed configuration: what composes, what is derived, what cannot run."""
+"""Typed config: composition of YAMLs, derived values, and errors."""
 
 import re
 from copy import deepcopy
@@ -23,7 +23,7 @@ from diffllm.optim import Schedule
 CONF = config_directory()
 FILES = sorted(path for path in CONF.glob("*/*.yaml") if path.parent.name != "study")
 NOT_VARIANTS = [path for path in FILES if path.parent.name != "attention"]
-NEEDED = {  # what a choice cannot do without
+NEEDED = {  # required keys of a choice
     ("data", "files"): ["data.paths=[corpus.txt]"],
     ("data", "hub"): ["data.dataset=owner/name"],
     ("data", "mixture"): ["data.sources={a: {}}"],
@@ -32,7 +32,7 @@ NEEDED = {  # what a choice cannot do without
 
 
 def plain_tree(node: object) -> bool:
-    """Dataclasses of plain values all the way down, nothing of the config library."""
+    """Return whether a tree contains only dataclasses and plain values, no OmegaConf objects."""
     if is_dataclass(node):
         return all(plain_tree(getattr(node, f.name)) for f in fields(node))
     if isinstance(node, list):
@@ -42,7 +42,7 @@ def plain_tree(node: object) -> bool:
     return isinstance(node, int | float | str | Enum | NoneType)
 
 
-def test_the_result_is_typed():
+def test_load_config_returns_typed_plain_values():
     cfg = load_config(
         ["model=tiny", "attention=gated", "optim=wsd", "precision=bf16", "wandb.mode=offline"]
     )
@@ -55,11 +55,11 @@ def test_the_result_is_typed():
     assert cfg.data.paths == []
 
 
-def test_no_overrides_is_the_quickstart():
+def test_load_config_without_overrides_loads_quickstart():
     assert load_config([]) == load_config(["experiment=quickstart"]) == load_config()
 
 
-def test_a_config_is_no_ones_but_the_callers():
+def test_changes_of_a_config_do_not_affect_next_load():
     first = load_config(["model=tiny"])
     first.data.paths.append("changed")
     first.optim.lr = 99.0
@@ -82,11 +82,11 @@ def test_every_yaml_composes(path: Path):
 
 @cache
 def of_variant(name: str) -> TrainConfig:
-    """Composed once for the tests that look at all; nobody may change it."""
+    """Load a config once for all tests; tests must not change the result."""
     return load_config(["model=tiny", f"attention={name}"])
 
 
-def test_every_variant_composes_to_a_class_of_its_own():
+def test_every_variant_composes_to_class_of_same_module_name():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
         kind = type(variant_config(path.stem))
@@ -99,7 +99,7 @@ def test_every_variant_composes_to_a_class_of_its_own():
         assert name.startswith(module), f"attention={name} is {kind}"
 
 
-def test_changing_the_variant_changes_nothing_else():
+def test_variants_change_only_attention_config():
     base = of_variant("standard")
     for variant in variants():
         other = deepcopy(of_variant(variant))
@@ -109,13 +109,13 @@ def test_changing_the_variant_changes_nothing_else():
 
 
 @pytest.mark.parametrize("name", slow_but(families(variants()), variants()))
-def test_a_variant_alone_is_the_one_of_the_whole_config(name):
+def test_variant_config_equals_attention_of_full_config(name):
     alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
     assert type(alone) is type(composed)
     assert alone == composed
 
 
-def test_derived_values_follow_what_they_derive_from(monkeypatch):
+def test_derived_values_follow_source_values(monkeypatch):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
     cfg = load_config(["model=tiny", "seq_len=96", "seed=5", "model.vocab_size=1000"])
     assert cfg.model.seq_len == 96
@@ -128,15 +128,15 @@ def test_derived_values_follow_what_they_derive_from(monkeypatch):
     assert (cfg.seed, cfg.model.init_seed) == (5, 0)
 
 
-# Ranks (test_fuzz_config.py draws the numbers that are refused)
+# Ranks (test_fuzz_config.py draws invalid numbers)
 
 
-def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
+def test_parallel_yamls_are_fsdp_and_a_replica_per_node():
     assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16, 1)
     assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8, 1)
 
 
-# What cannot run anywhere
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_parallel_yamls_are_fsdp_and_one_copy_a_node():
         ("attention=diffv2", "does not exist; did you mean diff_v2? choose from"),
     ],
 )
-def test_a_key_without_its_section_is_answered_with_the_whole_one(word, answer):
+def test_error_for_key_without_section_names_full_key(word, answer):
     with pytest.raises(ConfigError, match=re.escape(answer)):
         load_config([word])
 
@@ -167,7 +167,7 @@ CORPORA = [
     ("words", "source", "paths", "dataset"),
     slow_but(CORPORA[::3], CORPORA),
 )
-def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, paths, dataset):
+def test_corpus_keys_imply_source_and_single_path_needs_no_brackets(words, source, paths, dataset):
     cfg = load_config(words)
     assert cfg.data.source == cfg.run.choices["data"] == source
     assert (cfg.data.paths, cfg.data.dataset) == (paths, dataset)
@@ -185,13 +185,13 @@ def test_keys_of_a_corpus_name_its_source_and_one_path_is_enough(words, source, 
         (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),
     ],
 )
-def test_a_source_that_is_given_is_not_replaced(words, named):
+def test_given_source_is_not_replaced(words, named):
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)
 
 
-def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
+def test_error_for_field_of_different_variant_suggests_only_fields_of_chosen_variant():
     with pytest.raises(ConfigError, match=r"unknown key model\.attention\.pairing") as caught:
         load_config(["attention=diff_v1", "model.attention.pairing=halves"])
     assert "did you mean model.attention.pairing" not in str(caught.value)
@@ -200,19 +200,19 @@ def test_a_field_of_another_variant_is_answered_with_those_of_the_chosen_one():
 
 
 FAULTS = {
-    "steps: 5\n": "the first line of its YAML must be '# @package _global_'",
+    "steps: 5\n": "the first line of the YAML must be '# @package _global_'",
     "# @package _global_\nsteps: [5\n": "line 3",
-    "# @package _global_\n- steps\n": "a mapping of keys to values is needed",
+    "# @package _global_\n- steps\n": "must contain a mapping of keys to values",
     "# @package _global_\nstep: 16\n": "unknown key step; did you mean steps?",
     "# @package _global_\noptim:\n  lr: fast\n":
-        "optim.lr: 'fast' is not a number, as 0.5 or 1e6 are",
+        "optim.lr: 'fast' is not a number, such as 0.5 or 1e6",
     "# @package _global_\ndefaults:\n  - override /model: tinny\n":
         "Could not find 'model/tinny' Available options in 'model': base_350m",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_fault_in_experiment_file_is_named_with_nearest_key(tmp_path, monkeypatch, text):
+def test_error_in_experiment_file_names_fault_and_similar_key(tmp_path, monkeypatch, text):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(text)

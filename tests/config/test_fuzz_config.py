@@ -1,6 +1,6 @@
-"""Wrong configurations, made from the config tree itself: each ends in one line.
+"""Invalid configs derived from the config tree: every error is a ConfigError of one line.
 
-What is accepted although it looks wrong has to mean something: `assert_meaningful` builds it.
+Accepted configs must be usable: `assert_meaningful` builds the model, schedule and other parts.
 The slow tier draws more cases than the fast tier.
 """
 
@@ -62,7 +62,7 @@ PARTS_OF_A_RUN = ("run.choices", "run.matched")
 
 @pytest.fixture(autouse=True)
 def untouched(tmp_path, monkeypatch, capfd):
-    """Nothing is written anywhere, and nothing said besides the error."""
+    """Assert that a test writes no file and prints nothing."""
     for name in ("cwd", "home", "cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "cwd" / "mine").write_text("mine")
@@ -78,12 +78,12 @@ def untouched(tmp_path, monkeypatch, capfd):
 
 
 def few_or(many: int, few: int) -> Any:
-    """Parametrize a test by its number of cases: `few`, and in the slow tier `many`."""
+    """Parametrize a test by the number of cases: `few`, and `many` in the slow tier."""
     return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
 def line_of(check: Callable[[], object]) -> str | None:
-    """Return the error line of a check, or None if it raises none."""
+    """Return the message of a ConfigError that `check` raises, or None without an error."""
     try:
         check()
         return None
@@ -91,12 +91,12 @@ def line_of(check: Callable[[], object]) -> str | None:
         line = str(error)
     assert line.isprintable(), line
     assert len(line) <= LONGEST + 10
-    assert "Error:" not in line, f"an exception's name says nothing to a user: {line}"
+    assert "Error:" not in line, f"the message names an exception class: {line}"
     return line
 
 
 def refusal(words: list[str]) -> str | None:
-    """The line that refuses these overrides on one rank, or None if they are accepted."""
+    """Return the error for these overrides on one rank, or None for valid overrides."""
     return line_of(lambda: load_config(words).check_world(1))
 
 
@@ -114,7 +114,7 @@ def assert_refused(words: list[str], *named: str) -> None:
 
 
 def base_type(declared: Any) -> tuple[Any, bool]:
-    """(int, True) of `int | None`; every enum is Enum."""
+    """Return (type, allows None), such as (int, True) for `int | None`; all enums are Enum."""
     parts = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
     kind = next(part for part in parts if part is not type(None))
     optional = type(None) in parts
@@ -128,7 +128,7 @@ def wrong_values(key: str) -> list[str]:
 
 
 @few_or(many=60, few=5)
-def test_values_of_a_wrong_type(rng, count):
+def test_value_of_wrong_type_is_refused(rng, count):
     keys = sorted(KEYS)
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
@@ -149,8 +149,8 @@ EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in E
 
 
 @few_or(many=len(EDGE_CASES), few=40)
-def test_numbers_at_the_edges_mean_something_or_are_refused(rng, count):
-    """Set each number in a typed config, as composing one would; the slow tier tries every case."""
+def test_extreme_numbers_are_usable_or_refused(rng, count):
+    """Set single numbers in a typed config; the slow tier tries every case."""
     for key, value in rng.sample(EDGE_CASES, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
         line = line_of(functools.partial(checked, cfg))
@@ -161,7 +161,7 @@ def test_numbers_at_the_edges_mean_something_or_are_refused(rng, count):
 
 
 def with_value(cfg: TrainConfig, key: str, value: float) -> TrainConfig:
-    """A copy with one value changed, and those that follow it."""
+    """Return a copy with one changed value; also change values derived from this value."""
     cfg = copy.deepcopy(cfg)
     follows = {"seq_len": "model.seq_len", "seed": "model.init_seed"}
     follows["model.vocab_size"] = "data.vocab_size"
@@ -172,7 +172,7 @@ def with_value(cfg: TrainConfig, key: str, value: float) -> TrainConfig:
 
 
 def assert_meaningful(cfg: TrainConfig) -> None:
-    """The parts of a run that a configuration decides can be made of it."""
+    """Assert that the parts of a run can be built from this config."""
     assert_schedule(cfg)
     assert_rope(cfg)
     if cfg.model.n_layers <= 16 and cfg.model.seq_len <= 2**20:
@@ -212,7 +212,7 @@ def assert_rope(cfg: TrainConfig) -> None:
 
 
 def assert_builds(cfg: TrainConfig) -> None:
-    """And computes the logits of a sequence, on tensors without data."""
+    """Assert that the model builds and computes logits on meta tensors."""
     with torch.device("meta"):
         model = build_model(cfg.model)
         tokens = torch.zeros(1, min(cfg.seq_len, 64), dtype=torch.int64)
@@ -225,7 +225,7 @@ def assert_builds(cfg: TrainConfig) -> None:
 
 
 def edited(rng: random.Random, name: str) -> str:
-    """One letter added, left out, changed, or two swapped."""
+    """Return a name with one letter added or removed, or with two letters swapped."""
     letters, i = "abcdefghijklmnopqrstuvwxyz", rng.randrange(len(name))
     letter = rng.choice(letters)
     swapped = name[: i - 1] + name[i] + name[i - 1] + name[i + 1 :] if i else name
@@ -233,7 +233,7 @@ def edited(rng: random.Random, name: str) -> str:
 
 
 @few_or(many=60, few=5)
-def test_keys_with_one_letter_wrong(rng, count):
+def test_key_with_a_wrong_letter_is_refused(rng, count):
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
@@ -244,7 +244,7 @@ def test_keys_with_one_letter_wrong(rng, count):
         assert_refused([*BASE, f"{prefix}{wrong}=1"], named)
 
 
-# What Hydra takes, and a run cannot mean.
+# Overrides that Hydra accepts and runs must refuse.
 ODD = [
     (["~run"], "~run"),
     (["+steps=5"], "+steps=5"),
@@ -273,12 +273,12 @@ ODD = [
 @pytest.mark.parametrize(
     ("words", "named"), slow_but(ODD[::3], ODD), ids=lambda value: str(value)[:40]
 )
-def test_what_hydra_takes_and_no_run_can_mean(words, named):
+def test_override_valid_for_hydra_but_not_for_runs_is_refused(words, named):
     assert_refused([*BASE, *words], named)
 
 
-def test_one_key_twice_is_its_last_value():
-    """Launch scripts put their own overrides before the user's."""
+def test_last_value_of_repeated_key_counts():
+    """Launch scripts put default overrides before the overrides of the user."""
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 
 
@@ -295,8 +295,10 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
     micro=st.one_of(st.none(), st.integers(0, 8)),
     cfg=st.sampled_from([DENSE, MIXTURE]),
 )
-def test_ranks_that_a_mesh_and_a_batch_divide(world, replicate, shard, expert, batch, micro, cfg):
-    """Accepted just if some mesh of natural numbers fills the world and the batch divides."""
+def test_mesh_and_batch_are_accepted_only_if_world_size_fits(
+    world, replicate, shard, expert, batch, micro, cfg
+):
+    """Accepted only if a mesh of positive integers fills the world and the batch is divisible."""
     parallel = replace(cfg.parallel, replicate=replicate, shard=shard, expert=expert)
     cfg = replace(cfg, parallel=parallel, global_batch_size=batch, micro_batch_size=micro)
     natural = range(1, world + 1)
@@ -408,7 +410,7 @@ def test_rope_scalings_are_refused_or_give_frequencies(changes):
 
 
 def bounds_below(node: Any, prefix: str = "") -> Iterator[tuple[str, str, float]]:
-    """(dotted key, rule, bound) of every bound that a field below a config dataclass declares."""
+    """Yield (dotted key, rule, bound) for every bound of a field below a config dataclass."""
     for f in fields(node):
         value = getattr(node, f.name)
         if is_dataclass(value):
@@ -421,7 +423,7 @@ BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PART
 
 
 @pytest.mark.parametrize(("key", "rule", "bound"), BOUNDS)
-def test_the_first_value_beyond_a_bound_is_refused(key, rule, bound):
+def test_first_value_beyond_bound_is_refused(key, rule, bound):
     kind = base_type(KEYS[key][0])[0]
     step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
     value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)
@@ -430,4 +432,4 @@ def test_the_first_value_beyond_a_bound_is_refused(key, rule, bound):
         line = line_of(check)
         assert line is not None
         assert key.split(".")[-1] in line
-        assert re.search(rf"positive|negative|{re.escape(str(bound))}", line), "what is allowed"
+        assert re.search(rf"positive|negative|{re.escape(str(bound))}", line), "no bound"

@@ -1,4 +1,4 @@
-"""Every choice and key is described, by --help and by docs/configuration.md."""
+"""Descriptions of all choices and keys, in --help and docs/configuration.md."""
 
 import re
 
@@ -9,7 +9,7 @@ from diffllm.config.compose import compose_config, variants
 from diffllm.config.help import choices, first_sentence, help_text, sections_of
 
 LONGEST = 90
-"""Characters of a line that says what a key or a choice is."""
+"""Maximum characters of the description of a key or a choice."""
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ LONGEST = 90
         [f"{group}={name}" for group, options in choices().items() for name in options],
     ),
 )
-def test_every_key_is_described_in_a_line_whatever_is_chosen(word):
+def test_every_key_has_short_description_for_every_choice(word):
     lines = {
         key.name: first_sentence(key.meaning)
         for section in sections_of(compose_config([word]))
@@ -29,13 +29,13 @@ def test_every_key_is_described_in_a_line_whatever_is_chosen(word):
     assert {name: line for name, line in lines.items() if not 0 < len(line) <= LONGEST} == {}
 
 
-def test_every_choice_is_described_in_a_line():
+def test_every_choice_has_short_description():
     for group, options in choices().items():
         for name, line in options.items():
             assert 0 < len(line) <= LONGEST, f"{group}={name}: {line!r}"
 
 
-def test_help_has_every_key_once_with_its_default_and_no_schema():
+def test_help_lists_every_key_once_with_default_and_no_schema():
     text = help_text(["attention=gated", "seq_len=384"])
     keys = re.findall(r"^  ([a-z_.0-9]+)=(.*?)(?:  |$)", text, re.MULTILINE)
     assert len(keys) == len(dict(keys)) > 80

@@ -1,4 +1,4 @@
-"""`model.match_params_to`: the totals that the equations give, and a width found by trying all."""
+"""`model.match_params_to`: totals compared with the equations, width with an exhaustive search."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,9 +28,9 @@ def matched(model, own, target):
 
 
 def by_trying(model, own, target):
-    """(modulus, smallest difference) of the largest modulus that comes within 0.5%.
+    """Return (modulus, smallest difference) for the largest modulus within 0.5% of the target.
 
-    The modulus is None if the width stays, 0 if no multiple of any is close enough.
+    The modulus is None for an unchanged width, and 0 if no modulus is within 0.5%.
     """
     start = width_of(model)
     wanted = total_params(model, target, start)
@@ -58,7 +58,7 @@ def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
     assert len(own_variants) >= 16
     for own in own_variants:
         modulus, closest = by_trying(model, own, target)
-        if modulus == 0:  # 8 more in every one of all experts are too many
+        if modulus == 0:  # a change of 8 in all experts exceeds 0.5%
             assert model.moe.n_experts
             assert size != "moe_30a3"
             with pytest.raises(ConfigError, match="cannot come within"):
@@ -80,7 +80,7 @@ def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
 
 @pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
 @pytest.mark.parametrize("target", ["diff_v2", "standard"])
-def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target):
+def test_flops_match_uses_width_from_equations(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)
     for own in ("standard", "gated", "diff_v2", "standard_2x_heads"):
@@ -93,7 +93,7 @@ def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target
         closest = {n: min(map(off, tried)) for n, tried in widths.items()}
         reached = [n for n in MODULI if 200 * closest[n] <= wanted]
         if off(start) and not reached:
-            with pytest.raises(ConfigError, match=r"cannot come within 0\.5% of .* FLOPs a token"):
+            with pytest.raises(ConfigError, match=r"come within 0\.5% of .* FLOPs per token"):
                 match(mine, target, cached_variant(target), by="flops")
             continue
         found = match(mine, target, cached_variant(target), by="flops")
@@ -108,8 +108,8 @@ def test_flops_a_token_are_met_by_the_width_that_the_equations_give(size, target
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_visible_keys_of_stated_lengths_equal_those_counted_in_cut_documents(packing):
-    lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens, so that 6 sequences are full
+def test_visible_keys_of_stated_lengths_equal_count_in_cut_documents(packing):
+    lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens fill 6 sequences
     documents = [n for n, number in lengths.items() for _ in range(number)]
     tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
     if packing == "stream":
@@ -122,7 +122,7 @@ def test_visible_keys_of_stated_lengths_equal_those_counted_in_cut_documents(pac
     assert cfg.visible_keys == pytest.approx(float(counted), rel=1e-6)
 
 
-def test_stated_lengths_match_flops_like_the_visible_keys_that_follow_from_them():
+def test_flops_match_is_equal_for_stated_lengths_and_derived_visible_keys():
     words = ["model=tiny", "attention=standard", "seq_len=512", "data.mask_documents=true"]
     words.append("model.match_flops_to=diff_v2")
     stated = load_config([*words, "data.document_lengths={40: 3, 300: 1}"])
@@ -158,8 +158,8 @@ def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
             "model.match_flops_to=diff_v2 with data.mask_documents=true needs data.visible_keys, "
-            "the mean number of keys that a query sees (summary.json of a run on this corpus has "
-            "it; 32.5 counts whole sequences), or data.document_lengths",
+            "the mean number of keys that a query sees (copy the value from summary.json of a run "
+            "on this corpus; 32.5 counts whole sequences), or data.document_lengths",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
         (
@@ -186,22 +186,22 @@ def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
         ),
     ],
 )
-def test_visible_keys_that_are_missing_or_impossible_are_named(words, message):
+def test_error_names_missing_or_impossible_visible_keys(words, message):
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", "attention=standard", "seq_len=64", *words])
     assert str(caught.value) == message
 
 
-def test_only_one_total_can_be_matched():
+def test_match_of_params_and_flops_together_is_refused():
     both = ["model.match_params_to=diff_v2", "model.match_flops_to=diff_v2"]
     with pytest.raises(ConfigError, match="exclude each other"):
         load_config(["model=tiny", "attention=standard", *both])
     cfg = load_config(["model=tiny", "attention=standard", both[1]])
-    assert "FLOPs a token, " in cfg.run.matched.text()
+    assert "FLOPs per token, " in cfg.run.matched.text()
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
-def test_fields_of_the_own_variant_are_not_the_targets():
+def test_overridden_fields_of_variant_do_not_change_target():
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model
@@ -210,7 +210,7 @@ def test_fields_of_the_own_variant_are_not_the_targets():
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_out_of_reach_names_the_key_both_totals_and_a_way_out():
+def test_error_for_unreachable_match_names_key_totals_and_fix():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])
@@ -231,7 +231,7 @@ MIXTURE = ("model=moe_tiny", "model.moe.n_experts=2", "model.moe.expert_dim=256"
     ("words", "key", "before"),
     [(["model=tiny"], "ffn_dim", 384), ([*MIXTURE], "moe.expert_dim", 256)],
 )
-def test_loaded_config_holds_the_solved_width_and_nothing_else_is_changed(words, key, before):
+def test_match_changes_only_the_width_of_loaded_config(words, key, before):
     plain = load_config([*words, "attention=standard"])
     target = build_model(load_config([*words, "attention=diff_v2"]).model)
     wanted = sum(p.numel() for p in target.parameters())

@@ -1,4 +1,4 @@
-"""Versions of plugins: which files count, and what compares them."""
+"""Versions of plugins: the covered files, and comparisons of versions."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ FILES = {
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A directory of modules that Python finds; they are forgotten after the test."""
+    """Create importable modules; unload the modules after the test."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -51,14 +51,14 @@ def forget(directory: Path) -> None:
 
 
 def version(directory: Path, name: str) -> str:
-    """Import a plugin as a new process would, and return its version."""
+    """Import a plugin like a new process, and return the version."""
     forget(directory)
     imported(name)
     return plugin_versions([name])[name]
 
 
 @pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
-def test_version_changes_with_each_file_that_the_plugin_imports(mine, name):
+def test_version_changes_with_every_imported_file(mine, name):
     found = {}
     for file in FILES:
         before = version(mine, name)
@@ -71,7 +71,7 @@ def test_version_changes_with_each_file_that_the_plugin_imports(mine, name):
     }[name]
 
 
-def test_version_of_installed_plugin_is_of_its_package_alone(mine):
+def test_version_of_installed_plugin_covers_only_own_package(mine):
     (mine / "whole-1.0.dist-info").mkdir()
     before = version(mine, "whole")
     (mine / "beside.py").write_text("x = 1\n")
@@ -83,7 +83,7 @@ def test_version_of_installed_plugin_is_of_its_package_alone(mine):
 def test_version_does_not_depend_on_other_plugins_or_the_directory(mine, tmp_path):
     alone = version(mine, "own")
     forget(mine)
-    imported("whole")  # which imports the same module
+    imported("whole")  # the package imports the same module
     imported("own")
     assert plugin_versions(["own"]) == {"own": alone}
     elsewhere = mine.rename(tmp_path.with_name("elsewhere"))
@@ -105,7 +105,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_plugin_that_raises_or_replaces_itself_is_one_error(mine, name):
+def test_plugin_that_raises_or_replaces_itself_gives_a_config_error(mine, name):
     source, said = ODD[name]
     (mine / "odd.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
@@ -115,7 +115,7 @@ def test_plugin_that_raises_or_replaces_itself_is_one_error(mine, name):
     assert said in str(caught.value)
 
 
-def test_module_without_source_file_is_no_plugin():
+def test_module_without_source_file_is_refused_as_plugin():
     with pytest.raises(ConfigError, match=r"plugins=\[sys\]: sys has no source file"):
         imported("sys")
 
@@ -131,7 +131,7 @@ def begun(path: Path, *words: str) -> RunDirectory:
 
 @pytest.fixture
 def run(mine, tmp_path) -> Path:
-    """A run that was begun with a plugin, whose code is another since."""
+    """Create a run with a plugin, then edit the plugin's code."""
     tokenizer = tmp_path / "source.model"
     tokenizer.write_bytes(b"pieces")
     directory = begun(tmp_path / "run", "plugins=[own]")
@@ -154,25 +154,25 @@ def test_run_resumes_with_other_plugin_code_only_if_allowed(run, tmp_path):
     assert line["changes"].keys() == {"plugins"}
 
 
-def test_run_does_not_resume_without_a_plugin_of_its_own(run):
+def test_run_with_plugin_does_not_resume_without_plugin(run):
     plugins.LOADED.clear()
     with pytest.raises(ConfigError, match=r"plugins: own@\w+ there, own@not imported here"):
         begun(run).check()
 
 
-def test_run_of_an_older_version_or_without_plugins_resumes_with_any(run):
+def test_run_without_recorded_plugins_resumes_with_any_plugin(run):
     for facts in ("{}", '{"plugin_code": {}}'):
         (run / "run.json").write_text(facts)
         begun(run, "plugins=[own]").check()
 
 
-def test_stopped_run_that_diverged_continues_with_other_plugin_code(run):
+def test_diverged_run_resumes_with_other_plugin_code(run):
     directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_commands_warn_once_of_other_plugin_code(run, capsys):
+def test_commands_warn_once_about_changed_plugin_code(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"

@@ -1,4 +1,4 @@
-"""A removed key names its replacement; a saved config that holds it at its default still loads."""
+"""Errors for removed keys name the replacement; saved configs with the default value load."""
 
 import json
 import re
@@ -22,7 +22,7 @@ OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """Removed keys of our own, and a directory of YAMLs that is not known yet."""
+    """Register removed keys for the tests, and reset the added YAML directories."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     for key, default in OLD.items():
@@ -40,13 +40,15 @@ def workplace(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_removed_key_on_command_line_is_one_line_and_exit_code_2(word, key, command, capsys):
+def test_removed_key_on_command_line_prints_single_line_and_exits_with_2(
+    word, key, command, capsys
+):
     assert main([command, "model=tiny", word, "steps=1"]) == 2
     assert capsys.readouterr() == ("", f"error: {key} was removed; use something else\n")
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_default(key):
+def test_removed_key_is_refused_on_command_line_and_loads_at_default(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -58,10 +60,10 @@ def test_every_entry_of_the_table_is_refused_on_a_command_line_and_loads_at_its_
     [
         (["dashboard", "entity=a"], "diffllm dashboard was removed: group the runs of a wandb "),
         (["evaluate", "run=a", "wandb=true"], "wandb= was removed; take the scores from --json"),
-        (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name ended runs"),
+        (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
-def test_removed_command_or_argument_names_its_replacement(words, said, capsys):
+def test_error_for_removed_command_or_argument_names_replacement(words, said, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
@@ -88,7 +90,7 @@ def test_removed_key_in_recipe_sweep_or_python_names_replacement():
 
 
 def saved(**changes: Any) -> Path:
-    """Write config.yaml of a run in which some keys have other values; return the directory."""
+    """Write config.yaml of a run with some changed values; return the directory."""
     content = OmegaConf.to_container(
         OmegaConf.structured(load_config(["model=tiny"])), enum_to_str=True
     )
@@ -103,7 +105,7 @@ def saved(**changes: Any) -> Path:
     return Path()
 
 
-def test_saved_config_with_removed_keys_at_their_defaults_loads(capsys):
+def test_saved_config_with_removed_keys_at_defaults_loads(capsys):
     run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
     assert load_run_config(run) == load_config(["model=tiny"])
     assert capsys.readouterr() == ("", "")
@@ -114,7 +116,7 @@ def test_saved_config_that_allowed_a_change_of_a_removed_key_loads():
     assert cfg.run.allow_changes == ["data.old"]
 
 
-def test_saved_config_with_removed_key_at_another_value_is_refused():
+def test_saved_config_with_removed_key_at_non_default_is_refused():
     said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load_run_config(saved(prepare__old=2))

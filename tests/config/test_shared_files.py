@@ -1,4 +1,4 @@
-"""Files that people pass on import no plug-in and read no variable of the environment."""
+"""Shared files can neither import plugins nor read environment variables."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ PLUGIN = "plugin_that_no_file_imports"
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
-    """A secret in the environment, a plug-in in the path, and no directories of YAMLs yet."""
+    """Set a secret in the environment, add a plugin to the path, reset added YAML directories."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "MY_VARIABLE"):
         monkeypatch.setenv(name, SECRET)
@@ -44,13 +44,13 @@ def workplace(tmp_path, monkeypatch):
 
 
 def of_recipe(key: str, value: str) -> None:
-    """Load a recipe with a value of a key of data."""
+    """Load a recipe with a given value of one data key."""
     Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["x.txt"], key: value}))
     load_config(["data=r.yaml", "model=tiny"])
 
 
 def of_directory(group: str) -> Callable[[str, str], None]:
-    """Load a YAML of a group in a directory that the command line names."""
+    """Return a function that loads a YAML of a group from a named directory."""
 
     def load(key: str, value: str) -> None:
         Path(f"mine/{group}").mkdir(parents=True)
@@ -61,13 +61,13 @@ def of_directory(group: str) -> Callable[[str, str], None]:
 
 
 def of_study(base: str = "steps=1", arm: str = "steps=2") -> None:
-    """Load a study with an override for all arms, or for one."""
+    """Load a study with an override for all arms, or for one arm."""
     Path("s.yaml").write_text(STUDY.format(base=json.dumps(base), arm=json.dumps(arm)))
     load_study(Path("s.yaml"))
 
 
 def of_sweeper(word: str) -> None:
-    """Read the swept values of an experiment."""
+    """Read the sweep of an experiment with one override."""
     key, _, value = word.partition("=")
     Path("mine/experiment").mkdir(parents=True)
     params = json.dumps({"hydra": {"sweeper": {"params": {key: value}}}})
@@ -77,7 +77,7 @@ def of_sweeper(word: str) -> None:
 
 
 def of_sweep(word: str) -> None:
-    """Continue a sweep whose record has a run with an override."""
+    """Resume a sweep whose record contains a run with an override."""
     own = split_overrides(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
     plan_sweep(own, 1)[0].lock.release()
     file = Path("outputs/s/sweep.json")
@@ -90,7 +90,7 @@ def of_sweep(word: str) -> None:
 
 
 def of_word(load: Callable[[str], None]) -> Callable[[str, str], None]:
-    """Give a key and a value as one override."""
+    """Return a function that passes a key and a value to `load` as one override."""
     return lambda key, value: load(f"data.{key}='{value}'")
 
 
@@ -115,14 +115,14 @@ SOURCES: dict[str, Callable[[str, str], None]] = {
         ("sample_prompt", r"$\{oc.env\:HF_TOKEN\}"),
     ],
 )
-def test_file_with_a_resolver_is_refused_before_it_is_resolved(source, key, value):
+def test_file_with_resolver_is_refused_unresolved(source, key, value):
     with pytest.raises(ConfigError, match="can be interpolated") as caught:
         SOURCES[source](key, value)
     assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
-def test_interpolation_that_two_keys_make_is_refused_before_it_is_resolved():
+def test_interpolation_assembled_from_two_keys_is_refused_unresolved():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")
@@ -150,14 +150,14 @@ def test_file_may_interpolate_keys_and_shares_of_the_steps():
         "seed=${oc.${a}:MY_VARIABLE}",
     ],
 )
-def test_command_line_with_another_resolver_or_an_escaped_one_is_refused(word):
-    with pytest.raises(ConfigError, match=r"secrets come|cannot contain \${|can be interpolated"):
+def test_command_line_with_other_or_escaped_resolver_is_refused(word):
+    with pytest.raises(ConfigError, match=r"set secrets|cannot contain \${|can be interpolated"):
         load_config(["model=tiny", word])
 
 
 @pytest.mark.parametrize("load", [of_study, lambda word: of_study(arm=word), of_sweeper, of_sweep])
 @pytest.mark.parametrize("mark", ["", "+", "++"])
-def test_file_that_names_a_plugin_is_refused_and_imports_nothing(load, mark):
+def test_file_with_plugin_is_refused_without_import(load, mark):
     with pytest.raises(ConfigError, match=r"a file cannot set plugins"):
         load(f"{mark}plugins=[{PLUGIN}]")
     assert PLUGIN not in sys.modules
@@ -173,13 +173,13 @@ def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word):
         check_shared([word], "f")
 
 
-def test_config_of_a_planned_run_imports_nothing():
+def test_config_of_planned_run_does_not_import_plugin():
     words = ["model=tiny", f"plugins=[{PLUGIN}]"]
     config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules
 
 
-def test_study_run_with_plugins_on_its_command_line_imports_them(capsys):
+def test_study_run_imports_plugins_of_command_line(capsys):
     Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
     words = ["s.yaml", "out=o", "--dry-run", f"plugins=[{PLUGIN}]"]
     try:
@@ -190,7 +190,7 @@ def test_study_run_with_plugins_on_its_command_line_imports_them(capsys):
 
 
 def test_launcher_in_a_named_directory_is_refused():
-    """Its setup lines would run as shell commands."""
+    """The `setup` lines of a launcher would run as shell commands."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
         Path(f"mine/{file}.yaml").parent.mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_launcher_in_a_named_directory_is_refused():
         ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
 
 
-def test_weights_with_a_resolver_in_their_config_are_refused():
+def test_weights_with_resolver_in_config_are_refused():
     model = load_config(["model=tiny"]).model
     model.attention = variant_config("standard")
     model.match_params_to = None

@@ -1,4 +1,4 @@
-"""Configs of many similar runs, read together."""
+"""Fast reading of many similar configs."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from diffllm.core.errors import CheckpointError
 
 @pytest.fixture
 def runs(tmp_path):
-    """Directories of runs that differ in seed, learning rate and directory."""
+    """Create runs that differ in seed, learning rate and directory."""
     text = config_yaml(("attention=diff_v2", "run.dir=outputs/x", "run.study=ab/deciding/v2"))
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""The reader of YAML: plain values load as before, anything else raises one ValueError."""
+"""YAML reader: plain values load like with the former loaders, all else raises ValueError."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_committed_yaml_loads_to_the_values_of_the_former_loaders(path: Path) -> None:
+def test_committed_yaml_loads_same_values_as_former_loaders(path: Path) -> None:
     content, text = read_yaml(path)
     if path.parent in BY_PYYAML:
         former = with_numbers(yaml.safe_load(text))
@@ -83,18 +83,18 @@ HOSTILE = {
     "[" * 3000: "is nested too deeply",
     "[" * 100 + "]" * 100: "is nested too deeply",
     "*gone": "has the alias gone before",
-    "&a {<<: *a}": "has the alias a before the end of its value",
+    "&a {<<: *a}": "has the alias a before its value is complete",
 }
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_text_beyond_plain_yaml_is_refused(text: str) -> None:
+def test_yaml_beyond_plain_values_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=HOSTILE[text]) as caught:
         parse_yaml(f"a: {text}")
     assert len(str(caught.value)) < 300
 
 
-def test_file_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
+def test_yaml_file_above_size_limit_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
     file.write_text("a: " + "x" * LARGEST_YAML)
     with pytest.raises(ConfigError, match=r"large\.yaml has 1,048,579 bytes, more than 1,048,576"):

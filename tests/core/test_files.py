@@ -1,4 +1,4 @@
-"""Atomic files, and locks."""
+"""Atomic writes, scratch directories and locks."""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ ME = f"process {os.getpid()} on {socket.gethostname()}"
 
 @pytest.fixture
 def order(monkeypatch):
-    """Names of the files that are synced, and "renamed", in the order of these calls."""
+    """Record file names at each fsync, and "renamed" at each rename, in the order of the calls."""
     events, sync = [], os.fsync
 
     def synced(descriptor: int) -> None:
@@ -48,15 +48,15 @@ def order(monkeypatch):
     return events
 
 
-def test_a_file_and_its_name_are_synced_before_and_after_it_is_renamed(tmp_path, order):
-    """Without, a power cut may leave an empty file under the new name."""
+def test_replace_file_syncs_file_before_rename_and_directory_after(tmp_path, order):
+    """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
     assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
     assert (tmp_path / "summary.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", ["file", ".file.{pid}"])
-def test_nothing_is_written_through_a_link(tmp_path, name):
+def test_replace_file_replaces_link_and_keeps_target(tmp_path, name):
     name = name.format(pid=os.getpid())
     outside = tmp_path / "outside"
     outside.write_text("another's")
@@ -68,7 +68,7 @@ def test_nothing_is_written_through_a_link(tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
 
 
-def test_what_is_no_file_is_not_replaced_nor_appended_to(tmp_path):
+def test_replace_and_append_refuse_pipe_directory_and_link(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
@@ -86,14 +86,14 @@ def names(directory):
 
 
 def die_in_scratch_directory(final):
-    """Leave a scratch directory as a killed process does."""
+    """Exit inside a scratch directory, like a killed process."""
     with scratch_directory(final) as scratch:
         (scratch / "half").write_text("")
         os._exit(9)
 
 
 @pytest.mark.parametrize("name", ["out", "x" * 255, "\u00e9" * 127])
-def test_scratch_directory_of_killed_process_is_removed_by_the_next(tmp_path, name):
+def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path, name):
     final, other = tmp_path / name, tmp_path / ".out.other"
     other.mkdir()
     process = forked(die_in_scratch_directory, (final,))
@@ -108,7 +108,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_the_next(tmp_path, na
     assert names(final) == ["whole"]
 
 
-def test_scratch_directory_that_another_process_uses_is_refused_and_kept(tmp_path):
+def test_scratch_directory_in_use_is_refused_and_kept(tmp_path):
     with scratch_directory(tmp_path / "out") as scratch:
         with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
@@ -116,7 +116,7 @@ def test_scratch_directory_that_another_process_uses_is_refused_and_kept(tmp_pat
     assert names(tmp_path) == []
 
 
-def test_link_in_place_of_scratch_directory_is_removed_and_its_target_kept(tmp_path):
+def test_link_in_place_of_scratch_directory_is_removed_and_target_kept(tmp_path):
     (tmp_path / "mine" / "data").mkdir(parents=True)
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
     with scratch_directory(tmp_path / "out") as scratch:
@@ -126,9 +126,7 @@ def test_link_in_place_of_scratch_directory_is_removed_and_its_target_kept(tmp_p
 
 
 @pytest.mark.parametrize("files_synced", [False, True])
-def test_publish_syncs_content_before_the_rename_and_the_parent_after(
-    tmp_path, order, files_synced
-):
+def test_publish_syncs_content_before_rename_and_parent_after(tmp_path, order, files_synced):
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
     (tmp_path / "hidden" / "inner" / "file").write_text("")
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
@@ -137,7 +135,7 @@ def test_publish_syncs_content_before_the_rename_and_the_parent_after(
     assert names(tmp_path) == ["final"]
 
 
-def test_publish_and_new_directory_refuse_an_existing_path_and_keep_it(tmp_path):
+def test_publish_and_new_directory_refuse_and_keep_existing_path(tmp_path):
     (tmp_path / "final").symlink_to("elsewhere")
     (tmp_path / "hidden").mkdir()
     with pytest.raises(FileExistsError):
@@ -148,7 +146,7 @@ def test_publish_and_new_directory_refuse_an_existing_path_and_keep_it(tmp_path)
     assert (tmp_path / "final").is_symlink()
 
 
-def test_new_directory_appears_after_the_block_and_never_after_an_error(tmp_path):
+def test_new_directory_appears_after_block_but_not_after_error(tmp_path):
     final = tmp_path / "parent" / "final"
     with pytest.raises(FileNotFoundError), new_directory(final) as scratch:
         (scratch / "half").rename(scratch / "missing" / "half")
@@ -161,19 +159,17 @@ def test_new_directory_appears_after_the_block_and_never_after_an_error(tmp_path
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_hold_on_a_file_system_without_flock_says_so_and_leaves_nothing(
-    tmp_path, monkeypatch, number
-):
+def test_hold_without_flock_raises_and_removes_created_paths(tmp_path, monkeypatch, number):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match=r"its file system has no flock\); choose run\.dir"):
+    with pytest.raises(ConfigError, match=r"does not support flock\); choose run\.dir"):
         hold(tmp_path / "outputs" / "run", "run directory", "run.dir=...")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_waiting_acquire_gets_the_lock_after_release_and_removal_of_the_file(tmp_path):
+def test_waiting_acquire_gets_lock_after_release_and_removal_of_file(tmp_path):
     file, acquired, end = tmp_path / "lock", threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -200,14 +196,14 @@ def pause(path: str) -> None:
 
 
 def hold_until_killed(path: str) -> None:
-    """Hold a run directory, with a child process that outlives this one, such as a data loader."""
+    """Hold a run directory and start a child process, such as a data loader, that survives."""
     held = hold(Path(path), "run directory", "run.dir=...")
     multiprocessing.get_context("fork").Process(target=pause, args=(path,)).start()
     signal.pause()
     held.release()
 
 
-def test_a_killed_process_releases_its_directory_though_its_child_is_alive(tmp_path):
+def test_killed_process_releases_directory_while_child_is_alive(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"
@@ -221,14 +217,14 @@ def test_a_killed_process_releases_its_directory_though_its_child_is_alive(tmp_p
         os.kill(int(holds.read_text()), signal.SIGKILL)
 
 
-def test_a_directory_whose_holder_is_alive_is_refused(tmp_path):
+def test_hold_refuses_directory_of_live_process(tmp_path):
     held = hold(tmp_path, "run directory", "run.dir=...")
     with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
 
 
-def test_hold_that_waits_gets_the_directory_once_it_is_released(tmp_path, capsys):
+def test_hold_with_wait_gets_directory_after_release(tmp_path, capsys):
     held, said = hold(tmp_path, "run directory", "run.dir=..."), []
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(hold, tmp_path, "run directory", "run.dir=...", wait=True)

@@ -1,4 +1,4 @@
-"""Printed text has no control characters of foreign files; one table in four formats."""
+"""Printing without control characters of untrusted files, and tables in four formats."""
 
 import csv
 import io
@@ -15,13 +15,13 @@ from diffllm.core.printing import Cell, Table, TableColumn, echo, echo_json, to_
 from diffllm.metrics.display import Display
 
 OWN = re.compile(r"\x1b\[[\d;]*m")
-"""Colours, which rich writes itself."""
+"""Colour codes that rich writes."""
 HOSTILE = "\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] :x: \x7f"
 ESCAPED = r"\x1b]0;title\x07 \x1b[31mred \x9b31m \u202eleft \rhidden \ud800 [/link] :x: \x7f"
 
 
 def acted_on(text: str) -> set[str]:
-    """Characters that a terminal acts on."""
+    """Return the characters of a text that a terminal interprets."""
     shown = {c for c in text if c.isprintable() or category(c) == "Zs" or c >= "\U000e0020"}
     return set(text) - shown - set("\n\t\u00ad\u200b\u200c\u200d\u2060")
 
@@ -39,7 +39,7 @@ def test_echo_keeps_lines_tabs_and_joined_letters(capsys):
     assert capsys.readouterr().out == f"a\tb\n中\u3000文 \u200c\u200d é\u00a0!\n{ESCAPED}"
 
 
-def test_to_stderr_prints_one_escaped_line(capsys):
+def test_to_stderr_prints_a_single_escaped_line(capsys):
     to_stderr("warning: one\n two \x1b[0m")
     assert capsys.readouterr().err == "warning: one two \\x1b[0m\n"
 
@@ -62,7 +62,7 @@ def line_above_bar(screen: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("show", [rich_line, line_above_bar])
-def test_console_escapes_foreign_text(show):
+def test_console_escapes_untrusted_text(show):
     screen = io.StringIO()
     show(screen)
     assert not acted_on(OWN.sub("", screen.getvalue()))
@@ -88,7 +88,7 @@ def test_text_aligns_numbers_right_and_words_left():
     ]
 
 
-def test_text_wider_than_its_limit_puts_first_cells_on_lines_of_their_own():
+def test_text_above_width_puts_first_cells_on_separate_lines():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
@@ -103,7 +103,7 @@ def test_markdown_has_a_rule_and_escapes_bars():
     ]
 
 
-def test_csv_has_values_in_full_and_texts_where_there_is_none():
+def test_csv_has_full_precision_values_or_text_without_value():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],

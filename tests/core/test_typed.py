@@ -1,4 +1,4 @@
-"""Dataclasses made of plain values with checked types."""
+"""Conversion of plain values to dataclasses with type checks."""
 
 import json
 import math
@@ -73,7 +73,7 @@ def test_made_of_any_plain_value_returns_or_raises_value_error(content):
     assert all(isinstance(part, Inner) for part in [*found.parts, *found.by_name.values()])
 
 
-def test_read_typed_names_what_is_damaged(tmp_path):
+def test_read_typed_names_damaged_key(tmp_path):
     file = tmp_path / "record.json"
     file.write_text(json.dumps({**GOOD, "loss": "x"}))
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):

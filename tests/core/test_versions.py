@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def torch_names(tree: ast.AST) -> dict[str, str]:
-    """The full names of all that a source imports from torch, by the names it gives them."""
+    """Map local names in a source to the full names of imports from torch."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ def of_torch(name: str) -> bool:
 
 
 def full_name(node: ast.AST, names: dict[str, str]) -> str | None:
-    """The full name of an expression such as `dist.ProcessGroup`; None outside of torch."""
+    """Return the full name of an expression such as `dist.ProcessGroup`; None outside torch."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -45,7 +45,7 @@ def full_name(node: ast.AST, names: dict[str, str]) -> str | None:
 
 
 def uses(source: str) -> Iterator[str]:
-    """Every full name of torch's that a source imports or reads, in functions too."""
+    """Yield all full names of torch that a source imports or reads, also inside functions."""
     tree = ast.parse(source)
     names = torch_names(tree)
     yield from names.values()
@@ -53,7 +53,7 @@ def uses(source: str) -> Iterator[str]:
 
 
 def resolve(name: str) -> Any:
-    """The module or object of a full name; raises AttributeError if torch lacks it."""
+    """Return the module or object of a full name; raises AttributeError if torch has none."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -62,7 +62,7 @@ def resolve(name: str) -> Any:
 
 
 def test_installed_torch_has_every_name_that_the_package_uses():
-    """Private names too, and names that only a GPU or a rare failure needs."""
+    """Include private names, and names needed only on GPUs or after rare failures."""
     names = {name for path in FILES for name in uses(path.read_text())}
     assert "torch.nn.attention._fa4.register_flash_attention_fa4" in names, "imported in a function"
     for name in names:
@@ -71,8 +71,8 @@ def test_installed_torch_has_every_name_that_the_package_uses():
         resolve("torch._gone.f")
 
 
-def test_initial_values_are_the_same_with_every_torch():
-    """With so tight a bound a third of the values is drawn again."""
+def test_initial_values_are_equal_with_all_torch_versions():
+    """Truncation at one standard deviation redraws a third of the values."""
     param = torch.empty(300, 7)
     Initializer(0, {param: "w"}).normal_(param, 0.02, truncate=1.0)
     first = torch.tensor([-0.0146635156, -0.0071417526, -0.0184584111, -0.0116849821])

@@ -42,7 +42,7 @@ def make_config(tmp_path: Path) -> Callable[..., DataConfig]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
-    """200 one-line documents in token shards."""
+    """Token shards of 200 one-line documents."""
     directory = tmp_path_factory.mktemp("prepared")
     corpus = directory / "corpus.txt"
     corpus.write_text("\n".join(sample_documents(200)) + "\n")
@@ -60,7 +60,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
 
 @pytest.fixture
 def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TokenStream]:
-    """A stream of the given tokens, in shards of `shard_tokens`."""
+    """Write tokens in shards of `shard_tokens` and open a stream of these shards."""
 
     def make(
         tokens: list[int],
@@ -94,7 +94,7 @@ def make_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 @pytest.fixture
 def open_loader() -> Iterator[Callable[..., TrainLoader]]:
-    """Opens loaders of steps of 12 samples, and closes them after the test."""
+    """Open loaders with global batches of 12 samples; close all loaders after the test."""
     loaders: list[TrainLoader] = []
 
     def make(samples: Any, **options: Any) -> TrainLoader:

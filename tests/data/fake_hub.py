@@ -15,23 +15,23 @@ NAME = "someone/corpus"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers what `datasets` and `huggingface_hub` ask for a public dataset."""
+    """Answers requests of `datasets` and `huggingface_hub` for a public dataset."""
 
     protocol_version = "HTTP/1.1"
     directory: Path
     hangs_at: str
-    """A file whose name holds this never comes."""
+    """Requests with this text in the path are never answered."""
     log: Path | None = None
-    """File that gets a line for each request."""
+    """Log file with one line per request."""
 
     def log_message(self, *_: Any) -> None:
-        """Note each request in the log."""
+        """Write each request to the log."""
         if self.log:
             with self.log.open("a") as file:
                 file.write(f"{self.command} {self.path}\n")
 
     def do_GET(self) -> None:
-        """Answer a question or send a file."""
+        """Answer a request for metadata, or send a file."""
         if self.hangs_at in self.path:
             threading.Event().wait()
         path = urlsplit(self.path).path

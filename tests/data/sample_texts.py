@@ -1,4 +1,4 @@
-"""Texts for small corpora, and what prepared data has of them."""
+"""Texts for small corpora, and contents of prepared data."""
 
 import random
 
@@ -9,14 +9,14 @@ from diffllm.data.token_data import TokenData
 
 
 def sample_documents(count: int, seed: int = 0) -> list[str]:
-    """Distinct one-line texts with enough repetition for a vocabulary of 400 pieces."""
+    """Return distinct one-line texts with enough repetition for a vocabulary of 400 pieces."""
     rng = random.Random(seed)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(300)]
     return [f"{i} " + " ".join(rng.choices(words, k=rng.randint(20, 60))) for i in range(count)]
 
 
 def contents(data: TokenData) -> dict[str, bytes]:
-    """Every file but marks, and the model, whose bytes hold the name of a temporary file."""
+    """Read all files but marks and models, whose bytes contain the name of a temporary file."""
     files = data.directory.glob("[!.]*")
     return {path.name: path.read_bytes() for path in files if path.suffix != ".model"}
 

@@ -35,7 +35,7 @@ def json_lines(*documents: str | None, column: str = "text") -> str:
     return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
 
 
-def test_stdlib_skips_and_counts_what_is_no_text(
+def test_stdlib_skips_and_counts_files_without_text(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "stdlib"
@@ -67,7 +67,7 @@ def test_zst_of_several_frames_is_read_whole_or_refused(
     assert texts(make_config(path)) == ["one", "two"]
     for cut in (1, len(second) // 2, len(second) - 1):
         path.write_bytes(first + second[:-cut])
-        with pytest.raises(DataError, match="cannot be unpacked as zstd: Truncated"):
+        with pytest.raises(DataError, match="cannot be decompressed as zstd: Truncated"):
             texts(make_config(path))
     # pyarrow reads windows of up to 128 MiB.
     parameters = zstandard.ZstdCompressionParameters(window_log=28, hash_log=6, chain_log=6)
@@ -77,7 +77,9 @@ def test_zst_of_several_frames_is_read_whole_or_refused(
         texts(make_config(path))
 
 
-def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_globs_with_text_column_read_the_named_column(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
     for name in ("b", "a"):
         (tmp_path / f"{name}.jsonl").write_text(json_lines(name, None, column="body"))
     cfg = make_config(tmp_path / "*.jsonl", tmp_path / "a.jsonl", text_column="body")
@@ -89,7 +91,7 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
     [
         ("a.txt", b"", "a.txt: the file is empty"),
         ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
-        ("a.txt.gz", b"plain", "a.txt.gz: cannot be unpacked as gzip"),
+        ("a.txt.gz", b"plain", "a.txt.gz: cannot be decompressed as gzip"),
         ("a.py", b"\xe9t\xe9\n", "a.py: not UTF-8 text"),
         ("a.md.gz", b"text\n", "a.md.gz: unsupported format; data=files reads .parquet"),
         ("a.bin", b"text\n", "other text, data=tokens .bin and .ds"),
@@ -101,7 +103,7 @@ def test_another_column_and_globs(tmp_path: Path, make_config: MakeConfig) -> No
         ("a.json", b"[]", "a.json: must be an array of objects"),
     ],
 )
-def test_unusable_files_are_named_in_one_line(
+def test_error_of_unusable_file_has_path_in_a_single_line(
     tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, message: str
 ) -> None:
     good = tmp_path / "good.jsonl"
@@ -117,37 +119,37 @@ def test_unusable_files_are_named_in_one_line(
 @pytest.mark.parametrize(
     ("row", "end"),
     [
-        ({"id": 1, "body": "x"}, "it has id, body: use data.text_column=body"),
+        ({"id": 1, "body": "x"}, "id, body: use data.text_column=body"),
         (
             {"question": "q", "answer": "a", "id": 1},
-            "it has question, answer, id: use data.text_column=question or data.text_column=answer",
+            "question, answer, id: use data.text_column=question or data.text_column=answer",
         ),
-        ({"id": 1, "size": 2}, "it has id, size, none of them text"),
+        ({"id": 1, "size": 2}, "id, size, none with text"),
     ],
 )
-def test_a_missing_column_is_answered_with_the_one_that_holds_text(
+def test_error_of_missing_column_proposes_text_columns(
     tmp_path: Path, make_config: MakeConfig, row: dict[str, Any], end: str
 ) -> None:
     table = pyarrow.table({name: [value] for name, value in row.items()})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(f"a.parquet: no column 'text' of text; {end}")
+    assert str(caught.value).endswith(f"a.parquet: no text column 'text'; its columns are {end}")
 
 
-def test_an_array_of_json_is_read_by_its_text_alone(
+def test_json_array_gives_texts_and_ignores_other_columns(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]')
     assert texts(make_config(path)) == [None, "a", "b"]
     path.write_text('[{"text": "a"}, {"text": 1}]')
-    with pytest.raises(DataError, match=r"a.json: column 'text' holds int, not text"):
+    with pytest.raises(DataError, match=r"a.json: column 'text' contains int, not text"):
         texts(make_config(path))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
-def test_documents_do_not_depend_on_the_blocks_that_are_read(
+def test_documents_do_not_depend_on_block_size(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]
@@ -167,7 +169,9 @@ def test_documents_do_not_depend_on_the_blocks_that_are_read(
         assert [text for text in found if text] == [text for text in expected if text]
 
 
-def test_paths_that_match_no_file_are_named(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_error_of_paths_without_match_has_the_pattern(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
     for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
         with pytest.raises(DataError, match=re.escape(f"{path} matches no file")):
             opened(make_config(path))
@@ -197,7 +201,7 @@ def write_tree(root: Path, tree: dict[str, bytes]) -> Path:
     return root
 
 
-def test_directory_stands_for_all_its_text_sorted_by_path(
+def test_directory_gives_all_text_files_sorted_by_path(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = write_tree(tmp_path / "home" / "docs", TREE)
@@ -229,7 +233,7 @@ def test_directory_stands_for_all_its_text_sorted_by_path(
         ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
     ],
 )
-def test_directory_without_text_is_refused_by_its_name(
+def test_directory_without_text_raises_with_path(
     tmp_path: Path, make_config: MakeConfig, tree: dict[str, bytes], said: str
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -238,7 +242,7 @@ def test_directory_without_text_is_refused_by_its_name(
     assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
 
 
-def test_a_hub_branch_is_resolved_once(
+def test_hub_branch_is_resolved_to_a_commit_once(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
@@ -258,7 +262,7 @@ def test_a_hub_branch_is_resolved_once(
     assert opened(pinned).identity != first.identity
 
 
-def test_identity_follows_content_not_paths_or_times(
+def test_identity_depends_on_content_not_paths_or_times(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
@@ -282,18 +286,18 @@ def test_unchanged_files_are_not_read_again(
     assert file_facts([path], tmp_path / "cache") == facts
 
 
-def test_a_local_directory_is_no_dataset_of_the_hub(
+def test_local_directory_as_hub_dataset_is_refused(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library would read it, and run a script of the directory's name."""
+    """The datasets library would read the directory, and run a script of the same name."""
     (tmp_path / "corpus").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in ("corpus", "./corpus", str(tmp_path / "corpus"), "~/nowhere", "a/b/c"):
-        with pytest.raises(DataError, match=f"data.dataset={name}: no name of a dataset of the"):
+        with pytest.raises(DataError, match=f"data.dataset={name} must be the name of a hub"):
             opened(make_config(source="hub", dataset=name))
 
 
-def test_no_call_trusts_the_code_of_datasets() -> None:
+def test_no_module_trusts_remote_code_of_datasets() -> None:
     sources = [path.read_text() for path in Path(diffllm.__file__).parent.glob("data/**/*.py")]
     assert any("load_dataset" in source for source in sources)
     assert not any("trust_remote_code" in source for source in sources)
@@ -312,7 +316,7 @@ ROWS = json_lines("one", "two").encode()
         ("a.json", b'[{"text": "one"}, {"text": "two"}]', SampleBy.line),
     ],
 )
-def test_a_byte_order_mark_is_no_part_of_the_text(
+def test_byte_order_mark_is_not_part_of_the_text(
     tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, sample_by: SampleBy
 ) -> None:
     packed = {"gz": gzip.compress, "zst": zstandard.compress}.get(name[-3:].strip("."), bytes)
@@ -326,7 +330,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_tokens_of_when_a_mark_was_text_are_another_corpus(
+def test_identity_with_byte_order_mark_differs_from_older_versions(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A damaged cache of tokens is prepared anew, or refused with a message that names the file."""
+"""A damaged cache of tokens is prepared again, or refused with an error that names the file."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from diffllm.data.sequences import PackedSequences, training_sequences
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """A corpus whose cache has every kind of file."""
+    """A corpus with a cache that contains every kind of file."""
     directory = tmp_path_factory.mktemp("kept")
     (directory / "t.txt").write_text("\n".join(sample_documents(60)) + "\n")
     cfg = DataConfig(
@@ -72,14 +72,14 @@ OTHERS = (
         *((pattern, holds(b"[]")) for pattern in RECORDS),
     ],
 )
-def test_damaged_file_of_the_cache_is_replaced_or_named(
+def test_damaged_cache_file_is_replaced_or_raises_with_path(
     kept: DataConfig, tmp_path: Path, pattern: str, damage: Callable[[Path], None]
 ) -> None:
     whole = read(kept)
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
     for path in cache.glob(pattern):
         damage(path)
-    if pattern == OTHERS[0]:  # only read to prepare tokens
+    if pattern == OTHERS[0]:  # the tokenizer is read only to prepare tokens
         shutil.rmtree(cache / "tokens")
     said: list[DataError] = []
     try:
@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [fifo, terabyte, flip, holds(b""), Path.unlink])
-def test_damaged_shard_of_an_unfinished_preparation_is_replaced_or_named(
+def test_damaged_shard_of_unfinished_preparation_is_replaced_or_raises(
     kept: DataConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,7 +111,7 @@ def test_damaged_shard_of_an_unfinished_preparation_is_replaced_or_named(
     (file,) = tmp_path.glob("cache/tokens/*.partial-*/tokens/heldout-00000-00000.bin")
     damage(file)
     if damage in (fifo, flip):
-        with pytest.raises(DataError, match=rf"{file}: (Link or not a regular|damaged, )"):
+        with pytest.raises(DataError, match=rf"{file}: (Link or not a regular|damaged: )"):
             prepare(cfg)
         shutil.rmtree(file.parent)
     assert read(cfg) == whole
@@ -130,23 +130,23 @@ def edited(file: Path, keys: list[Any], value: Any) -> None:
     [
         ("manifest", ["vocab_size"], "x", "vocab_size='x' must be a whole number"),
         ("manifest", ["eos_id"], 300, "eos_id=300 must be below vocab_size=300"),
-        ("manifest", ["dtype"], "object", "dtype object does not go with 300 pieces"),
+        ("manifest", ["dtype"], "object", "dtype=object must be uint16 for 300 pieces"),
         ("manifest", ["splits"], {}, "splits.train is missing"),
-        ("manifest", ["splits", "train", "documents"], -1, "splits.train has a count out of range"),
-        ("manifest", ["splits", "train", "tokens"], 9, "the shards of train do not have its 9"),
-        ("manifest", ["splits", "train", "shards", 0, "file"], "../t", "is not in this directory"),
-        ("manifest", ["splits", "train", "shards", 0, "file"], "a\0", "is not in this directory"),
-        ("manifest", ["splits", "train", "shards", 0, "mask"], "../m", "is not in this directory"),
-        ("manifest", ["splits", "train", "shards", 0, "mask"], "m", "has a mask without checksum"),
+        ("manifest", ["splits", "train", "documents"], -1, "train: counts must be at least 0"),
+        ("manifest", ["splits", "train", "tokens"], 9, "the tokens of shards must add up to 9"),
+        ("manifest", ["splits", "train", "shards", 0, "file"], "../t", "must be a file name"),
+        ("manifest", ["splits", "train", "shards", 0, "file"], "a\0", "must be a file name"),
+        ("manifest", ["splits", "train", "shards", 0, "mask"], "../m", "must be a file name"),
+        ("manifest", ["splits", "train", "shards", 0, "mask"], "m", "must have both mask and"),
         ("manifest", ["format_version"], 99, "format 99, expected 1"),
         ("manifest", ["heldout_unigram_entropy"], 1e999, "must be a finite number"),
-        ("plan", ["counts", "sequences"], 3, "sizes that its counts give"),
-        ("plan", ["counts", "padding"], -1, "must have counts of at least 0"),
-        ("plan", ["files"], {}, "and the files of a plan"),
+        ("plan", ["counts", "sequences"], 3, "file sizes do not match"),
+        ("plan", ["counts", "padding"], -1, "counts must be at least 0"),
+        ("plan", ["files"], {}, "files must be starts.bin, lengths.bin"),
         ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
     ],
 )
-def test_edited_record_is_refused_with_the_key(
+def test_edited_record_raises_with_the_key(
     kept: DataConfig, tmp_path: Path, name: str, keys: list[Any], value: Any, message: str
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

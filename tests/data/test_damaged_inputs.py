@@ -1,4 +1,4 @@
-"""Texts, tokenizers and tokens from elsewhere with drawn damage: read as they are, or refused."""
+"""Foreign texts, tokenizers and tokens with random damage are read unchanged, or refused."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def zst(content: bytes) -> bytes:
 
 
 def as_json(content: bytes) -> list[str | None]:
-    """Return the texts that Python reads from JSON values one after the other, or an array."""
+    """Return the texts that Python reads from consecutive JSON values, or from an array."""
     text, rows, place = content.decode("utf-8-sig").strip(), [], 0
     while place < len(text):
         row, place = json.JSONDecoder().raw_decode(text, place)
@@ -71,7 +71,7 @@ WHOLE: dict[str, tuple[bytes, Callable[[bytes], list[str | None]] | None]] = {
     "a.txt.gz": (gzip.compress("\n".join(TEXTS).encode()), None),
     "a.parquet": (parquet(pyarrow.array(TEXTS)), None),
 }
-"""Files by name, and what another reader makes of their bytes; None for what has a checksum."""
+"""Content and reference reader of each file; None for formats with a checksum."""
 
 
 def texts(file: Path, cache: Path) -> list[str | None]:
@@ -90,7 +90,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_wait() -> Any:
-    """Files that are written again at once."""
+    """Do not wait for a clock tick before files are rewritten."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verified, "TICK", 0)
         yield
@@ -102,7 +102,7 @@ def documents(found: list[str | None]) -> list[str]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WHOLE)
-def test_damaged_text_is_read_as_it_is_or_refused(place: Path, name: str) -> None:
+def test_damaged_text_is_read_unchanged_or_refused(place: Path, name: str) -> None:
     (whole, reference), file = WHOLE[name], place / "files" / name
 
     def check(content: bytes) -> None:
@@ -133,11 +133,11 @@ SAME_TEXTS = {
     "a[1] *'%41,.jsonl": LINES,
     os.fsdecode(b"\xff\xfe.jsonl"): LINES,
 }
-"""Files as other programs write them; all have the same texts."""
+"""Variants that other programs write, with equal texts."""
 
 
 @pytest.mark.parametrize("name", SAME_TEXTS, ids=ascii)
-def test_unusual_file_gives_exactly_its_texts(place: Path, name: str) -> None:
+def test_unusual_file_gives_exactly_the_written_texts(place: Path, name: str) -> None:
     file = place / "files" / name
     link = place / "files" / f"link{''.join(file.suffixes[-2:])}"
     file.write_bytes(SAME_TEXTS[name])
@@ -159,7 +159,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("pack", [bytes, zst], ids=["plain", "packed"])
-def test_line_without_a_text_is_named_by_its_number(place: Path, pack: Any) -> None:
+def test_error_of_line_without_text_has_line_number(place: Path, pack: Any) -> None:
     file = place / "files" / ("bad.jsonl" if pack is bytes else "bad.jsonl.zst")
     rows = LINES.splitlines()
     for place_of_it, line in enumerate(BAD_LINES):
@@ -189,8 +189,8 @@ def test_parquet_column_without_text_is_refused(place: Path, column: Any) -> Non
     ("form", "flushed"),
     slow_but([("txt.gz", False), ("jsonl.zst", True)], product(FORMS, [False, True])),
 )
-def test_packed_file_that_ends_anywhere_is_refused(place: Path, form: str, flushed: bool) -> None:
-    """Also where what can be unpacked ends with a line, as at each flush and stream."""
+def test_truncated_compressed_file_is_refused(place: Path, form: str, flushed: bool) -> None:
+    """Truncation is detected even if the decompressed bytes end with a line, as after a flush."""
     lines = [f"{i} {'abc ' * 10}".encode() for i in range(6)]
     lines = [b'{"text": "%b"}\n' % x if form.startswith("jsonl") else x + b"\n" for x in lines]
     content, ends = b"", set()
@@ -208,14 +208,14 @@ def test_packed_file_that_ends_anywhere_is_refused(place: Path, form: str, flush
     file = place / "files" / f"cut.{form}"
     for end in range(1, len(content)):
         file.write_bytes(content[:end])
-        if end not in ends:  # nothing shows that another whole stream was there
-            with pytest.raises(DataError, match=f"{file}: cannot be unpacked as "):
+        if end not in ends:  # a missing last stream cannot be detected
+            with pytest.raises(DataError, match=f"{file}: cannot be decompressed as "):
                 texts(file, place / "cache")
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, prepared: TokenData) -> Path:
-    """Tokenizers, prepared tokens, and tokens of other libraries, each in a directory."""
+    """Tokenizers, prepared tokens, and tokens of other libraries, in separate directories."""
     place = tmp_path_factory.mktemp("written")
     shutil.copytree(prepared.directory, place / "prepared")
     shutil.copytree(IMPORTED, place / "imported")
@@ -231,7 +231,7 @@ def tokenizer_facts(file: Path) -> None:
     found = Tokenizer.from_file(file)
     assert 0 <= found.eos_id < found.vocab_size
     assert all(0 <= token < found.vocab_size for token in found.encode("def ab(x): \u00e9"))
-    assert found.decode(list(range(found.vocab_size))), "a piece that is no text"
+    assert found.decode(list(range(found.vocab_size))), "a piece is not text"
     assert found.pieces_hash
 
 
@@ -242,7 +242,7 @@ def same_tokens(directory: Path, whole: TokenData) -> None:
     for name in ("train", "heldout"):
         stream, expected = data.split(name), whole.split(name)
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected))), (
-            "silently other tokens"
+            "silently changed tokens"
         )
 
 
@@ -267,12 +267,12 @@ READERS: dict[str, tuple[str, Callable[[Path, TokenData], None]]] = {
     "imported/datatrove_2.ds.index": ("datatrove_2.ds", lambda file, _: imported_tokens(file)),
     "imported/datatrove_2.ds.metadata": ("datatrove_2.ds", lambda file, _: imported_tokens(file)),
 }
-"""By damaged file: the file beside it that is named to the reader, and the reader."""
+"""By damaged file: the neighbouring file to open (empty for the file itself), and the reader."""
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", READERS)
-def test_damaged_tokens_or_tokenizer_are_read_or_refused(
+def test_damaged_tokens_or_tokenizer_are_read_unchanged_or_refused(
     written: Path, prepared: TokenData, name: str
 ) -> None:
     (opened, read), file = READERS[name], written / name

@@ -1,4 +1,4 @@
-"""Corpora that break while they are prepared, disks that fill up, and SIGKILL at any moment."""
+"""Preparation with damaged or changing corpora, full disks, and SIGKILL at any moment."""
 
 import dataclasses
 import gzip
@@ -47,11 +47,11 @@ print(seen)
 """
 """Program that prepares a corpus and kills itself at file operation number `moment` in the cache.
 
-With moment 0 it finishes and prints the number of file operations."""
+With moment 0 the program finishes and prints the number of file operations."""
 
 
 def visible(cache: Path) -> list[str]:
-    """List the files that a later run would take for complete."""
+    """List the directories that a later run would use as complete."""
     return sorted(
         str(path.relative_to(cache))
         for kind in ("tokens", "tokenizers")
@@ -70,7 +70,7 @@ def write_parquet(path: Path, texts: list[str]) -> None:
 
 
 def make_three(directory: Path, suffix: str) -> list[Path]:
-    """Three good files of a kind."""
+    """Write three intact files of one format."""
     paths = [directory / f"{i}{suffix}" for i in range(3)]
     for i, path in enumerate(paths):
         part = TEXTS[i::3]
@@ -88,7 +88,7 @@ def cut(path: Path) -> None:
 
 
 def scramble(path: Path) -> None:
-    """The middle, so that header and footer are good."""
+    """Damage the middle of a file, so that header and footer stay intact."""
     content = bytearray(path.read_bytes())
     third = len(content) // 3
     content[third : 2 * third] = random.Random(0).randbytes(third)
@@ -104,7 +104,7 @@ def break_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )
-def test_a_file_in_the_middle_that_breaks_off(
+def test_damaged_middle_file_raises_and_leaves_no_prepared_data(
     tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
 ) -> None:
     paths = make_three(tmp_path, suffix)
@@ -138,7 +138,7 @@ def replace(path: Path) -> None:
 
 
 def rewrite(path: Path) -> None:
-    """Neither its size nor its time shows it."""
+    """Change the content without a change of size or modification time."""
     before = path.stat()
     path.write_bytes(path.read_bytes().replace(b"e", b"a"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -146,14 +146,14 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("change", slow_but([rewrite], [vanish, grow, replace, rewrite]))
 @pytest.mark.parametrize("call", [0, 1])
-def test_a_file_that_changes_after_it_was_hashed(
+def test_file_that_changes_after_hashing_is_refused(
     tmp_path: Path,
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], None],
     call: int,
 ) -> None:
-    """Before it is read, or while it is."""
+    """The file changes before reading (call 0) or during reading (call 1)."""
     paths = make_three(tmp_path, ".jsonl")
     original, check, calls = paths[1].read_bytes(), files.check_unchanged, iter(range(9))
 
@@ -178,10 +178,10 @@ def tokenizer_of(cfg: DataConfig) -> str:
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments_leaves_nothing_half_done(
+def test_sigkill_at_random_moments_leaves_no_incomplete_directory(
     tmp_path: Path, make_config: MakeConfig, rng: random.Random
 ) -> None:
-    """Leftovers are never taken for complete, and the next start makes the same as ever."""
+    """Incomplete directories are never used; the next start writes the bytes of a normal run."""
     paths = make_three(tmp_path, ".jsonl")
     cfg = make_config(*paths)
 
@@ -193,7 +193,7 @@ def test_sigkill_at_random_moments_leaves_nothing_half_done(
     moments, killed = int(prepare_until(0, str(tmp_path / "counted")).stdout), 0
     while killed < 5:
         done = prepare_until(rng.randint(1, moments), cfg.cache_dir)
-        if done.returncode == 0:  # an earlier start has left less to do: begin again
+        if done.returncode == 0:  # earlier starts left less work: start again
             shutil.rmtree(cfg.cache_dir)
             continue
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -216,7 +216,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("size", slow_but([4, 80], [4, 80, 300, 500]))
-def test_a_full_disk_is_one_line_and_older_corpora_stay(
+def test_full_disk_raises_and_keeps_older_corpora(
     tmp_path: Path, make_config: MakeConfig, disk: Path, size: int
 ) -> None:
     first = tmp_path / "first.txt"

@@ -1,6 +1,6 @@
-"""The commands of data/README.md, run with the real datatrove: its tokens are read where they lie.
+"""Run the commands of data/README.md with datatrove and read the tokens in place.
 
-Programs of our own stand in for SLURM and run its jobs here.
+Small programs replace SLURM and run the jobs locally.
 """
 
 import json
@@ -34,13 +34,13 @@ done
 echo Submitted batch job 1
 """
 SLURM = {"sbatch": SBATCH, "srun": 'exec "${@:4}"', "scontrol": "echo node1"}
-"""Programs that take the place of SLURM's: srun drops -l -n 1 from its command."""
+"""Replacements of SLURM's programs; srun drops the words -l -n 1 of the command."""
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A corpus with duplicates, within a file and between files, and a tokenizer for it; return
-    the different texts."""
+    """Write a corpus with duplicates, within and between files, and a tokenizer; return the
+    distinct texts."""
     monkeypatch.chdir(tmp_path)
     texts = sample_documents(200)
     documents = [*texts, *texts[:70], *texts[40:60]]
@@ -68,7 +68,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run_script_of_readme() -> None:
-    """Run the script with three tasks, two of them for hashes."""
+    """Run the script with three tasks and two finders of duplicates."""
     (script,) = re.findall(r"```python\n(from datatrove.*?)```", README.read_text(), re.S)
     Path("script.py").write_text(script.replace("500, 50", "3, 2"))
     done = subprocess.run(
@@ -79,7 +79,7 @@ def run_script_of_readme() -> None:
 
 
 def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
-    """Read the tokens of each document, and where it ends, with datatrove."""
+    """Read tokens and end of each document with datatrove."""
     from datatrove.pipeline.tokens import merger
 
     with open(f"{path}.index", "rb") as index, path.open("rb") as file:
@@ -89,7 +89,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.slow
-def test_tokens_that_the_script_of_the_readme_writes_are_read_as_datatrove_reads_them(
+def test_tokens_of_readme_script_equal_tokens_read_by_datatrove(
     workplace: list[str],
 ) -> None:
     pytest.importorskip("datatrove")
@@ -107,7 +107,7 @@ def test_tokens_that_the_script_of_the_readme_writes_are_read_as_datatrove_reads
         assert all(document.index(eos) == len(document) - 1 for document in documents)
         everything += documents
     texts = [tokenizer.decode(document[:-1]) for document in everything]
-    assert sorted(texts) == sorted(workplace), "each text is there once"
+    assert sorted(texts) == sorted(workplace), "each text occurs once"
 
     (command,) = re.findall(r"^diffllm train (data=tokens .*ds\].*)$", README.read_text(), re.M)
     words = [*shlex.split(command), "model=micro", "seq_len=32", "steps=2", "run.name=first"]

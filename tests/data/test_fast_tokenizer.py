@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's library: text comes back, and special tokens are no text."""
+"""Tokenizers of Hugging Face's library: exact decoding, no special tokens from text."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ NO_END = '{"model": {"type": "BPE", "unk_token": null, "vocab": {"a": 0, "b": 1}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE of 600 pieces, as a model's repository has it."""
+    """A byte-level BPE tokenizer of 600 pieces, as in the repository of a model."""
     path = tmp_path_factory.mktemp("fast")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def fast(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(directory)
 
 
-def test_a_directory_or_its_file_is_loaded(directory: Path, fast: Tokenizer) -> None:
+def test_tokenizer_loads_from_directory_and_from_file(directory: Path, fast: Tokenizer) -> None:
     assert isinstance(fast, FastTokenizer)
     again = Tokenizer.from_file(directory / "tokenizer.json")
     assert again.pieces_hash == fast.pieces_hash
@@ -52,15 +52,15 @@ def test_a_directory_or_its_file_is_loaded(directory: Path, fast: Tokenizer) -> 
 @example(f"one{END}two<pad>")
 @example("def f():\n    return 1\n\n\n\tx\r\n" * 3)
 @settings(max_examples=100)
-def test_any_text_comes_back_exactly(fast: Tokenizer, text: str) -> None:
+def test_any_text_decodes_exactly(fast: Tokenizer, text: str) -> None:
     ids = fast.encode(text)
     assert fast.decode(ids) == text
-    assert not {0, 1} & set(ids), "special tokens are no part of text"
+    assert not {0, 1} & set(ids), "text must not encode to special tokens"
     assert fast.encode_batch([text, "a"], 2) == [ids, fast.encode("a")]
     assert fast.decode([*ids, fast.eos_id]) == text
 
 
-def test_corpus_is_prepared_with_gaps_between_ids(
+def test_corpus_is_prepared_by_tokenizer_with_gaps_between_ids(
     directory: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
     content = json.loads((directory / "tokenizer.json").read_text())
@@ -80,9 +80,7 @@ def test_corpus_is_prepared_with_gaps_between_ids(
 
 
 @pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
-def test_config_next_to_a_tokenizer_names_its_end(
-    directory: Path, tmp_path: Path, said: Any
-) -> None:
+def test_config_next_to_tokenizer_sets_the_eos(directory: Path, tmp_path: Path, said: Any) -> None:
     (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
     other = Tokenizer.from_file(tmp_path / "tokenizer.json")
@@ -97,8 +95,8 @@ def test_config_next_to_a_tokenizer_names_its_end(
         ("tokenizer_config.json", '{"eos_token": {"content": []}}', r"no token \[\] to end a doc"),
         ("tokenizer_config.json", "[" * 100_000, "not a tokenizer's config"),
         ("tokenizer_config.json", "[]", "not a tokenizer's config"),
-        ("tokenizer.json", "{}", "not a file of tokenizers"),
-        ("tokenizer.json", NO_END, "it has no token .* to end a document"),
+        ("tokenizer.json", "{}", "not a valid tokenizer.json"),
+        ("tokenizer.json", NO_END, ": no token .* to end a document"),
         ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216 must be below"),
         ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
     ],
@@ -112,7 +110,7 @@ def test_unusable_tokenizer_or_config_is_refused(
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
-def test_the_files_of_a_tokenizer_are_all_that_it_takes(directory: Path, tmp_path: Path) -> None:
+def test_copied_tokenizer_files_load_as_the_same_tokenizer(directory: Path, tmp_path: Path) -> None:
     for name, content in tokenizer_files(directory / "tokenizer.json").items():
         (tmp_path / name).write_bytes(content)
     copied = Tokenizer.from_file(tokenizer_in(tmp_path))
@@ -120,11 +118,13 @@ def test_the_files_of_a_tokenizer_are_all_that_it_takes(directory: Path, tmp_pat
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
 
 
-def test_what_is_nowhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizer_raises_with_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.model: no such tokenizer file"):
         located(tmp_path)
     with pytest.raises(DataError, match=r"a/b\.model: no such tokenizer file"):
         located("a/b.model")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: 1 / 0)
-    with pytest.raises(DataError, match="owner/name: no such tokenizer here, and from the hub"):
+    with pytest.raises(DataError, match="owner/name: no such local tokenizer; the hub answers"):
         located("owner/name")

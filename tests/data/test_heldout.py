@@ -1,4 +1,4 @@
-"""Which held-out documents the last loss is of, and the sequences that they are laid out in."""
+"""Held-out documents of the final loss, and the sequences of these documents."""
 
 import hashlib
 from collections.abc import Callable
@@ -21,12 +21,12 @@ MakeStream = Callable[..., TokenStream]
 
 
 def lengths_of(documents: int, seed: int = 0) -> list[int]:
-    """Lengths of which a few are long."""
+    """Return random lengths, with a few long documents."""
     return (1 + np.random.default_rng(seed).pareto(1.2, documents) * 8).astype(int).tolist()
 
 
 def tokens_of(lengths: list[int]) -> list[int]:
-    """Documents of these lengths, every token its own number, but for the EOS at their ends."""
+    """Return documents of these lengths; tokens are distinct, except EOS at the ends."""
     tokens = np.arange(1, sum(lengths) + 1)
     tokens[np.cumsum(lengths) - 1] = EOS
     return tokens.tolist()
@@ -34,11 +34,11 @@ def tokens_of(lengths: list[int]) -> list[int]:
 
 @pytest.fixture
 def stream(make_stream: MakeStream) -> TokenStream:
-    """Documents of 300 lengths, in shards of 97 tokens."""
+    """300 documents, in shards of 97 tokens."""
     return make_stream(tokens_of(lengths_of(300)), vocab_size=2**20)
 
 
-def test_all_documents_of_a_split(stream: TokenStream) -> None:
+def test_choice_without_limit_has_all_documents_of_the_split(stream: TokenStream) -> None:
     lengths = lengths_of(300)
     assert max(lengths) > 97 > 1 in lengths
     for tokens in (None, len(stream), 1e12):
@@ -50,7 +50,7 @@ def test_all_documents_of_a_split(stream: TokenStream) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("tokens", [None, 200])
-def test_every_token_is_a_target_once_behind_the_token_before_it(
+def test_every_token_is_a_target_once_after_the_previous_token(
     stream: TokenStream, world_size: int, tokens: int | None
 ) -> None:
     chosen = heldout_documents(stream, EOS, tokens)
@@ -74,7 +74,7 @@ def test_every_token_is_a_target_once_behind_the_token_before_it(
     assert seen == pairs
 
 
-def test_whole_documents_lie_in_one_sequence_where_they_fit(stream: TokenStream) -> None:
+def test_whole_documents_that_fit_are_in_a_single_sequence(stream: TokenStream) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)
     cut = heldout_documents(stream, EOS)
     rows = [torch.cat(parts) for parts in zip(*chosen.batches(32, 2), strict=True)]
@@ -87,7 +87,7 @@ def test_whole_documents_lie_in_one_sequence_where_they_fit(stream: TokenStream)
     for document, length in enumerate(chosen.lengths.tolist()):
         rows_of = sum(document in found for found in in_rows)
         assert rows_of == 1 if length <= 32 else rows_of <= -(-length // 32) + 1
-    # Nothing fits behind the documents of a row that the next row begins with.
+    # The first document of the next row does not fit into the rest of a row.
     used = held.sum(1).tolist()
     for row in range(len(used) - 1):
         following = chosen.lengths[owners[row + 1, 0]]
@@ -96,7 +96,7 @@ def test_whole_documents_lie_in_one_sequence_where_they_fit(stream: TokenStream)
     assert min(used[:-1]) < 32
 
 
-def test_a_sample_keeps_documents_whole(make_stream: MakeStream) -> None:
+def test_heldout_batches_with_eos_keep_documents_whole(make_stream: MakeStream) -> None:
     stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
     for rank in range(2):
         for inputs, targets in heldout_batches(stream, 10, 3, 40, rank, 2, eos_id=EOS):
@@ -108,7 +108,7 @@ def test_a_sample_keeps_documents_whole(make_stream: MakeStream) -> None:
 
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
-def test_a_part_of_a_split_is_of_whole_documents_that_larger_parts_contain(
+def test_larger_choice_of_documents_contains_every_smaller_choice(
     stream: TokenStream, numbers: str
 ) -> None:
     every = heldout_documents(stream, EOS)
@@ -132,7 +132,9 @@ def test_a_part_of_a_split_is_of_whole_documents_that_larger_parts_contain(
         smaller = found
 
 
-def test_they_are_spread_over_the_split_and_of_any_length(make_stream: MakeStream) -> None:
+def test_chosen_documents_are_spread_over_the_split_and_of_any_length(
+    make_stream: MakeStream,
+) -> None:
     lengths = lengths_of(4000, seed=1)
     stream = make_stream(tokens_of(lengths), vocab_size=2**20, shard_tokens=2**20)
     chosen = heldout_documents(stream, EOS, len(stream) / 10)
@@ -143,7 +145,7 @@ def test_they_are_spread_over_the_split_and_of_any_length(make_stream: MakeStrea
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_the_bytes_and_hashes_of_texts_are_those_of_the_corpus(prepared: TokenData) -> None:
+def test_bytes_and_hashes_of_heldout_texts_equal_the_corpus(prepared: TokenData) -> None:
     split = prepared.manifest.splits["heldout"]
     chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
     assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)
@@ -157,7 +159,7 @@ def test_the_bytes_and_hashes_of_texts_are_those_of_the_corpus(prepared: TokenDa
 
 
 def texts_of_ranks(chosen: HeldoutDocuments, data: TokenData) -> list:
-    """Return what each of three ranks finds: zeros for the documents of others."""
+    """Return sizes and hashes of three ranks, with zeros for documents of other ranks."""
     found = [chosen.texts(data.tokenizer(), rank, 3) for rank in range(3)]
     assert all((sizes > 0).sum() <= -(-len(chosen) // 3) for sizes, _ in found)
     return found

@@ -1,4 +1,4 @@
-"""Which documents are held out: the fraction, its minimum, and pieces of a single document."""
+"""Choice of held-out documents: fraction, minimum, and pieces of a single document."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ LINES = sample_documents(10_000)
 
 
 def of_lines(documents: int, lines: int) -> list[str]:
-    """Distinct documents of equally many lines."""
+    """Return distinct documents with `lines` lines each."""
     return ["\n".join(LINES[i * lines : (i + 1) * lines]) for i in range(documents)]
 
 
@@ -109,7 +109,7 @@ def test_pieces_of_a_single_document_are_held_out_and_spread_evenly(
         tmp_path / "a.txt", sample_by=SampleBy.document, tokenizer=str(prepared.directory)
     )
     data = prepare(whole)
-    assert "held-out tokens, pieces of the one document, in" in capfd.readouterr().err
+    assert "held-out tokens, pieces of a single document, in" in capfd.readouterr().err
     heldout, train = (documents_of(data, split) for split in ("heldout", "train"))
     assert data.manifest.cut
     assert len(heldout) == len(train) == pieces

@@ -1,7 +1,4 @@
-"""Datasets of the hub, streamed from a server on this machine, and directories as datasets.
-
-Files that are not read are named, damaged files are refused.
-"""
+"""Datasets of the hub, streamed from a local server; messages name files that hang."""
 
 import json
 import os
@@ -38,7 +35,7 @@ print(prepare(DataConfig(
 
 
 def environment(address: str, directory: Path) -> dict[str, str]:
-    """Let a process take what is at this address for the hub."""
+    """Return the environment of a process that uses this address as the hub."""
     online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
     return {**os.environ, **online, "HF_ENDPOINT": address, "HF_HOME": str(directory / "home")}
 
@@ -55,7 +52,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, str]]]:
-    """Starts the hub, which hangs at files of this name; returns the environment of its readers."""
+    """Start a hub, which hangs at paths with `hangs_at`; return the environment of readers."""
     servers: list[subprocess.Popen[str]] = []
 
     def start(hangs_at: str = "no file") -> dict[str, str]:
@@ -72,7 +69,7 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
         server.communicate()
 
 
-def test_the_files_of_a_commit_are_streamed(
+def test_hub_files_are_streamed_and_not_copied(
     tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: MakeConfig
 ) -> None:
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
@@ -80,7 +77,7 @@ def test_the_files_of_a_commit_are_streamed(
     assert result.returncode == 0, result.stderr
     assert f"{NAME}@{SHA[:12]}, train" in result.stderr
     data = TokenData(Path(result.stdout.strip()))
-    assert len(data.manifest.splits["train"].shards) == 3  # a file each
+    assert len(data.manifest.splits["train"].shards) == 3  # one shard per file
     (tmp_path / "local.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     local = make_config(tmp_path / "local.jsonl", tokenizer=str(data.directory))
     for split in ("train", "heldout"):
@@ -92,7 +89,7 @@ def test_the_files_of_a_commit_are_streamed(
 
 
 def waits(words: list[str], env: dict[str, str], message: str) -> None:
-    """Assert that a process says what it waits for; stop it then."""
+    """Assert that a process writes `message` to stderr, then kill the process."""
     process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said: list[str] = []
@@ -107,7 +104,7 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_that_hangs_in_the_middle_is_named(
+def test_progress_names_hub_file_that_hangs(
     tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
 ) -> None:
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
@@ -115,7 +112,7 @@ def test_a_hub_that_hangs_in_the_middle_is_named(
     waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
 
 
-def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_message_names_hub_dataset_without_answer(tmp_path: Path) -> None:
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
         hangs.listen(50)
@@ -126,7 +123,7 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
 
 
-def test_unknown_split_of_a_dataset_is_named(
+def test_unknown_split_of_hub_dataset_raises_with_available_splits(
     tmp_path: Path, serve: Callable[..., dict[str, str]]
 ) -> None:
     script = PREPARE.replace(")).directory", "split='dev')).directory")

@@ -1,4 +1,4 @@
-"""Tokens of other libraries are read where they lie, and are what these wrote."""
+"""Token files of other libraries are read in place, with the tokens that were written."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ Make = Callable[..., DataConfig]
 
 @pytest.fixture
 def make(prepared: TokenData, tmp_path: Path) -> Make:
-    """Configs of tokens, whose tokenizer has 400 pieces, 1 of them the end of a document."""
+    """Make configs for token files, with a tokenizer of 400 pieces; piece 1 is the EOS."""
 
     def config(*paths: Path, **changes: Any) -> DataConfig:
         options: dict[str, Any] = {
@@ -47,7 +47,7 @@ def make(prepared: TokenData, tmp_path: Path) -> Make:
 
 
 def copied(name: str, directory: Path) -> Path:
-    """A file of tokens with its index, in a directory of its own."""
+    """Copy a token file and its index to a new directory."""
     directory.mkdir(exist_ok=True)
     for path in FILES.glob(f"{Path(name).stem}.*"):
         shutil.copy(path, directory)
@@ -55,7 +55,7 @@ def copied(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_has_the_tokens_of_its_documents(name: str) -> None:
+def test_token_file_has_the_tokens_of_all_documents(name: str) -> None:
     file = open_tokens(FILES / name, 400, EOS)
     assert len(file) == len(ALL)
     assert file.documents == len(DOCUMENTS)
@@ -68,7 +68,7 @@ def test_a_file_has_the_tokens_of_its_documents(name: str) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
-def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.DataObject) -> None:
+def test_missing_eos_is_added_to_every_document(lengths: list[int], data: st.DataObject) -> None:
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, start=1)]
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
@@ -80,7 +80,7 @@ def test_ends_are_put_in_where_documents_lack_them(lengths: list[int], data: st.
 
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
-def test_the_end_is_held_out_from_the_end_of_a_document_on(make: Make, names: list[str]) -> None:
+def test_last_whole_documents_are_held_out(make: Make, names: list[str]) -> None:
     data = prepare(make(*(FILES / name for name in names)))
     assert isinstance(data, ImportedData)
     train, heldout = data.split("train"), data.split("heldout")
@@ -95,11 +95,11 @@ def test_the_end_is_held_out_from_the_end_of_a_document_on(make: Make, names: li
     counts = np.bincount(whole[len(train) :])
     shares = counts[counts > 0] / counts.sum()
     assert data.manifest.heldout_unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
-    assert list((data.directory).glob("*.bin")) == [], "nothing is copied"
+    assert list((data.directory).glob("*.bin")) == [], "tokens must not be copied"
     assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
-def test_files_that_moved_are_the_same_corpus(make: Make, tmp_path: Path) -> None:
+def test_moved_token_files_are_the_same_corpus(make: Make, tmp_path: Path) -> None:
     first = prepare(make(FILES / NAMES[0]))
     moved = copied(NAMES[0], tmp_path / "moved")
     second = prepare(make(moved))
@@ -111,7 +111,7 @@ def test_files_that_moved_are_the_same_corpus(make: Make, tmp_path: Path) -> Non
 
 
 def write_index(path: Path, lengths: np.ndarray) -> None:
-    """Write the index of a file of tokens of 2 bytes, whose documents have these lengths."""
+    """Write the index of a file of 2-byte tokens with documents of these lengths."""
     ends = np.cumsum(lengths)
     if path.suffix == ".ds":
         ends.astype("<u8").tofile(path.with_name(f"{path.name}.index"))
@@ -137,7 +137,7 @@ def test_empty_documents_of_index_are_not_counted(
     for split, counts in data.manifest.splits.items():
         stream = data.split(split)
         assert counts.documents == (stream.tokens(0, len(stream)) == EOS).sum() > 0
-    # Without ends of its own, every document of the index gets one, so that none is empty.
+    # Without EOS in the file, every document of the index gets an EOS, also empty documents.
     expected = (lengths > 0).sum() if ended else len(lengths)
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
@@ -167,13 +167,13 @@ def test_documents_with_several_ends_are_counted_by_the_index(
         write_index(path, np.full(20, len(document)))
     data = prepare(make(*paths, heldout_fraction=0.52))
     counts = {split: counts.documents for split, counts in data.manifest.splits.items()}
-    # 116 tokens are left: 20 documents of the first file, and 7 of 10 tokens and a part of one.
+    # 116 tokens: 20 documents of the first file, 7 documents of 10 tokens, and a part of the next.
     assert len(data.split("train")) == 116
-    assert counts == {"train": 20 + 8, "heldout": 13}, "the document that is cut is in both"
+    assert counts == {"train": 20 + 8, "heldout": 13}, "the cut document counts in both splits"
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
+def test_edited_index_is_a_new_corpus_and_raises_in_open_streams(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
@@ -184,7 +184,7 @@ def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
     edited = np.concatenate([lengths[:10], lengths[20:9:-1], lengths[21:]])
     write_index(path, edited)
     for read in (lambda: before.split("heldout"), lambda: train.tokens(0, len(train))):
-        with pytest.raises(DataError, match="changed since it was"):
+        with pytest.raises(DataError, match="changed after it was"):
             read()
     after = prepare(make(path))
     assert after.manifest.corpus != before.manifest.corpus
@@ -194,7 +194,7 @@ def test_edited_index_is_another_corpus_and_is_refused_while_it_is_used(
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_documents_that_do_not_follow_each_other_are_refused_or_read(ends: list[int]) -> None:
+def test_documents_that_are_not_contiguous_are_refused_or_read(ends: list[int]) -> None:
     content = np.arange(9, dtype=np.int32)
     file = WithEnds(TokenFile(Path("f"), content, lambda i: np.array(ends)[i], len(ends), 90), EOS)
     for start in range(len(file)):
@@ -202,7 +202,7 @@ def test_documents_that_do_not_follow_each_other_are_refused_or_read(ends: list[
             assert len(file.tokens(start, len(file))) == len(file) - start
 
 
-def test_our_own_shards_are_taken_where_they_lie(make: Make, prepared: TokenData) -> None:
+def test_diffllm_shards_are_read_in_place(make: Make, prepared: TokenData) -> None:
     data = prepare(make(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
@@ -221,7 +221,7 @@ def test_shards_that_an_older_version_deduplicated_are_read(
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected)))
 
 
-# What is wrong
+# Errors
 
 
 def cut(path: Path, by: int) -> None:
@@ -235,19 +235,19 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
 @pytest.mark.parametrize(
     ("name", "suffix", "damage", "said"),
     [
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "do not follow|end at token"),
+        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "not contiguous|ends at token"),
         damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"),
         damaged(NAMES[0], ".idx", lambda p: p.unlink(), "idx: unusable .No such file"),
         damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes, which are not 61 numbers of 8"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "no index of Megatron's"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "no index of Megatron's"),
-        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "end at token 1,906, its tokens at 1,905"),
+        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "not a Megatron index"),
+        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "not a Megatron index"),
+        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "ends at token 1,906, but .* has 1,905"),
         damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "index: unusable .No such file"),
-        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "it has no documents"),
+        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "the index has no documents"),
         damaged(NAMES[2], ".ds.metadata", lambda p: p.write_text("x|3"), "tokens of '3' bytes"),
     ],
 )
-def test_a_damaged_file_is_named(
+def test_damaged_token_file_raises_with_path(
     make: Make, tmp_path: Path, name: str, suffix: str, damage: Callable[[Path], Any], said: str
 ) -> None:
     path = copied(name, tmp_path / "files")
@@ -257,7 +257,7 @@ def test_a_damaged_file_is_named(
     assert str(tmp_path / "files") in str(raised.value)
 
 
-def test_tokens_of_another_tokenizer_are_noticed(tmp_path: Path) -> None:
+def test_tokens_of_wrong_tokenizer_raise_data_error(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is not one of .* 250"):
         stream.tokens(0, len(ALL))
@@ -267,11 +267,11 @@ def test_tokens_of_another_tokenizer_are_noticed(tmp_path: Path) -> None:
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_what_is_missing_is_said(make: Make, tmp_path: Path) -> None:
+def test_missing_tokenizer_or_token_files_raise_with_the_key(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data=tokens needs data\.tokenizer"):
         prepare(make(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
         prepare(make())
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"none of \.bin, \.ds, and no"):
+    with pytest.raises(DataError, match=r"neither a \.bin or \.ds file nor"):
         prepare(make(tmp_path / "a.txt"))

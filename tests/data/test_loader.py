@@ -31,7 +31,7 @@ MakeLoader = Callable[..., TrainLoader]
 
 @pytest.fixture
 def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
-    """Token i is i, so that a batch tells where it was read."""
+    """A stream in which token i is i, so that a batch shows its place."""
     return make_stream(list(range(TOKENS)))
 
 
@@ -48,7 +48,7 @@ def samples_of(inputs: torch.Tensor) -> list[int]:
 
 
 def expected_step(step: int) -> list[int]:
-    """Return the samples of optimizer step `step` by the order's definition."""
+    """Return the samples of optimizer step `step` by the definition of the order."""
     indices = range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
     return [int(permute(np.array([g % SAMPLES]), SAMPLES, SEED, g // SAMPLES)[0]) for g in indices]
 
@@ -60,7 +60,7 @@ def global_steps(
     state: dict[str, int] | None = None,
     **options: Any,
 ) -> list[list[int]]:
-    """The samples of each step, micro-step by micro-step and in it rank by rank."""
+    """Return the samples of each step, ordered by micro-step, then by rank."""
     loaders = [make_loader(rank=r, world_size=world_size, **options) for r in range(world_size)]
     for loader in loaders:
         if state is not None:
@@ -72,7 +72,7 @@ def global_steps(
     ]
 
 
-def test_targets_are_the_inputs_one_token_on(make_loader: MakeLoader) -> None:
+def test_targets_are_inputs_shifted_by_a_token(make_loader: MakeLoader) -> None:
     inputs, targets = next(make_loader())
     assert inputs.shape == targets.shape == (4, SEQ_LEN)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -84,10 +84,10 @@ def test_targets_are_the_inputs_one_token_on(make_loader: MakeLoader) -> None:
     ("world_size", "micro_batch_size", "num_workers"),
     [(1, 12, 0), (1, 1, 2), (1, 4, 1), (2, 3, 0), (2, 2, 1), (3, 4, 0), (4, 1, 0), (6, 2, 0)],
 )
-def test_a_step_reads_the_same_whatever_the_layout(
+def test_step_reads_same_samples_on_every_layout(
     make_loader: MakeLoader, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
-    """Nine steps cross two epoch borders, the first inside a batch."""
+    """Nine steps cross two borders of epochs; the first border is inside a batch."""
     steps = global_steps(
         make_loader, 9, world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
     )
@@ -98,7 +98,7 @@ def test_a_step_reads_the_same_whatever_the_layout(
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (1, 6, 2), (3, 2, 0)]
 )
-def test_resumes_at_any_step_in_any_layout(
+def test_loader_resumes_at_any_step_on_any_layout(
     make_loader: MakeLoader, consumed: int, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
     loader = make_loader(num_workers=1, prefetch_factor=8)
@@ -116,7 +116,9 @@ def test_resumes_at_any_step_in_any_layout(
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 
-def test_state_counts_whole_steps_consumed_not_prefetched(make_loader: MakeLoader) -> None:
+def test_state_counts_consumed_whole_steps_without_prefetched_batches(
+    make_loader: MakeLoader,
+) -> None:
     loader = make_loader(num_workers=2, prefetch_factor=8)
     assert loader.state_dict() == {"seed": SEED, "epoch": 0, "sample": 0}
     for _ in range(3 * 4 + 2):
@@ -126,7 +128,7 @@ def test_state_counts_whole_steps_consumed_not_prefetched(make_loader: MakeLoade
     assert loader.state_dict() == {"seed": SEED, "epoch": 1, "sample": 10}
 
 
-def test_loading_a_state_rewinds_a_running_loader(make_loader: MakeLoader) -> None:
+def test_load_state_dict_rewinds_a_running_loader(make_loader: MakeLoader) -> None:
     loader = make_loader(num_workers=1)
     first = samples_of(next(loader)[0])
     loader.load_state_dict({"seed": SEED, "epoch": 0, "sample": 0})
@@ -134,23 +136,25 @@ def test_loading_a_state_rewinds_a_running_loader(make_loader: MakeLoader) -> No
 
 
 def test_states_of_other_runs_are_refused(make_loader: MakeLoader) -> None:
-    with pytest.raises(CheckpointError, match=r"seed=6, this run seed=5"):
+    with pytest.raises(CheckpointError, match=r"seed=6, but this run has seed=5"):
         make_loader().load_state_dict({"seed": 6, "epoch": 0, "sample": 0})
     with pytest.raises(CheckpointError, match=r"sequence 50 .* this corpus has 50"):
         make_loader().load_state_dict({"seed": SEED, "epoch": 0, "sample": 50})
-    with pytest.raises(CheckpointError, match="is beyond"):
+    with pytest.raises(CheckpointError, match="of the checkpoint must be below"):
         make_loader().load_state_dict({"seed": SEED, "epoch": 2**52, "sample": 0})
 
 
-def test_unusable_shapes_are_refused(make_loader: MakeLoader) -> None:
-    with pytest.raises(DataError, match=r"train split has 405 tokens, seq_len=405 needs 406"):
+def test_impossible_seq_len_or_batch_size_is_refused(make_loader: MakeLoader) -> None:
+    with pytest.raises(DataError, match=r"train split has 405 tokens, but seq_len=405 needs 406"):
         make_loader(seq_len=405)
     make_loader(seq_len=404)
-    with pytest.raises(ConfigError, match=r"global_batch_size=12 .* micro_batch_size=4 times 2"):
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size=12 .* micro_batch_size=4 times world"
+    ):
         make_loader(world_size=2)
 
 
-def test_the_models_random_state_is_left_alone(make_loader: MakeLoader) -> None:
+def test_loader_does_not_change_random_state_of_the_model(make_loader: MakeLoader) -> None:
     before = torch.get_rng_state()
     next(make_loader(num_workers=1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -158,7 +162,7 @@ def test_the_models_random_state_is_left_alone(make_loader: MakeLoader) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("sequences", [1, 10, 50, 1000])
-def test_ranks_share_the_held_out_sequences(
+def test_ranks_share_held_out_sequences_without_overlap(
     stream: TokenStream, world_size: int, sequences: int
 ) -> None:
     read = []
@@ -171,25 +175,25 @@ def test_ranks_share_the_held_out_sequences(
     assert sorted(read) == [i * SAMPLES // count for i in range(count)]
 
 
-def test_a_held_out_split_of_less_than_a_sequence_is_named(prepared: TokenData) -> None:
+def test_held_out_split_shorter_than_a_sequence_raises(prepared: TokenData) -> None:
     stream = prepared.split("heldout")
-    with pytest.raises(DataError, match=rf"its heldout split has {len(stream)} tokens, seq_len="):
+    with pytest.raises(DataError, match=rf"its heldout split has {len(stream)} tokens, but seq"):
         next(heldout_batches(stream, len(stream), 1, 1))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_error_arrives_as_one_line(
+def test_data_error_of_worker_is_a_single_line(
     make_loader: MakeLoader, stream: TokenStream, tmp_path: Path, num_workers: int
 ) -> None:
     loader = make_loader(num_workers=num_workers)
     (tmp_path / "stream" / "train-00002.bin").write_bytes(b"")
     with pytest.raises(DataError) as caught:
         list(islice(loader, 20))
-    assert "train-00002.bin: damaged, its sha256 is not" in str(caught.value)
+    assert "train-00002.bin: damaged: its sha256 is not" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_close_ends_the_workers_although_they_ignore_stop_signals(make_loader: MakeLoader) -> None:
+def test_close_ends_workers_that_ignore_stop_signals(make_loader: MakeLoader) -> None:
     loader = make_loader(num_workers=2)
     next(loader)
     started = multiprocessing.active_children()
@@ -222,12 +226,12 @@ if sys.argv[2] == "hang":
 
 
 @pytest.mark.parametrize("end", slow_but(["return"], ["hang", "return"]))
-def test_workers_leave_quietly_with_the_trainer(
+def test_workers_end_without_output_after_trainer_ends(
     stream: TokenStream, tmp_path: Path, end: str
 ) -> None:
-    """The trainer is killed, or ends without close()."""
+    """The trainer is killed, or returns without close()."""
     trainer = subprocess.Popen(
-        # Torchdata warns where there are fewer cores than workers.
+        # Torchdata warns about fewer cores than workers.
         [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path / "stream"), end],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -237,7 +241,7 @@ def test_workers_leave_quietly_with_the_trainer(
     assert trainer.stdout.readline() == "here\n"
     if end == "hang":
         trainer.kill()
-    # Standard error ends when the last process that holds it is gone.
+    # Standard error closes when the last process with this pipe ends.
     _, stderr = trainer.communicate(timeout=PATIENCE_S)
     assert stderr == ""
     assert trainer.returncode == (-signal.SIGKILL if end == "hang" else 0)

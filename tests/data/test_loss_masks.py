@@ -1,4 +1,4 @@
-"""Loss masks: what shards say of their tokens, and which targets are left."""
+"""Loss masks of shards, and the remaining targets."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ FILES = Path(__file__).parent.parent / "data_files" / "imported"
 
 
 def drawn(seed: int = 0) -> tuple[list[int], np.ndarray]:
-    """Tokens of documents, and a mask of them."""
+    """Return random documents as tokens, and a loss mask."""
     generator = np.random.default_rng(seed)
     tokens = generator.integers(1, 1000, TOKENS)
     tokens[generator.random(TOKENS) < 0.1] = EOS
@@ -37,7 +37,7 @@ def drawn(seed: int = 0) -> tuple[list[int], np.ndarray]:
 
 
 def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) -> None:
-    """Put masks beside the shards of a directory, but for those of some numbers."""
+    """Write masks next to the shards of a directory, except for the shard numbers in `but`."""
     manifest = json.loads((directory / "manifest.json").read_text())
     start = 0
     for number, shard in enumerate(manifest["splits"]["train"]["shards"]):
@@ -74,7 +74,9 @@ def test_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
         masked.loss_mask(0, TOKENS + 1)
 
 
-def test_a_shard_without_a_mask_is_predicted(make_stream: MakeStream, tmp_path: Path) -> None:
+def test_shard_without_mask_is_completely_predicted(
+    make_stream: MakeStream, tmp_path: Path
+) -> None:
     tokens, mask = drawn()
     stream = make_stream(tokens)
     assert not stream.masked
@@ -88,7 +90,9 @@ def test_a_shard_without_a_mask_is_predicted(make_stream: MakeStream, tmp_path: 
     assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
 
 
-def test_manifests_from_before_there_were_masks(make_stream: MakeStream, tmp_path: Path) -> None:
+def test_manifest_without_mask_keys_loads_as_unmasked(
+    make_stream: MakeStream, tmp_path: Path
+) -> None:
     make_stream(drawn()[0])
     file = tmp_path / "stream" / "manifest.json"
     manifest = json.loads(file.read_text())
@@ -98,21 +102,23 @@ def test_manifests_from_before_there_were_masks(make_stream: MakeStream, tmp_pat
     assert not opened(tmp_path / "stream").masked
 
 
-def test_a_damaged_mask_is_named(masked: TokenStream, tmp_path: Path) -> None:
+def test_damaged_mask_raises_with_path(masked: TokenStream, tmp_path: Path) -> None:
     file = tmp_path / "stream" / "train-00001.mask"
     file.write_bytes(bytes(97))
     masked.loss_mask(0, 97)
-    with pytest.raises(DataError, match=r"train-00001\.mask: damaged, its sha256 is not"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: damaged: its sha256 is not"):
         masked.loss_mask(0, 98)
     file.write_bytes(bytes(96))
-    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes where the manifest says 97"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes, but the manifest says 97"):
         opened(tmp_path / "stream")
     file.unlink()
-    with pytest.raises(DataError, match=r"train-00001\.mask: no file where"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: no file, but"):
         opened(tmp_path / "stream")
 
 
-def test_targets_of_a_stream(make_stream: MakeStream, masked: TokenStream) -> None:
+def test_stream_targets_are_masked_for_context(
+    make_stream: MakeStream, masked: TokenStream
+) -> None:
     tokens, mask = drawn()
     plain = StreamSequences(make_stream(tokens, directory="plain"), 16)
     everything = np.arange(len(plain))
@@ -127,7 +133,7 @@ def test_targets_of_a_stream(make_stream: MakeStream, masked: TokenStream) -> No
     assert torch.equal(targets, torch.where(wanted, whole, -1))
 
 
-def test_targets_of_packed_documents(
+def test_packed_targets_are_masked_for_context(
     make_stream: MakeStream, masked: TokenStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -145,7 +151,9 @@ def test_targets_of_packed_documents(
     assert sum(left) == mask.sum()
 
 
-def test_streams_without_masks_are_predicted(make_stream: MakeStream, masked: TokenStream) -> None:
+def test_joined_stream_predicts_all_tokens_of_unmasked_streams(
+    make_stream: MakeStream, masked: TokenStream
+) -> None:
     plain = make_stream(drawn(1)[0], directory="plain")
     joined = JoinedStream("train", [plain, masked, plain])
     assert joined.masked
@@ -158,11 +166,13 @@ def test_streams_without_masks_are_predicted(make_stream: MakeStream, masked: To
     assert imported.loss_mask(2, 9).tolist() == [True] * 7
 
 
-# Held out
+# Held-out documents
 
 
 @pytest.mark.parametrize("tokens", [None, 100])
-def test_held_out_documents_without_their_context(masked: TokenStream, tokens: int | None) -> None:
+def test_held_out_documents_count_only_predicted_tokens(
+    masked: TokenStream, tokens: int | None
+) -> None:
     chosen = heldout_documents(masked, EOS, tokens)
     _, mask = drawn()
     spans = list(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
@@ -175,7 +185,7 @@ def test_held_out_documents_without_their_context(masked: TokenStream, tokens: i
     assert heldout_tokens(masked, EOS, tokens) == chosen.predicted.sum()
 
 
-def test_the_bytes_are_of_what_is_predicted(masked: TokenStream) -> None:
+def test_bytes_of_held_out_documents_count_only_predicted_tokens(masked: TokenStream) -> None:
     chosen = heldout_documents(masked, EOS)
     decoder: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     sizes, _ = chosen.texts(decoder)
@@ -185,13 +195,13 @@ def test_the_bytes_are_of_what_is_predicted(masked: TokenStream) -> None:
         assert size == len("".join(map(chr, tokens[here][mask[here]])).encode())
 
 
-def test_a_split_that_is_only_context_is_refused(masked: TokenStream, tmp_path: Path) -> None:
+def test_held_out_split_of_context_only_is_refused(masked: TokenStream, tmp_path: Path) -> None:
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
-    with pytest.raises(DataError, match="no token that is to be predicted"):
+    with pytest.raises(DataError, match="no token to predict"):
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 
-def test_ranks_compare_their_masks(masked: TokenStream, tmp_path: Path) -> None:
+def test_facts_compared_between_ranks_include_masks(masked: TokenStream, tmp_path: Path) -> None:
     facts = []
     for mask in (drawn()[1], drawn(1)[1]):
         write_masks(tmp_path / "stream", mask)

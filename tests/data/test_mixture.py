@@ -1,4 +1,4 @@
-"""Mixtures: what their samples are, whatever reads them, and where they go on."""
+"""Mixtures: samples, independence of the layout, and resuming."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ Make = Callable[..., MixedSequences]
 
 
 class Part(NamedTuple):
-    """Stands for a prepared source."""
+    """Replacement for a prepared source."""
 
     stream: TokenStream
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 @pytest.fixture
 def make(make_stream: Callable[..., TokenStream]) -> Make:
-    """Token i of source k is 1,000 k + i, so that a batch tells where it was read."""
+    """Make mixtures in which token i of source k is 1,000 k + i, to recognise places in batches."""
     parts = {}
     for k, (name, sequences) in enumerate(SIZES.items()):
         tokens = [1000 * k + i % 1000 for i in range(sequences * SEQ_LEN + 1)]
@@ -59,7 +59,7 @@ def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     return inputs[:, 0].tolist()
 
 
-def test_every_source_is_read_in_an_order_of_its_own(make: Make) -> None:
+def test_sources_are_shuffled_independently(make: Make) -> None:
     read = first_tokens(make(curriculum=[]), range(200))
     code = [token for token in read if token < 1000]
     assert len(code) == 100
@@ -68,14 +68,14 @@ def test_every_source_is_read_in_an_order_of_its_own(make: Make) -> None:
     assert read != first_tokens(make(curriculum=[], seed=6), range(200))
     assert [t // 1000 for t in read] == [
         t // 1000 for t in first_tokens(make(curriculum=[], seed=6), range(200))
-    ], "the seed shuffles within sources"
+    ], "the seed must only shuffle within sources"
 
 
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "num_workers"),
     [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0), (4, 3, 0)],
 )
-def test_a_step_reads_the_same_whatever_the_layout(
+def test_step_reads_same_samples_on_every_layout(
     make: Make, open_loader: Any, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
     expected = first_tokens(make(), range(BATCH * STEPS))
@@ -90,7 +90,9 @@ def test_a_step_reads_the_same_whatever_the_layout(
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
-def test_it_resumes_in_the_middle_of_a_slope(make: Make, open_loader: Any, step: int) -> None:
+def test_mixture_resumes_in_the_middle_of_a_slope_on_three_ranks(
+    make: Make, open_loader: Any, step: int
+) -> None:
     whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
     one = open_loader(make(limits={"code": 2}), micro_batch_size=2)
     for _ in range(step * BATCH // 2 + 1):  # and a part of the next step
@@ -111,8 +113,8 @@ def test_it_resumes_in_the_middle_of_a_slope(make: Make, open_loader: Any, step:
     assert read == whole[step * BATCH :]
 
 
-def test_other_weights_hold_from_where_it_stands(make: Make) -> None:
-    """Each source goes on with its next sequence, and resumes once more as it then began."""
+def test_new_weights_apply_from_the_resumed_sample_on(make: Make) -> None:
+    """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make(curriculum=[])
     state = former.state(101)
     changed = make(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
@@ -132,13 +134,13 @@ def test_other_weights_hold_from_where_it_stands(make: Make) -> None:
     assert again.consumed(301) == changed.consumed(301)
 
 
-def test_a_place_in_other_samples_is_refused(make: Make) -> None:
+def test_state_with_other_seed_or_sources_is_refused(make: Make) -> None:
     state = make().state(24)
-    with pytest.raises(CheckpointError, match="seed=5, this run seed=6"):
+    with pytest.raises(CheckpointError, match="seed=5, but this run has seed=6"):
         make(seed=6).sample_of(state)
-    with pytest.raises(CheckpointError, match="is of the sources code, web, this run of the"):
+    with pytest.raises(CheckpointError, match=r"has data\.sources code, web, but this run"):
         make().sample_of({**state, "consumed": {"code": 10, "web": 14}})
-    with pytest.raises(CheckpointError, match=r"of the sources .no mixture."):
+    with pytest.raises(CheckpointError, match=r"has data\.sources .no mixture."):
         make().sample_of({"seed": SEED, "epoch": 0, "sample": 3})
 
 
@@ -163,7 +165,7 @@ def test_forged_place_in_a_mixture_is_refused(make: Make, key: str, value: Any) 
         check_place(forged)
 
 
-def test_what_was_consumed_is_counted(make: Make) -> None:
+def test_consumed_counts_tokens_and_epochs_per_source(make: Make) -> None:
     samples = make(limits={"code": 1})
     read = first_tokens(samples, range(BATCH * STEPS))
     consumed = samples.consumed(BATCH * STEPS)
@@ -174,7 +176,7 @@ def test_what_was_consumed_is_counted(make: Make) -> None:
     assert consumed["data/epochs/code"] == 1
 
 
-def test_streams_are_joined(make_stream: Callable[..., TokenStream]) -> None:
+def test_joined_stream_reads_across_parts(make_stream: Callable[..., TokenStream]) -> None:
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
     joined = JoinedStream("train", [make_stream(p, directory=f"p{i}") for i, p in enumerate(parts)])
     whole = np.concatenate(parts)
@@ -186,10 +188,10 @@ def test_streams_are_joined(make_stream: Callable[..., TokenStream]) -> None:
         joined.tokens(3, 9)
 
 
-# Prepared
+# Prepared sources
 
 
-def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
+def test_sources_of_mixture_share_a_tokenizer(tmp_path: Any) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)))
     (tmp_path / "b.txt").write_text("\n\n".join(f"The {i}th day was mild." for i in range(200)))
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
@@ -215,18 +217,18 @@ def test_sources_share_a_tokenizer(tmp_path: Any) -> None:
     assert again.manifest.corpus == data.manifest.corpus
     weights = {name: SourceConfig(**{**vars(s), "weight": 1.0}) for name, s in sources.items()}
     other = prepare(DataConfig(**{**vars(cfg), "sources": weights}))
-    assert other.manifest.corpus == data.manifest.corpus, "weights are no part of the corpus"
+    assert other.manifest.corpus == data.manifest.corpus, "weights must not change the corpus"
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web: data.paths: "),
-        ("a.jsonl", "no column 'text' of text; it has content: use data.text_column=content"),
+        ("a.jsonl", "no text column 'text'; its columns are content: use data.text_column=content"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
-def test_error_of_a_source_begins_with_its_name(
+def test_error_in_a_source_begins_with_the_source_key(
     tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
@@ -244,7 +246,7 @@ def test_error_of_a_source_begins_with_its_name(
     assert said in str(raised.value)
 
 
-def test_a_source_that_is_damaged_is_named(
+def test_damaged_or_short_source_raises_with_the_source_key(
     make: Make, make_stream: Callable[..., TokenStream]
 ) -> None:
     samples = make()
@@ -263,12 +265,12 @@ def test_a_source_that_is_damaged_is_named(
     ("changes", "said"),
     [
         ({"sources": {}}, "data.source=mixture needs data.sources="),
-        ({"sources": {"a b": SourceConfig()}}, "'a b' has to be of letters"),
+        ({"sources": {"a b": SourceConfig()}}, "'a b' must consist of letters"),
         ({"sources": {"a": SourceConfig(weight=-1)}}, "data.sources.a.weight=-1 must not be neg"),
         ({"sources": {"a": SourceConfig(weight=0)}}, "all weights are 0"),
-        ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot hold another"),
+        ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot contain a mixture"),
         ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, "),
-        ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights.b is no source"),
+        ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights: 'b' is not one of a"),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
         ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
         (
@@ -285,14 +287,14 @@ def test_a_source_that_is_damaged_is_named(
         ),
     ],
 )
-def test_a_bad_mixture_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_mixture_is_refused(changes: dict[str, Any], said: str) -> None:
     good = {"source": "mixture", "sources": {"a": SourceConfig()}}
     with pytest.raises(ConfigError) as raised:
         DataConfig(**{**good, "vocab_size": 300, **changes}).validate()
     assert said in str(raised.value)
 
 
-def test_shares_and_tokens_may_stand_in_one_curriculum() -> None:
+def test_curriculum_may_mix_shares_and_numbers_of_tokens() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

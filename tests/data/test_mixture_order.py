@@ -28,7 +28,7 @@ def read(order, first, count):
 
 @settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
-def test_every_source_is_spread_by_its_weight(weights, first):
+def test_every_source_is_spread_evenly_by_weight(weights, first):
     order = MixtureOrder([(0, weights)])
     count = 12_000
     sources, numbers = read(order, first, count)
@@ -36,7 +36,9 @@ def test_every_source_is_spread_by_its_weight(weights, first):
     parts = in_parts(weights)
     for k, weight in enumerate(np.array(parts) / sum(parts)):
         here = np.flatnonzero(sources == k)
-        assert (numbers[here] == before[k] + np.arange(len(here))).all(), "each once, in order"
+        assert (numbers[here] == before[k] + np.arange(len(here))).all(), (
+            "every sample once, in order"
+        )
         assert (np.diff(here) - 1 <= 2 / weight).all()
         so_far = np.cumsum(sources == k)
         windows = (so_far[10_000:] - so_far[:-10_000]) / 10_000
@@ -50,8 +52,8 @@ def test_every_source_is_spread_by_its_weight(weights, first):
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-def test_counts_stay_within_less_than_one_of_their_shares(counts):
-    """The bound of the theorem, 1 - 1 / (2K - 2), at every place."""
+def test_counts_stay_within_tijdeman_bound_of_shares(counts):
+    """The bound is 1 - 1 / (2K - 2) at every place."""
     size, used = sum(counts), sum(map(bool, counts))
     order = laid_out(counts)
     bound = 1 - 1 / (2 * used - 2) if used > 1 else 0
@@ -60,7 +62,7 @@ def test_counts_stay_within_less_than_one_of_their_shares(counts):
         assert np.abs(lag).max() <= bound + 1e-9
 
 
-def test_one_sample_or_many_are_read_alike():
+def test_single_samples_equal_samples_read_together():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     sources, numbers = read(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
@@ -68,11 +70,11 @@ def test_one_sample_or_many_are_read_alike():
         source, number = read(again, g, 1)
         assert (source[0], number[0]) == (sources[g], numbers[g])
         assert again.counts(g) == np.bincount(sources[:g], minlength=3).tolist()
-    assert not (sources[1000:] == 2).any(), "a weight of 0 is not read"
+    assert not (sources[1000:] == 2).any(), "a source of weight 0 must not be read"
 
 
-def test_orders_are_known():
-    """The definition itself, which no release may change."""
+def test_order_equals_order_of_former_versions():
+    """No release may change this order, because checkpoints depend on it."""
     order = MixtureOrder([(0, [0.5, 0.3, 0.2])])
     assert read(order, 0, 20)[0].tolist() == [
         0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1,
@@ -96,13 +98,13 @@ def config(curriculum=(), between=Between.constant, **weights):
     return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
 
 
-def test_points_are_shares_of_the_run_or_tokens():
+def test_curriculum_points_are_shares_of_the_run_or_tokens():
     half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
     plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
     assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
 
 
-def test_a_slope_goes_evenly_from_point_to_point():
+def test_linear_slope_interpolates_between_points():
     cfg = config([Point(0.5, {"a": 1}), Point(1.0, {"b": 1})], Between.linear, a=1, b=1)
     order = MixtureOrder(segments(cfg, samples=40_000, seq_len=8))
     sources, _ = read(order, 0, 40_000)
@@ -114,7 +116,7 @@ def test_a_slope_goes_evenly_from_point_to_point():
         assert abs(got - wanted) < 0.01, first
 
 
-def test_a_source_that_has_been_read_often_enough_leaves_its_weight():
+def test_source_at_limit_passes_weight_to_other_sources():
     plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
     order = MixtureOrder(plan)
     counts = order.counts(10_000)
@@ -123,12 +125,12 @@ def test_a_source_that_has_been_read_often_enough_leaves_its_weight():
     assert counts[1] <= 600
     assert counts[2] <= 100
     assert limited(plan, 0, 400, [0, 0, 0], [math.inf, 600, 100]) == plan
-    with pytest.raises(ConfigError, match="no source with a weight is left"):
+    with pytest.raises(ConfigError, match="all sources with a weight reach epochs_at_most"):
         limited([(0, (1.0,))], 0, 10_000, [0], [100])
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_a_plan_can_be_cut():
+def test_from_sample_cuts_a_plan():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

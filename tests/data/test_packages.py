@@ -1,4 +1,4 @@
-"""`data=packages`: the same text on every machine, and a note if it is another text."""
+"""`data=packages`: equal text on every machine, and a note for a text that differs."""
 
 import importlib
 import shutil
@@ -58,7 +58,7 @@ def test_installed_packages_are_the_reference_corpus(make_config: MakeConfig) ->
     assert 90e6 < sum(part.size for part in corpus.parts) < 140e6
 
 
-def test_reference_versions_are_those_of_constraints() -> None:
+def test_reference_versions_equal_constraints() -> None:
     pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
 

@@ -1,4 +1,4 @@
-"""Packing: where documents lie, what is a target, and that nothing else has a part in it."""
+"""Packing: places of documents, targets, and independence of block size and layout."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ EOS = 0
 
 
 def plainly_packed(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing as the paper has it: the items of each bin, one by one, over all bins."""
+    """Pack item by item, as in the paper, with a search over all bins; return the items of bins."""
     bins: list[list[int]] = []
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         full = [sum(sizes[i] for i in own) for own in bins]
@@ -63,7 +63,7 @@ def items(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @settings(max_examples=100)
 @given(items())
-def test_items_are_packed_as_one_by_one(drawn: tuple[list[int], int]) -> None:
+def test_best_fit_decreasing_equals_item_by_item_reference(drawn: tuple[list[int], int]) -> None:
     sizes, capacity = drawn
     bins, count = best_fit_decreasing(np.array(sizes, np.int64), capacity)
     expected = plainly_packed(sizes, capacity)
@@ -72,7 +72,7 @@ def test_items_are_packed_as_one_by_one(drawn: tuple[list[int], int]) -> None:
         assert np.flatnonzero(bins == number).tolist() == sorted(own)
 
 
-def test_capacities_beyond_16_bits() -> None:
+def test_best_fit_decreasing_handles_capacities_beyond_16_bits() -> None:
     sizes = [70_000, 1, 50_000, 20_000, 30_000, 70_001]
     bins, count = best_fit_decreasing(np.array(sizes), 100_000)
     assert plainly_packed(sizes, 100_000) == [[5, 3, 1], [0, 4], [2]]
@@ -83,7 +83,7 @@ def test_capacities_beyond_16_bits() -> None:
 
 
 class Tokens:
-    """A stream in memory: documents of the given lengths, whose tokens are all different."""
+    """A stream in memory: documents of the given lengths, with distinct tokens."""
 
     split, masked = "train", False
 
@@ -118,7 +118,7 @@ def corpora(draw: st.DrawFn) -> tuple[Tokens, int]:
 
 @settings(max_examples=100)
 @given(corpora(), st.integers(1, 50), st.integers(1, 50))
-def test_the_pieces_are_the_documents_whole_where_they_can_be(
+def test_pieces_are_whole_documents_unless_longer_than_a_sequence(
     drawn: tuple[Tokens, int], block: int, window: int
 ) -> None:
     stream, seq_len = drawn
@@ -129,7 +129,7 @@ def test_the_pieces_are_the_documents_whole_where_they_can_be(
         patch.setattr(streams, "BLOCK", block)
         sequences = packed(stream, seq_len, directory)
         rows = [sequences.plan[i] for i in range(len(sequences))]
-    assert rows == whole, "what is read at once has no part in it"
+    assert rows == whole, "the block size must not change the plan"
     found = sorted((start, start + length) for row in rows for start, length in row)
     expected = [
         (start, min(start + seq_len, document.stop))
@@ -137,7 +137,7 @@ def test_the_pieces_are_the_documents_whole_where_they_can_be(
         for start in range(document.start, document.stop, seq_len)
     ]
     assert found == expected
-    assert all(row == sorted(row) for row in rows), "in the order of the corpus"
+    assert all(row == sorted(row) for row in rows), "pieces must be in corpus order"
     counts = sequences.plan.counts
     assert counts.documents == len(stream.documents)
     assert counts.documents_cut == sum(d.stop - d.start > seq_len for d in stream.documents)
@@ -147,8 +147,8 @@ def test_the_pieces_are_the_documents_whole_where_they_can_be(
 
 @settings(max_examples=100)
 @given(corpora())
-def test_a_sequence_is_its_pieces_with_padding(drawn: tuple[Tokens, int]) -> None:
-    """Each target has the token before it as its input; documents see an EOS before them."""
+def test_sequence_consists_of_pieces_and_padding(drawn: tuple[Tokens, int]) -> None:
+    """The input of a target is the previous token, or an EOS for the first target of a document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
         sequences = packed(stream, seq_len, directory)
@@ -171,8 +171,8 @@ def test_a_sequence_is_its_pieces_with_padding(drawn: tuple[Tokens, int]) -> Non
 
 @settings(max_examples=100)
 @given(corpora())
-def test_masked_documents_see_no_other(drawn: tuple[Tokens, int]) -> None:
-    """But for the EOS before a document, which ends another or none."""
+def test_masked_packed_documents_are_separate(drawn: tuple[Tokens, int]) -> None:
+    """Only the EOS before a document may belong to the previous document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
         sequences = packed(stream, seq_len, directory)
@@ -186,7 +186,7 @@ def test_masked_documents_see_no_other(drawn: tuple[Tokens, int]) -> None:
             own.append(set(ids[at + (start in starts) : at + length]))
             at += length
         assert all(len(each) <= 1 for each in own)
-        assert len(set.union(*own)) == sum(map(len, own)), "no two pieces in one document"
+        assert len(set.union(*own)) == sum(map(len, own)), "two pieces share a document id"
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
@@ -205,7 +205,7 @@ def test_all_pieces_of_a_window_are_packed_by_best_fit(
 
 @pytest.mark.parametrize("eos_id", [1, 399])
 def test_tokens_of_other_libraries_are_packed(tmp_path: Path, eos_id: int) -> None:
-    """Documents that end with another token are read as if they had an end."""
+    """Documents without an EOS are read with an added EOS."""
     files = Path(__file__).parent.parent / "data_files" / "imported"
     stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
     stream.stop = len(stream.whole)
@@ -217,14 +217,14 @@ def test_tokens_of_other_libraries_are_packed(tmp_path: Path, eos_id: int) -> No
     assert int((targets == eos_id).sum()) == len(documents)
 
 
-# In training
+# Training
 
 SEQ_LEN, SEED, BATCH = 8, 5, 12
 
 
 @pytest.fixture
 def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
-    """Token i is i, but for ends of documents of 1 to 19 tokens, in several shards."""
+    """A stream of documents of 1 to 19 distinct tokens with EOS, in several shards."""
     lengths = np.random.default_rng(1).integers(1, 20, 60).tolist()
     return make_stream(Tokens(lengths).all.tolist())
 
@@ -243,14 +243,14 @@ def make_loader(sequences: PackedSequences, open_loader: Any) -> Callable[..., T
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "num_workers"), [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0)]
 )
-def test_a_step_reads_the_same_whatever_the_layout(
+def test_step_reads_same_samples_on_every_layout(
     make_loader: Any,
     sequences: PackedSequences,
     world_size: int,
     micro_batch_size: int,
     num_workers: int,
 ) -> None:
-    """Steps over two borders of an epoch."""
+    """The steps cross two borders of epochs."""
     n = len(sequences)
     samples = range(2 * n // BATCH * BATCH + BATCH)
     places = [int(permute(np.array([g % n]), n, SEED, g // n)[0]) for g in samples]
@@ -263,16 +263,18 @@ def test_a_step_reads_the_same_whatever_the_layout(
 
 
 @pytest.mark.parametrize("name", list(packing.ARRAYS))
-def test_a_damaged_plan_is_named(sequences: PackedSequences, tmp_path: Path, name: str) -> None:
+def test_damaged_plan_raises_with_path(
+    sequences: PackedSequences, tmp_path: Path, name: str
+) -> None:
     file = tmp_path / "plan" / name
     content = bytearray(file.read_bytes())
     content[3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name}: damaged, its sha256 is not"):
+    with pytest.raises(DataError, match=rf"{name}: damaged: its sha256 is not"):
         PackingPlan(tmp_path / "plan")[0]
     file.write_bytes(content[:-1])
     with pytest.raises(
-        DataError, match=rf"{name}: {len(content) - 1} bytes where the manifest says {len(content)}"
+        DataError, match=rf"{name}: {len(content) - 1} bytes, but the manifest says {len(content)}"
     ):
         PackingPlan(tmp_path / "plan")
 
@@ -291,7 +293,7 @@ def test_forged_piece_that_does_not_fit_is_refused(
     said["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     record.write_text(json.dumps(said))
     sequences.plan = PackingPlan(tmp_path / "plan")
-    with pytest.raises(DataError, match=r"plan.json: unusable \(has a piece .*; delete"):
+    with pytest.raises(DataError, match=r"plan.json: unusable \(a piece .*; delete"):
         sequences.read(np.arange(2))
 
 
@@ -302,7 +304,7 @@ def config(cache: Path, **changes: Any) -> DataConfig:
     return DataConfig(packing=Packing.best_fit, cache_dir=str(cache), **changes)
 
 
-def test_a_plan_is_made_once_for_tokens_and_a_length(prepared: TokenData, tmp_path: Path) -> None:
+def test_plan_is_computed_once_per_tokens_and_seq_len(prepared: TokenData, tmp_path: Path) -> None:
     cfg = config(tmp_path)
     first = training_sequences(prepared, cfg, 32)
     (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
@@ -332,7 +334,7 @@ def mixture_of(
     return MixtureData(parts), config(cache, source="mixture", sources=sources)
 
 
-def test_sources_of_a_mixture_are_packed_on_their_own(
+def test_sources_of_a_mixture_are_packed_separately(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     data, cfg = mixture_of(make_stream, tmp_path, code=1)
@@ -346,7 +348,7 @@ def test_sources_of_a_mixture_are_packed_on_their_own(
         assert consumed[f"data/tokens/{name}"] == count * SEQ_LEN
     rows = {tuple(row) for row in inputs.tolist()}
     code, _ = own["code"].read(np.arange(len(own["code"])))
-    assert {tuple(row) for row in code.tolist()} <= rows, "all of it was read"
+    assert {tuple(row) for row in code.tolist()} <= rows, "all code sequences must be read"
     counts = packing_counts(data, cfg, SEQ_LEN)
     assert counts is not None
     assert counts.sequences == sum(map(len, own.values()))
@@ -354,7 +356,7 @@ def test_sources_of_a_mixture_are_packed_on_their_own(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_epochs_are_of_training_sequences(corpus_file: Path, tmp_path: Path) -> None:
+def test_steps_of_epochs_count_packed_sequences(corpus_file: Path, tmp_path: Path) -> None:
     data = config(
         tmp_path / "cache",
         source="files",

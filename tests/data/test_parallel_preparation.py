@@ -1,4 +1,4 @@
-"""Preparations that several processes share, and what is left when one of them dies."""
+"""Preparation in several processes, and recovery after the death of a process."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def partial_of(cfg: DataConfig) -> Path:
     return found
 
 
-def test_every_token_is_where_one_process_would_have_put_it(corpus: DataConfig) -> None:
+def test_three_processes_write_tokens_in_corpus_order(corpus: DataConfig) -> None:
     data = prepare(corpus, PrepareConfig(processes=3))
     tokenizer = data.tokenizer()
     parts = open_corpus(corpus, Path(corpus.cache_dir)).parts
@@ -85,7 +85,7 @@ def test_every_token_is_where_one_process_would_have_put_it(corpus: DataConfig) 
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_preparation_in_four_processes_writes_the_bytes_of_one(corpus: DataConfig) -> None:
+def test_four_processes_write_same_bytes_as_a_single_process(corpus: DataConfig) -> None:
     alone = contents(prepare(corpus, PrepareConfig(processes=1)))
     several = in_cache(corpus, "several")
     assert contents(prepare(several, PrepareConfig(processes=4))) == alone
@@ -93,7 +93,7 @@ def test_preparation_in_four_processes_writes_the_bytes_of_one(corpus: DataConfi
 
 @pytest.fixture
 def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Lets the process that encodes part `number` kill itself at its `batch`."""
+    """Make the process that encodes part `number` send itself a signal after the first batch."""
     encode = encoding.Encoding.encode
 
     def arrange(number: int, sent: int) -> None:
@@ -109,7 +109,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     monkeypatch.setattr(encoding.Encoding, "encode", encode)
 
 
-def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
+def test_killed_worker_raises_and_keeps_finished_parts(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
@@ -131,20 +131,20 @@ def test_a_killed_worker_is_one_line_and_loses_the_shard_under_way(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_another_division_into_parts_begins_anew(
+def test_new_division_into_parts_starts_from_zero(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(2, signal.SIGKILL)
     with pytest.raises(DataError, match="killed"):
         prepare(corpus, PrepareConfig(processes=1))
     monkeypatch.undo()
-    data = prepare(corpus)  # all of it is one part now
+    data = prepare(corpus)  # now a single part
     assert len(data.manifest.splits["train"].shards) == 1
     assert contents(data) == contents(prepare(in_cache(corpus, "whole")))
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_error_of_worker_has_one_traceback_with_its_frames(
+def test_error_of_worker_has_single_traceback_with_worker_frames(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -158,8 +158,8 @@ def test_error_of_worker_has_one_traceback_with_its_frames(
     assert said.count("in fail") == 1
 
 
-def test_a_preparation_that_is_stopped_leaves_no_process(corpus: DataConfig) -> None:
-    """Ctrl-C in the middle: the workers, which wait for ever, are gone."""
+def test_stopped_preparation_leaves_no_process(corpus: DataConfig) -> None:
+    """Ctrl-C or SIGKILL of the parent ends workers that would wait endlessly."""
     script = """
 import os, sys, time
 from diffllm.data.config import DataConfig
@@ -183,7 +183,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
         wait_until(lambda: has_ended(worker), "end of the worker")  # noqa: B023
 
 
-def test_all_but_the_largest_hash_are_held_out_however_parts_are_cut(corpus: DataConfig) -> None:
+def test_fraction_near_1_holds_out_all_but_the_largest_hash(corpus: DataConfig) -> None:
     data = prepare(replace(corpus, heldout_fraction=1 - 1e-9))
     stream = data.split("train")
     tokens = stream.tokens(0, len(stream)).tolist()
@@ -192,7 +192,7 @@ def test_all_but_the_largest_hash_are_held_out_however_parts_are_cut(corpus: Dat
 
 
 class Endless:
-    """A part of very many documents, made as they are read."""
+    """A part of many documents, generated while reading."""
 
     name, size = "endless", 0
 
@@ -205,10 +205,10 @@ class Endless:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_documents(
+def test_memory_does_not_grow_with_number_of_documents(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten times the documents of a part take no more of it."""
+    """A part with ten times as many documents needs no more memory."""
     encode, peaks = encoding.Encoding.encode, {}
     base = open_corpus(corpus, Path(corpus.cache_dir))
 
@@ -232,10 +232,10 @@ def test_memory_does_not_grow_with_the_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_progress_is_a_line_that_names_the_files_being_read(
+def test_progress_line_names_files_in_progress(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The part of a source that stalls is read until somebody has read the line that names it."""
+    """The stalled part continues only after a progress line has named the part."""
     base, told = open_corpus(corpus, Path(corpus.cache_dir)), Path(corpus.cache_dir) / "told"
 
     class Stalled(Endless):

@@ -40,7 +40,7 @@ print(preparation.prepare(cfg).directory)
 
 
 def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess.Popen[str]:
-    """Prepare in a process, which hangs at a stage."""
+    """Prepare in a subprocess, which hangs at the first shard unless `stage` is "all"."""
     return subprocess.Popen(
         [sys.executable, "-c", PREPARE, str(corpus), str(cache), stage],
         stdout=subprocess.PIPE,
@@ -49,13 +49,13 @@ def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess
     )
 
 
-def test_the_splits_are_the_corpus(prepared: TokenData) -> None:
+def test_splits_together_contain_the_corpus(prepared: TokenData) -> None:
     train, heldout = documents_of(prepared, "train"), documents_of(prepared, "heldout")
     assert sorted(train + heldout) == sorted(sample_documents(200))
     assert 5 <= len(heldout) <= 45
 
 
-def test_the_manifest_describes_the_files(prepared: TokenData) -> None:
+def test_manifest_describes_the_files(prepared: TokenData) -> None:
     manifest = prepared.manifest
     tokenizer = prepared.tokenizer()
     assert (manifest.vocab_size, manifest.eos_id) == (400, tokenizer.eos_id)
@@ -73,7 +73,7 @@ def test_the_manifest_describes_the_files(prepared: TokenData) -> None:
     assert stored == asdict(manifest)
 
 
-def test_the_held_out_choice_ignores_order_and_keeps_duplicates_together(
+def test_held_out_choice_ignores_order_and_keeps_duplicates_together(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     texts = sample_documents(100)
@@ -98,12 +98,12 @@ def test_blank_documents_are_skipped_and_counted(tmp_path: Path, make_config: Ma
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("content", ['{"text": ""}\n', '{"text": null}\n{"text": " "}\n'])
-def test_a_corpus_without_text_is_refused(
+def test_corpus_without_text_is_refused(
     tmp_path: Path, make_config: MakeConfig, prepared: TokenData, content: str, given: bool
 ) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     tokenizer = str(prepared.directory) if given else None
-    with pytest.raises(DataError, match=r"1 file: a.jsonl: no document has any text"):
+    with pytest.raises(DataError, match=r"1 file: a.jsonl: no document contains text"):
         prepare(make_config(tmp_path / "a.jsonl", tokenizer=tokenizer))
     assert not list((tmp_path / "cache" / "tokens").glob("*/manifest.json"))
 
@@ -117,7 +117,7 @@ def test_a_corpus_without_text_is_refused(
         ("one\ntwo\n" + "b" * 42 + "\n \n", 0.2, "b" * 10 + "\n \n"),
     ],
 )
-def test_a_document_is_cut_at_a_line_or_a_word_where_one_begins(
+def test_single_document_is_cut_at_start_of_line_or_word(
     tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
 ) -> None:
     path = tmp_path / "corpus.txt"
@@ -129,7 +129,7 @@ def test_a_document_is_cut_at_a_line_or_a_word_where_one_begins(
     assert len(cut.parts) == 2
 
 
-def test_what_changes_tokens_changes_the_directory(
+def test_settings_that_change_tokens_change_the_directory(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     base = prepare(make_config(corpus_file))
@@ -144,7 +144,7 @@ def test_what_changes_tokens_changes_the_directory(
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
-def test_processes_that_prepare_one_cache_agree(
+def test_concurrent_preparations_share_the_work_and_agree(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]
@@ -158,14 +158,16 @@ def test_processes_that_prepare_one_cache_agree(
     assert contents(TokenData(Path(directory))) == contents(alone)
 
 
-def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_file: Path) -> None:
+def test_waiting_process_takes_over_after_lock_holder_is_killed(
+    tmp_path: Path, corpus_file: Path
+) -> None:
     first = start_preparing(corpus_file, tmp_path / "cache", "writing")
     assert first.stdout is not None
     first.stdout.readline()
     second = start_preparing(corpus_file, tmp_path / "cache")
     assert second.stderr is not None
     who = f"process {first.pid} on {socket.gethostname()}"
-    what = f"waiting for {who} that prepares {tmp_path / 'cache' / 'tokens'}/"
+    what = f"waiting for {who}, which prepares {tmp_path / 'cache' / 'tokens'}/"
     assert what in second.stderr.readline()
     first.kill()
     first.communicate()
@@ -181,7 +183,7 @@ def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path: Path, corpus_f
         ({"heldout_fraction": 0.3}, "cfbfb248de23b137ab2f695b8aaef059"),
     ],
 )
-def test_cache_key_of_a_corpus_is_that_of_former_versions(
+def test_cache_key_of_corpus_equals_key_of_former_versions(
     tmp_path: Path, make_config: MakeConfig, changes: dict[str, Any], key: str
 ) -> None:
     (tmp_path / "a.txt").write_text("".join(f"Line {i} says {i * i % 97}.\n" for i in range(400)))

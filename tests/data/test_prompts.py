@@ -1,4 +1,4 @@
-"""Documents that begin with a prompt, which is context and no target."""
+"""Documents with prompts: a prompt is context and never a target."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def prompted(tmp_path: Path, make_config: MakeConfig) -> DataConfig:
 
 
 def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
-    """The tokens of each document, and which are to be predicted."""
+    """Return tokens and loss mask of each document."""
     stream, eos_id = data.split(name), data.manifest.eos_id
     tokens, mask = stream.tokens(0, len(stream)), stream.loss_mask(0, len(stream))
     ends = np.flatnonzero(tokens == eos_id) + 1
@@ -43,7 +43,7 @@ def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("shard_tokens", [97, 2**27])
-def test_a_prompt_is_context_and_its_completion_is_predicted(
+def test_prompt_is_context_and_completion_is_predicted(
     prompted: DataConfig, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     monkeypatch.setattr("diffllm.data.shards.SHARD_TOKENS", shard_tokens)
@@ -74,7 +74,7 @@ def test_a_prompt_is_context_and_its_completion_is_predicted(
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_no_target_is_of_a_prompt(prompted: DataConfig, packing: Packing) -> None:
+def test_no_target_is_part_of_a_prompt(prompted: DataConfig, packing: Packing) -> None:
     data = prepare(prompted)
     cfg = replace(prompted, packing=packing)
     read = training_samples(data, cfg, seq_len=32, seed=0, total=100)[range(40)]
@@ -89,7 +89,7 @@ def test_no_target_is_of_a_prompt(prompted: DataConfig, packing: Packing) -> Non
     assert 0.1 < (targets < 0).mean() < 0.9
 
 
-def test_prompts_have_a_part_in_the_identity(prompted: DataConfig) -> None:
+def test_prompt_column_changes_corpus_identity(prompted: DataConfig) -> None:
     with_prompts = prepare(prompted)
     without = prepare(replace(prompted, prompt_column=None, tokenizer=str(with_prompts.directory)))
     assert without.manifest.corpus != with_prompts.manifest.corpus
@@ -97,7 +97,7 @@ def test_prompts_have_a_part_in_the_identity(prompted: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], ["a", "a"]])
-def test_documents_with_equal_completions_are_distinct_if_their_prompts_differ(
+def test_documents_with_equal_completions_are_distinct_if_prompts_differ(
     tmp_path: Path, make_config: MakeConfig, prompts: list[str]
 ) -> None:
     rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]
@@ -110,12 +110,12 @@ def test_documents_with_equal_completions_are_distinct_if_their_prompts_differ(
             prepare(cfg)
 
 
-def test_columns_of_prompts_are_proposed(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_error_of_missing_prompt_column_proposes_a_column(
+    tmp_path: Path, make_config: MakeConfig
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "b.txt").write_text("a\nb\n")
-    with pytest.raises(
-        DataError, match=r"no column 'x' of text; .* use data.prompt_column=prompt$"
-    ):
+    with pytest.raises(DataError, match=r"no text column 'x'; .* use data.prompt_column=prompt$"):
         prepare(make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="x"))
-    with pytest.raises(DataError, match=r"a text has no columns, which data.prompt_column needs"):
+    with pytest.raises(DataError, match=r"a text file has no columns, but data.prompt_column"):
         prepare(make_config(tmp_path / "b.txt", prompt_column="x"))

@@ -1,4 +1,4 @@
-"""data=FILE.yaml: the recipes that are here, and files that are none."""
+"""data=FILE.yaml: the recipes of the repository, and invalid files."""
 
 import re
 from pathlib import Path
@@ -13,16 +13,16 @@ RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_our_recipes_are_mixtures(path):
+def test_recipes_of_the_repository_are_mixtures(path):
     cfg = diffllm.load_config([f"data={path}", "model=tiny", "steps=100"])
     cfg.data.validate()
     assert len(cfg.data.sources) > 1
-    assert f"data=data/recipes/{path.name}" in path.read_text(), "the command"
+    assert f"data=data/recipes/{path.name}" in path.read_text(), "the recipe must quote its command"
     for source in cfg.data.sources.values():
         assert (source.source == "hub") == bool(source.dataset)
 
 
-def test_the_command_line_wins_over_a_recipe(tmp_path):
+def test_command_line_overrides_recipe(tmp_path):
     path = tmp_path / "mine.yml"
     path.write_text('sources: {a: {weight: 2}, b: {source: files, paths: ["it\'s {a}, b.txt"]}}')
     words = [f"data={path}", "data.sources.a.weight=3", "data.heldout_fraction=0.1", "steps=5"]
@@ -41,7 +41,7 @@ def test_unknown_source_and_unknown_key_of_a_source_are_refused(tmp_path, key):
         diffllm.load_config([f"data={path}", "model=tiny", "steps=1", word])
 
 
-def test_one_source_can_be_a_recipe(tmp_path):
+def test_recipe_can_have_a_single_source(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
     assert with_recipe("steps=1") == ["steps=1"]
@@ -55,7 +55,7 @@ def test_one_source_can_be_a_recipe(tmp_path):
     ("text", "said"),
     [
         ("", "is empty; it needs keys of data"),
-        ("[]", "a mapping of keys to values is needed"),
+        ("[]", "must contain a mapping of keys to values"),
         ("sources: [", "is not YAML"),
         ("sources: 2024-13-45", "data.sources='2024-13-45': "),
         ("sources: '\udcff'", "is not UTF-8"),
@@ -66,7 +66,7 @@ def test_one_source_can_be_a_recipe(tmp_path):
         (f"curriculum: {[3] * 501}", "data.curriculum: 501 are too many; at most 500"),
     ],
 )
-def test_a_bad_recipe_ends_in_one_line(tmp_path, text, said):
+def test_invalid_recipe_raises_in_a_single_line(tmp_path, text, said):
     path = tmp_path / "bad.yaml"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as raised:

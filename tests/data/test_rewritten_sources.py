@@ -1,4 +1,4 @@
-"""Corpora that are written over under their size and time, before, between and in preparations."""
+"""Corpora that are rewritten with equal size and time, before, between and in preparations."""
 
 import json
 import os
@@ -28,7 +28,7 @@ WRITERS: dict[str, Callable[[list[str]], str]] = {
 
 
 class Source:
-    """A file of texts, whose letters can be exchanged without another size or time."""
+    """A file of texts; `rewrite` exchanges letters and keeps size and modification time."""
 
     def __init__(self, directory: Path, form: str, seed: int = 0) -> None:
         directory.mkdir(exist_ok=True)
@@ -53,14 +53,14 @@ def documents(data: Prepared) -> list[str]:
 
 @pytest.fixture
 def prepared_with(make_config: MakeConfig, prepared: TokenData) -> Callable[[Source], Prepared]:
-    """Prepare a source with a tokenizer that exists."""
+    """Prepare a source with an existing tokenizer."""
     tokenizer = str(prepared.directory / "tokenizer.model")
     return lambda source: prepare(make_config(source.path, tokenizer=tokenizer))
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
-def test_rewritten_file_of_same_size_and_time_gives_its_new_text(
+def test_rewritten_file_of_same_size_and_time_gives_the_new_text(
     tmp_path: Path, prepared_with: Callable[[Source], Prepared], form: str, replaced: bool
 ) -> None:
     source = Source(tmp_path, form)
@@ -70,23 +70,23 @@ def test_rewritten_file_of_same_size_and_time_gives_its_new_text(
 
 
 MOMENTS = {
-    "before it is divided": (files, "parts_of"),
-    "before the tokenizer is trained": (preparation, "build_tokenizer"),
-    "before it is encoded": (TokensJob, "encode"),
-    "before the manifest is written": (TokensJob, "manifest"),
+    "before division into parts": (files, "parts_of"),
+    "before training of the tokenizer": (preparation, "build_tokenizer"),
+    "before encoding": (TokensJob, "encode"),
+    "before the manifest": (TokensJob, "manifest"),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("form", slow_but(["jsonl"], ["jsonl", "txt"]))
-def test_file_rewritten_in_a_preparation_is_refused(
+def test_file_rewritten_during_preparation_is_refused(
     tmp_path: Path,
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
     form: str,
     moment: str,
 ) -> None:
-    """No tokens and no tokenizer appear under the hash of its former text."""
+    """No tokens and no tokenizer are stored under the hash of the old text."""
     source, cache, rewritten = Source(tmp_path, form), tmp_path / "cache", []
     cfg = make_config(source.path, vocab_size=320)
     owner, name = MOMENTS[moment]
@@ -98,7 +98,7 @@ def test_file_rewritten_in_a_preparation_is_refused(
         return real(*args, **more)
 
     monkeypatch.setattr(owner, name, late)
-    with pytest.raises(DataError, match=r"changed since it was hashed; start again"):
+    with pytest.raises(DataError, match=r"changed after it was hashed; run the command again"):
         prepare(cfg)
     made = [path.parent.name for path in cache.glob("tok*/*") if path.name.isalnum()]
     assert made == ["tokenizers"] * (name in ("encode", "manifest"))

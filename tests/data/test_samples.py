@@ -1,4 +1,4 @@
-"""The order of samples, and their losses in bits a byte."""
+"""The order of samples, and the conversion of losses to bits per byte."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_permute_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(min_value=1, max_value=2**40), seed=SEEDS, data=st.data())
-def test_permute_of_one_index_does_not_depend_on_the_others(
+def test_permute_of_an_index_does_not_depend_on_other_indices(
     n: int, seed: int, data: st.DataObject
 ) -> None:
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
@@ -45,7 +45,7 @@ def test_permute_differs_between_epochs_and_seeds(n: int, seed: int, epoch: int)
         permute(np.arange(n), n, seed, epoch + 1),
         permute(np.arange(n), n, seed + 1, epoch),
     ):
-        # Two random permutations agree in one place on average.
+        # Two random permutations agree at one place on average.
         assert (order == other).sum() < 20
 
 
@@ -64,7 +64,7 @@ def test_permute_of_small_sets_reaches_every_order() -> None:
 
 
 def test_permute_gives_the_order_that_checkpoints_rely_on() -> None:
-    """A change here would silently change what a resumed run reads."""
+    """Another order would silently change the samples of resumed runs."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [8, 1, 5, 2, 6, 7, 4, 3, 9, 0]
     large = permute(np.arange(3), 10**12, 1234, 5)
     assert large.tolist() == [767138975145, 822644210034, 182445646350]

@@ -21,7 +21,7 @@ def stream(make_stream: MakeStream) -> TokenStream:
 
 @given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) -> None:
+def test_stream_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) -> None:
     start, stop = sorted(ends)
     tokens = stream.tokens(start, stop)
     assert tokens.dtype == np.int64
@@ -29,39 +29,39 @@ def test_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) 
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (990, 1001)])
-def test_a_range_outside_the_stream_is_refused(stream: TokenStream, start: int, stop: int) -> None:
-    with pytest.raises(IndexError, match="of a stream of 1000"):
+def test_range_outside_the_stream_is_refused(stream: TokenStream, start: int, stop: int) -> None:
+    with pytest.raises(IndexError, match="outside a stream of 1000"):
         stream.tokens(start, stop)
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(256, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (152_000, "<u4")]
 )
-def test_the_dtype_holds_the_vocabulary(
+def test_token_dtype_fits_the_vocabulary(
     make_stream: MakeStream, vocab_size: int, dtype: str
 ) -> None:
     assert token_dtype(vocab_size) == np.dtype(dtype)
     assert make_stream([0, vocab_size - 1], vocab_size).tokens(0, 2).tolist() == [0, vocab_size - 1]
 
 
-def test_a_truncated_shard_is_named(stream: TokenStream, tmp_path: Path) -> None:
+def test_truncated_or_missing_shard_raises_with_path(stream: TokenStream, tmp_path: Path) -> None:
     directory = tmp_path / "stream"
     shard = directory / "train-00003.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    expected = r"train-00003.bin: 192 bytes where the manifest says 194; delete .*stream to prepare"
+    expected = r"train-00003.bin: 192 bytes, but the manifest says 194; delete .*stream to prepare"
     with pytest.raises(DataError, match=expected):
         TokenStream(directory, Manifest.load(directory), "train")
-    with pytest.raises(DataError, match=r"train-00003.bin: damaged, its sha256 is not"):
+    with pytest.raises(DataError, match=r"train-00003.bin: damaged: its sha256 is not"):
         stream.tokens(300, 301)
     shard.unlink()
-    with pytest.raises(DataError, match=r"train-00003.bin: no file where the manifest says 194"):
+    with pytest.raises(DataError, match=r"train-00003.bin: no file, but the manifest says 194"):
         TokenStream(directory, Manifest.load(directory), "train")
 
 
-def test_a_stream_has_few_files_open(
+def test_stream_keeps_few_files_open(
     make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them takes a file descriptor: a large corpus has more shards than there are."""
+    """Every open shard needs a file descriptor; a large corpus has more shards than descriptors."""
     monkeypatch.setattr(streams, "MOST_OPEN", 3)
     stream = make_stream(list(range(1000)), shard_tokens=50)
     for start in [*range(0, 1000, 37), 0, 990]:

@@ -1,4 +1,4 @@
-"""Generated examples as a corpus: what its documents are, and which settings it takes."""
+"""Generated examples as a corpus: its documents and settings."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Generated tasks: one right answer that the text gives away, and no way to it but reading."""
+"""Generated tasks: the text determines one right answer, which no shortcut finds."""
 
 import math
 import random
@@ -21,12 +21,12 @@ NAMES = list(suite.SUITES["claims"])
 
 
 def count(text: str) -> int:
-    """Tokens as a tokenizer has them whose pieces are words with a space, digits and signs."""
+    """Count tokens of a tokenizer with words after a space, digits and signs as pieces."""
     return len(re.findall(r" ?[A-Za-z]+| ?\d|\W", text))
 
 
 def levels() -> list[tuple[str, int]]:
-    """Every level that the suite has for a model of LENGTH tokens."""
+    """List task and index of every level of the suite for a context of LENGTH tokens."""
     return [(name, i) for name in NAMES for i in range(len(TASKS[name].fitting(LENGTH, count)))]
 
 
@@ -35,14 +35,14 @@ def examples(name: str, level: Level, number: int) -> list[Example]:
 
 
 def told_pairs(example: Example) -> list[tuple[str, str]]:
-    """The pairs of a key and a value that an example of mqar begins with."""
+    """Return the pairs of key and value at the start of an mqar example."""
     words = example.prompt.split()
     pairs = zip(words[::2], words[1::2], strict=False)
     return [pair for pair, _ in zip(pairs, range(example.facts["pairs"]), strict=False)]
 
 
 def oracle(name: str, example: Example) -> str:
-    """The right answer, as a reader of the rules finds it."""
+    """Return the right answer by the rules of the task."""
     words = example.prompt.split()
     if name == "mqar":
         return " " + dict(told_pairs(example))[words[-1]]
@@ -55,14 +55,14 @@ def oracle(name: str, example: Example) -> str:
 
 
 def at(example: Example, candidate: str) -> int:
-    """Where a candidate stands last in the prompt."""
+    """Return the place of the last occurrence of a candidate in the prompt."""
     return max(
         m.start() for m in re.finditer(rf"\b{re.escape(candidate.strip())}\b", example.prompt)
     )
 
 
 def chosen_by(best: Callable[[Example, str], float]) -> Callable[[Example], list[str]]:
-    """The candidates that a score likes best; all of them where it cannot tell them apart."""
+    """Return a function that selects the candidates with the highest score, including ties."""
 
     def choose(example: Example) -> list[str]:
         scores = {candidate: best(example, candidate) for candidate in example.candidates}
@@ -89,7 +89,7 @@ SHORTCUTS: dict[str, Callable[[Example], list[str]]] = {
 
 
 def enough(name: str, level: Level) -> list[Example]:
-    """So many examples, CASES or more, that NEAR is 4 standard deviations of a guess's share."""
+    """Return at least CASES examples, so that NEAR is 4 standard deviations of a guess's share."""
     chance = share_by_chance(examples(name, level, 4))
     return examples(name, level, max(CASES, math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2)))
 
@@ -99,14 +99,14 @@ def share_by_chance(given: list[Example]) -> float:
 
 
 @pytest.mark.parametrize(("name", "number"), slow_but([("mqar", 0), ("icl", 0)], levels()))
-def test_reading_finds_every_answer_and_no_shortcut_does(name: str, number: int) -> None:
+def test_oracle_finds_every_answer_and_shortcuts_only_guess(name: str, number: int) -> None:
     level = TASKS[name].levels(LENGTH)[number]
     given = enough(name, level)
     chance = share_by_chance(given)
     for example in given:
         assert len(set(example.candidates)) == len(example.candidates)
         assert example.candidates[example.answer] == oracle(name, example)
-        # Equally often, so that no answer to an earlier query can be eliminated.
+        # Equal frequencies: answers to earlier queries cannot be eliminated.
         assert len({frequency(example, candidate) for candidate in example.candidates}) == 1
     for what, shortcut in SHORTCUTS.items():
         right = 0.0
@@ -159,7 +159,7 @@ def test_mqar_mixes_pair_counts_and_keeps_keys_values_and_filler_apart() -> None
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
-def test_mqar_uses_one_token_words_or_whole_sets_if_too_few() -> None:
+def test_mqar_uses_single_token_words_or_whole_sets_if_too_few() -> None:
     def pieces(text: str) -> int:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
@@ -171,7 +171,7 @@ def test_mqar_uses_one_token_words_or_whole_sets_if_too_few() -> None:
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_asks_50_times_at_each_of_five_depths_and_keeps_its_length() -> None:
+def test_needle_asks_50_times_per_depth_and_keeps_the_length() -> None:
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -192,7 +192,7 @@ def test_needle_asks_50_times_at_each_of_five_depths_and_keeps_its_length() -> N
 
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
-def test_evidence_is_the_text_that_tells_the_answer(name: str) -> None:
+def test_evidence_is_the_text_that_contains_the_answer(name: str) -> None:
     for example in examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
@@ -221,7 +221,7 @@ def test_icl_asks_50_texts_in_four_orders_and_balances_answers() -> None:
     assert [example.facts["rule"] for example in given[:50]] == [*range(50)]
 
 
-def test_icl_trains_on_the_labels_that_it_is_evaluated_with() -> None:
+def test_icl_documents_use_the_labels_of_icl_examples() -> None:
     documents = list(TASKS["icl"].documents({"shots": 8}, 100, "training", count))
     labels = {label for pieces in documents for label in pieces[1::2]}
     assert labels == {
@@ -239,7 +239,7 @@ def test_icl_trains_on_the_labels_that_it_is_evaluated_with() -> None:
 
 
 def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, and the m"):
+    with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
     class Other(Task):
@@ -256,7 +256,7 @@ def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "level", "said"),
     [
-        ("needle", {"length": 10**9, "needles": 1, "queries": 1}, "needs 1000000000 tokens, and"),
+        ("needle", {"length": 10**9, "needles": 1, "queries": 1}, "needs 1000000000 tokens, but"),
         ("needle", {"length": "1000000000", "needles": 1, "queries": 1}, "needs 1000000000 tokens"),
         (
             "needle",
@@ -271,14 +271,14 @@ def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
         (
             "needle",
             {"length": 512, "needles": 6, "asked": 2},
-            "has length, needles, queries, not",
+            "needs length, needles, queries, not",
         ),
-        ("icl", {"shots": 10**7}, "needs 10000000 tokens, and the model reads 100000"),
+        ("icl", {"shots": 10**7}, "needs 10000000 tokens, but the model reads 100000"),
         ("icl", {"shots": 10**5}, "100,000 shots leave no other word that begins with"),
-        ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, and the model reads 100000"),
+        ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_check_refuses_a_level_without_end(name: str, level: Level, said: str) -> None:
+def test_check_refuses_too_large_or_impossible_levels(name: str, level: Level, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         TASKS[name].check([level], 100_000, count)
 

@@ -22,7 +22,7 @@ CODE = [inspect.getsource(module) for module in (inspect, hashlib, linecache, io
 
 
 def sample(texts: list[str | None], size: int) -> Iterator[str]:
-    """A training sample of texts, in two parts."""
+    """Yield a training sample of texts, in two parts."""
     half = len(texts) // 2
     parts = [TextsPart("first", texts[:half]), TextsPart("second", texts[half:])]
     return training_sample(Corpus("", "", lambda: parts), size)
@@ -42,14 +42,14 @@ def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @example("\x00\ufeff \u2047 \u2585 \u00a0\ufb01e\u0301")
 @example("")
 @settings(max_examples=100)
-def test_any_text_comes_back_exactly(code_tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_decodes_exactly(code_tokenizer: Tokenizer, text: str) -> None:
     ids = code_tokenizer.encode(text)
     assert code_tokenizer.decode(ids) == text
     assert code_tokenizer.eos_id not in ids
 
 
 @given(texts=st.lists(st.text(alphabet="ab \n\u2581é"), max_size=6))
-def test_a_batch_is_encoded_as_its_texts_are(code_tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_batch_has_same_ids_as_single_texts(code_tokenizer: Tokenizer, texts: list[str]) -> None:
     assert code_tokenizer.encode_batch(texts, threads=2) == [
         code_tokenizer.encode(text) for text in texts
     ]
@@ -60,8 +60,8 @@ def test_a_batch_is_encoded_as_its_texts_are(code_tokenizer: Tokenizer, texts: l
     | st.sampled_from(CODE).map(lambda text: text[:3000])
 )
 @settings(max_examples=50)
-def test_a_long_text_has_the_ids_of_one_piece(code_tokenizer: Tokenizer, text: str) -> None:
-    """Parts of 8 characters or more, where the vocabulary lets a cut be."""
+def test_long_text_encoded_in_parts_has_unchanged_ids(code_tokenizer: Tokenizer, text: str) -> None:
+    """Parts have at least 8 characters and end at allowed cuts."""
     whole = code_tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PART", 8)
@@ -74,7 +74,7 @@ def test_a_long_text_has_the_ids_of_one_piece(code_tokenizer: Tokenizer, text: s
         ]  # fmt: skip
 
 
-def test_a_text_that_a_model_changes_first_is_not_cut(
+def test_text_of_normalising_model_is_not_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
@@ -92,7 +92,7 @@ def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-def test_pieces_hash_tells_vocabularies_and_normalisations_apart(tmp_path: Path) -> None:
+def test_pieces_hash_differs_between_vocabularies_and_normalisations(tmp_path: Path) -> None:
     plain = _train(tmp_path / "plain.model")
     more_pieces = _train(tmp_path / "more.model", vocab_size=401)
     same_pieces = sentencepiece_model_pb2.ModelProto.FromString(plain.read_bytes())
@@ -116,7 +116,7 @@ def _train(path: Path, **options: object) -> Path:
     return path
 
 
-def test_the_training_sample_lies_evenly_over_the_corpus() -> None:
+def test_training_sample_is_spread_evenly_over_the_corpus() -> None:
     documents = [chr(97 + i) * 10_000 for i in range(20)] + [None]
     taken = "".join(sample(documents, 80_000))
     assert len(taken) == pytest.approx(80_000, rel=0.1)
@@ -125,7 +125,7 @@ def test_the_training_sample_lies_evenly_over_the_corpus() -> None:
     assert max(counts.values()) <= 4096 * 2
 
 
-def test_unusable_models_are_named(tmp_path: Path) -> None:
+def test_unusable_model_raises_with_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
         Tokenizer.from_file(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
@@ -143,7 +143,7 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_a_vocabulary_that_does_not_fit_is_explained(vocab_size: int, message: str) -> None:
+def test_vocab_size_that_does_not_fit_raises_with_the_limit(vocab_size: int, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         train_tokenizer(sample(CODE, 50_000), vocab_size, threads=2)
     limit = int(re.findall(r"\d+", str(caught.value))[-1])

@@ -1,4 +1,4 @@
-"""Keys of a corpus that its source does not read are refused, and read ones are not."""
+"""Keys that the source of a corpus does not read are refused."""
 
 import pytest
 
@@ -23,7 +23,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("words", "named"), UNREAD)
-def test_a_key_that_nothing_reads(words: list[str], named: str) -> None:
+def test_key_that_the_source_does_not_read_is_refused(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)

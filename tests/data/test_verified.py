@@ -1,4 +1,4 @@
-"""A checksum is compared once for all readers, and again when it may have become wrong."""
+"""A checksum is compared once for all readers, and again after changes or a day."""
 
 import hashlib
 import multiprocessing
@@ -27,7 +27,7 @@ def shard(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for every time that a file is hashed."""
+    """Name of the hashed file, once per hash."""
     found: list[str] = []
     original = hashlib.file_digest
 
@@ -39,20 +39,20 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_file_is_hashed_once(shard: Path, hashed: list[str]) -> None:
+def test_file_is_hashed_once(shard: Path, hashed: list[str]) -> None:
     assert all(verified.matches(shard, SHA256) for _ in range(3))
     assert len(hashed) == 1
 
 
-def test_a_wrong_checksum_is_never_marked(shard: Path, hashed: list[str]) -> None:
+def test_wrong_checksum_is_never_marked(shard: Path, hashed: list[str]) -> None:
     assert not any(verified.matches(shard, "0" * 64) for _ in range(2))
     assert len(hashed) == 2
     assert verified.matches(shard, SHA256)
 
 
 @pytest.mark.parametrize("keep_mtime", [False, True])
-def test_a_file_that_was_written_to_is_hashed_again(shard: Path, keep_mtime: bool) -> None:
-    """Also one whose modification time was set back, as copying tools do."""
+def test_rewritten_file_is_hashed_again(shard: Path, keep_mtime: bool) -> None:
+    """The file is hashed again even if a tool restores the modification time."""
     assert verified.matches(shard, SHA256)
     stat = shard.stat()
     shard.write_bytes(CONTENT[:-1] + b"x")
@@ -61,7 +61,7 @@ def test_a_file_that_was_written_to_is_hashed_again(shard: Path, keep_mtime: boo
     assert not verified.matches(shard, SHA256)
 
 
-def test_an_old_mark_does_not_count(shard: Path, hashed: list[str]) -> None:
+def test_old_mark_is_ignored(shard: Path, hashed: list[str]) -> None:
     assert verified.matches(shard, SHA256)
     mark = shard.with_name(f".{shard.name}.verified")
     old = time.time() - verified.VALID_SECONDS - 60
@@ -73,7 +73,7 @@ def test_an_old_mark_does_not_count(shard: Path, hashed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xff", b"x" * 1000])
-def test_a_mark_that_is_damaged_does_not_count(shard: Path, hashed: list[str], mark: bytes) -> None:
+def test_damaged_mark_is_ignored(shard: Path, hashed: list[str], mark: bytes) -> None:
     shard.with_name(f".{shard.name}.verified").write_bytes(mark)
     assert verified.matches(shard, SHA256)
     assert len(hashed) == 1
@@ -83,7 +83,7 @@ def verify_slowly(shard: Path, barrier, counts) -> None:  # type: ignore[no-unty
     original = hashlib.file_digest
 
     def counted(file, name):  # type: ignore[no-untyped-def]
-        time.sleep(0.2)  # so that all are there before the first is done
+        time.sleep(0.2)  # all processes must start before the first finishes
         with counts.get_lock():
             counts.value += 1
         return original(file, name)
@@ -93,7 +93,7 @@ def verify_slowly(shard: Path, barrier, counts) -> None:  # type: ignore[no-unty
     assert verified.matches(shard, SHA256)
 
 
-def test_processes_that_read_one_file_hash_it_once(shard: Path) -> None:
+def test_concurrent_processes_hash_a_file_once(shard: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier, counts = context.Barrier(4), context.Value("i", 0)
     processes = [
@@ -107,7 +107,7 @@ def test_processes_that_read_one_file_hash_it_once(shard: Path) -> None:
     assert counts.value == 1
 
 
-def test_a_stream_verifies_the_shards_that_it_reads_and_no_others(
+def test_stream_verifies_only_shards_that_are_read(
     make_stream: Callable[..., TokenStream], hashed: list[str]
 ) -> None:
     stream = make_stream(list(range(300)))
@@ -117,7 +117,7 @@ def test_a_stream_verifies_the_shards_that_it_reads_and_no_others(
     assert [Path(name).name for name in hashed] == ["train-00001.bin"]
 
 
-def test_a_flipped_bit_is_found_before_its_shard_is_used(
+def test_flipped_bit_raises_before_the_shard_is_used(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     stream = make_stream(list(range(300)))
@@ -126,5 +126,5 @@ def test_a_flipped_bit_is_found_before_its_shard_is_used(
     content[-1] ^= 128
     path.write_bytes(content)
     assert stream.tokens(0, 97).tolist() == list(range(97))
-    with pytest.raises(DataError, match=r"train-00001.bin: damaged, .* delete .*stream to prepare"):
+    with pytest.raises(DataError, match=r"train-00001.bin: damaged: .* delete .*stream to prepare"):
         stream.tokens(90, 110)

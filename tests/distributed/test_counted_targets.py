@@ -1,4 +1,4 @@
-"""The loss is the mean over the targets that are not ignored, of all micro-batches and ranks."""
+"""The loss is the mean over targets that are not ignored, in all micro-batches on all ranks."""
 
 import math
 from unittest import mock
@@ -23,7 +23,10 @@ CPU = torch.device("cpu")
 
 
 def masked_batch(cfg, step, share=None):
-    """Inputs and targets, of which each row ignores a share of its own, and the first row all."""
+    """Return inputs and targets with ignored targets.
+
+    The ignored share is `share`, or falls from 1 in the first row to 0 in the last row.
+    """
     tokens = global_batch(cfg, step)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     drawn = torch.rand(targets.shape, generator=torch.Generator().manual_seed(step))
@@ -32,7 +35,7 @@ def masked_batch(cfg, step, share=None):
 
 
 def own_part(cfg, inputs, targets):
-    """This rank's micro-batches, in the loader's order."""
+    """Yield this rank's micro-batches, in the loader's order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     micro, count = cfg.micro_batches(size)
     for k in range(count):
@@ -45,7 +48,7 @@ def config(overrides):
 
 
 def first_step(overrides):
-    """Losses and the norm of each parameter's gradient, by name."""
+    """Train one step; return losses and squared gradient norms by name, and the target share."""
     cfg = config(overrides)
     t = build(cfg, CPU, ignores_targets=True)
     out = train_step(t, own_part(cfg, *masked_batch(cfg, 0)), 0)
@@ -55,7 +58,7 @@ def first_step(overrides):
 
 
 def reference(overrides):
-    """The same in float64, from the logits of all sequences at once."""
+    """Compute the result of `first_step` in float64, from the logits of all sequences at once."""
     cfg = config(overrides)
     model = build_model(cfg.model).double()
     inputs, targets = masked_batch(cfg, 0)
@@ -95,7 +98,7 @@ def reference(overrides):
         ],
     ),
 )
-def test_loss_and_gradients_equal_a_float64_reference(ranks, overrides, tmp_path):
+def test_loss_and_gradients_equal_float64_reference(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
     losses, squares, share = reference(alone)
     for found, own_squares, own_share in run_ranks(first_step, ranks, tmp_path, overrides):
@@ -107,14 +110,14 @@ def test_loss_and_gradients_equal_a_float64_reference(ranks, overrides, tmp_path
             assert math.sqrt(own_squares[name]) == expected, name
 
 
-def test_counting_changes_nothing_where_every_target_counts(tmp_path):
+def test_counting_targets_keeps_training_without_ignored_targets(tmp_path):
     (counted,) = run_ranks(train_losses, 1, tmp_path, [], None, False, True)
     (plain,) = run_ranks(train_losses, 1, tmp_path, [])
     assert_same_training(counted, plain, atol=1e-6)
 
 
 def steps_without_targets():
-    """(losses, gradient norms, change of the parameters) of a step without targets."""
+    """Return (loss, gradient norm, norm of the parameter change) of a step without targets."""
     cfg = config(["optim.weight_decay=0"])
     t = build(cfg, CPU, ignores_targets=True)
     out = train_step(t, own_part(cfg, *masked_batch(cfg, 0, 1.0)), 0, Due(update=True))
@@ -122,14 +125,14 @@ def steps_without_targets():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_without_targets_is_no_nan(ranks, tmp_path):
+def test_step_without_targets_has_zero_loss_and_gradients(ranks, tmp_path):
     for found in run_ranks(steps_without_targets, ranks, tmp_path):
         assert found == (0, 0, 0)
 
 
 def collectives(ignores):
-    """The shapes and types of what is reduced in a step, and how many batches were read before the
-    first forward pass."""
+    """Train one step; return dtype and size of all reduced tensors, and the number of batches read
+    before the first forward pass."""
     cfg = config(["micro_batch_size=2"])
     t = build(cfg, CPU, ignores_targets=ignores)
     read, before, reduced = [], [], []
@@ -153,7 +156,7 @@ def collectives(ignores):
     return reduced, before[0]
 
 
-def test_only_what_may_be_ignored_is_counted_by_one_int_a_step(tmp_path):
+def test_ignored_targets_add_single_integer_reduction_per_step(tmp_path):
     for (counting, ahead), (plain, one) in zip(
         run_ranks(collectives, 2, tmp_path, True),
         run_ranks(collectives, 2, tmp_path, False),

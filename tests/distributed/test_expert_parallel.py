@@ -1,4 +1,4 @@
-"""Experts shared out over ranks: the same training as in one process, with less on each rank."""
+"""Expert parallelism trains like a single process, with fewer experts in each rank's memory."""
 
 import math
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ OTHER_OPTIONS = [
     "model.moe.n_shared=0",
 ]
 SPARING = ["micro_batch_size=1", "activation_checkpointing=true"]
-TWO_EXPERTS = ["model.moe.n_experts=2", "model.moe.top_k=1"]  # fewer than ranks
+TWO_EXPERTS = ["model.moe.n_experts=2", "model.moe.top_k=1"]  # Fewer experts than ranks.
 
 
 def config(overrides):
@@ -62,7 +62,10 @@ def full(tensor):
 
 
 def trained(overrides, bias=None):
-    """Return a short run's results, plain numbers and arrays; `bias` moves the routers' choice."""
+    """Train a short run; return its results as numbers and arrays.
+
+    bias: the initial router bias of every layer, which decides the selected experts.
+    """
     cfg = config(overrides)
     t = build(cfg, torch.device("cpu"))
     if bias:
@@ -92,14 +95,17 @@ def trained(overrides, bias=None):
 
 
 def storage(t, param):
-    """Bytes behind what this rank keeps of a parameter, and of its first moment."""
+    """Return the bytes of this rank's storage for a parameter and for its first moment."""
     moment = t.optimizer.state[param]["exp_avg"]
     return [local(x).detach().untyped_storage().nbytes() for x in (param, moment)]
 
 
 def assert_alike(one, other, atol=1e-6):
-    """To float32 rounding, which Adam's first steps make larger: gradients that are almost zero
-    move weights as far as others do. `atol` of a gradient is relative to its largest value."""
+    """Compare two results up to float32 rounding.
+
+    Adam's first steps magnify rounding: almost zero gradients move weights as far as large
+    gradients. `atol` of a gradient is relative to its largest value.
+    """
     for key in ("losses", "norms", "update_norm"):
         torch.testing.assert_close(
             torch.tensor(other[key]), torch.tensor(one[key]), rtol=1e-5, atol=atol
@@ -122,7 +128,7 @@ def assert_alike(one, other, atol=1e-6):
 
 
 def assert_own_experts_only(held, cfg, ranks):
-    """Parameters and moments of experts are those of this rank, and take no more memory."""
+    """Assert that this rank stores only its share of experts' parameters and moments."""
     _, shard, expert = cfg.parallel.sizes(ranks)
     with torch.device("meta"):
         plain = dict(build_model(cfg.model).named_parameters())
@@ -146,7 +152,7 @@ SLOW = pytest.mark.slow
 
 
 def in_tiers():
-    """One layout once by default; the rest in the slow tier."""
+    """Yield all layouts; all except one are slow tests."""
     for layout in LAYOUTS:
         for sparing in (False, True):
             name = f"{layout}-{'accumulated_checkpointed' if sparing else 'plain'}"
@@ -155,7 +161,7 @@ def in_tiers():
 
 
 @pytest.mark.parametrize(("layout", "sparing"), list(in_tiers()))
-def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, tmp_path):
+def test_every_expert_layout_trains_like_single_process(layout, sparing, one_process, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     results = run_ranks(trained, ranks, tmp_path, overrides + SPARING * sparing)
     for result in results:
@@ -168,14 +174,14 @@ def test_every_layout_trains_as_one_process_does(layout, sparing, one_process, t
         assert (results[0]["initial"][name] == value).all(), name
     for squares, gradients in zip(results[0]["squares"], results[0]["gradients"], strict=True):
         norm = math.sqrt(sum(squares.values()))
-        for name, square in squares.items():  # taken before clipping, gradients behind it
+        for name, square in squares.items():  # Norms are from before clipping, gradients after.
             clipped = math.sqrt(square) * CLIP / norm
             whole = torch.tensor(gradients[name]).double().norm().item()
             assert clipped == pytest.approx(whole, rel=1e-4), name
 
 
 @pytest.mark.slow
-def test_other_scores_and_losses_and_a_dense_layer_train_alike(tmp_path):
+def test_softmax_scores_and_dense_layer_train_alike_on_four_ranks(tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]
@@ -190,7 +196,7 @@ def test_other_scores_and_losses_and_a_dense_layer_train_alike(tmp_path):
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_fewer_experts_than_ranks_are_split_inside(ranks, overrides, tmp_path):
+def test_fewer_experts_than_ranks_are_sharded_inside_experts(ranks, overrides, tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
     results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
@@ -204,8 +210,8 @@ def test_fewer_experts_than_ranks_are_split_inside(ranks, overrides, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert2", "expert4", "shard2_expert2"])
-def test_a_rank_whose_experts_get_nothing_takes_part(layout, tmp_path):
-    bias = [-9.0, -9.0, 9.0, 9.0]  # the first two experts are the first rank's
+def test_rank_with_idle_experts_trains_alike(layout, tmp_path):
+    bias = [-9.0, -9.0, 9.0, 9.0]  # No token selects the first two experts, on the first rank.
     still = ["model.moe.bias_update_rate=0"]
     (one,) = run_ranks(trained, 1, tmp_path, still, bias)
     assert one["loads"] == [[0.0, 0.0]] * STEPS
@@ -219,14 +225,14 @@ def test_a_rank_whose_experts_get_nothing_takes_part(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_it_trains_alike(one_process, tmp_path):
+def test_compiled_experts_train_alike(one_process, tmp_path):
     for extra in ([], SPARING):
         overrides = ["parallel.expert=2", "compile=true", *extra]
         assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
 
 
 def moved(overrides, source, target):
-    """Every tensor of a run that starts anew, or from `source`; saved to `target`."""
+    """Train three steps, or resume from `source`; save to `target`; return step and all tensors."""
     cfg = config(overrides)
     t = build(cfg, torch.device("cpu"))
     if source:
@@ -244,7 +250,7 @@ def moved(overrides, source, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
-def test_checkpoints_move_between_layouts(experts, tmp_path):
+def test_checkpoints_load_in_every_expert_layout(experts, tmp_path):
     split = ["parallel.shard=2", "parallel.expert=2"]
     steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]
     if experts:
@@ -266,7 +272,7 @@ def test_checkpoints_move_between_layouts(experts, tmp_path):
     assert "model.layers.0.ffn.router.bias" in first
 
 
-def test_evaluation_pads_where_a_rank_has_fewer_sequences(tmp_path):
+def test_evaluation_pads_ranks_with_fewer_sequences(tmp_path):
     overrides = [*MOE, "parallel.expert=2", "micro_batch_size=4"]
     for masked, free, one_by_one, whole in run_ranks(heldout_losses, 2, tmp_path, overrides):
         assert masked == pytest.approx(one_by_one, abs=1e-5)
@@ -274,11 +280,11 @@ def test_evaluation_pads_where_a_rank_has_fewer_sequences(tmp_path):
 
 
 PIECES = SimpleNamespace(eos_id=5, vocab_size=97, encode=lambda _: [1, 5, 2], decode=list)
-"""A tokenizer of numbers."""
+"""A tokenizer that returns ids as text."""
 
 
 def calls_of_sampling(overrides):
-    """(tokens, calls of the model) where the second rank draws the end of text at once."""
+    """Return (tokens, number of model calls); the second rank draws the end of text immediately."""
     cfg = config(["seq_len=60", "data.sample_prompt=words", *overrides])
     t = build(cfg, torch.device("cpu"))
     calls = []
@@ -289,8 +295,8 @@ def calls_of_sampling(overrides):
     return sample(t, SimpleNamespace(tokenizer=lambda: PIECES)), len(calls)
 
 
-def test_ranks_call_the_model_equally_often_whatever_they_draw(tmp_path):
-    """One that left early would leave the other waiting for its experts."""
+def test_sampling_calls_model_equally_often_on_all_ranks(tmp_path):
+    """A rank that stopped early would block other ranks, which need its experts."""
     results = run_ranks(calls_of_sampling, 2, tmp_path, ["parallel.expert=2"])
     (tokens, calls), (ended, others) = results
     assert calls == others == 57
@@ -302,13 +308,13 @@ def test_ranks_call_the_model_equally_often_whatever_they_draw(tmp_path):
 
 
 @pytest.mark.parametrize("expert", [3, 16])
-def test_experts_that_ranks_cannot_share_out_are_refused(expert):
+def test_parallel_expert_that_does_not_divide_n_experts_is_refused(expert):
     with pytest.raises(ConfigError, match=rf"parallel.expert={expert} .* model.moe.n_experts=4"):
         config([f"parallel.expert={expert}"])
 
 
-def test_a_rank_s_experts_that_cannot_be_sharded_are_refused():
-    cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32
+def test_shard_that_divides_no_dimension_of_experts_is_refused():
+    cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide the 2 experts of a rank, .*=32 or .*=48"
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""Who a process is, by the variables of torchrun, of SLURM, or of nobody."""
+"""Rank, world size and address from the variables of torchrun or SLURM; connection of ranks."""
 
 import os
 import signal
@@ -46,13 +46,13 @@ SRUN = SALLOC | {
         (SALLOC, (0, 1, 0)),
         (SBATCH, (0, 1, 0)),
         (SRUN, (3, 4, 1)),
-        (SRUN | {"SLURM_NTASKS": "9"}, (3, 4, 1)),  # the job's; the step has fewer
+        (SRUN | {"SLURM_NTASKS": "9"}, (3, 4, 1)),  # The step has fewer tasks than the job.
         (SRUN | {"SLURM_PTY_PORT": "4000", "SLURM_PROCID": "0"}, (0, 1, 0)),  # srun --pty bash
-        (SRUN | TORCHRUN, (5, 8, 1)),  # torchrun in a step, or a task of submitit
+        (SRUN | TORCHRUN, (5, 8, 1)),  # torchrun in a step, or a task of submitit.
         ({"LOCAL_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, (0, 1, 0)),
     ],
 )
-def test_rank_size_and_local_rank(env, expected):
+def test_environment_reads_rank_world_size_and_local_rank(env, expected):
     assert environment(env) == expected
 
 
@@ -68,7 +68,7 @@ def test_rank_size_and_local_rank(env, expected):
         (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
     ],
 )
-def test_variables_that_make_no_sense(env, named):
+def test_inconsistent_launcher_variables_are_refused(env, named):
     with pytest.raises(LaunchError) as error:
         environment(env)
     assert all(part in str(error.value) for part in named)
@@ -86,7 +86,7 @@ def test_variables_that_make_no_sense(env, named):
         (SRUN | {"SLURM_JOB_ID": "4123456789"}, ("a1", 12000 + 4123456789 * 16 % 20000)),
     ],
 )
-def test_where_rank_0_answers(env, expected):
+def test_meeting_point_is_address_and_port_of_rank_0(env, expected):
     assert meeting_point(env) == expected
     assert 0 < meeting_point(env)[1] < 32768
 
@@ -100,7 +100,7 @@ def test_where_rank_0_answers(env, expected):
         ({"MASTER_PORT": "65536"}, "below 65536"),
     ],
 )
-def test_ranks_without_an_address(change, named):
+def test_missing_or_invalid_address_is_refused(change, named):
     env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(LaunchError, match=named):
         meeting_point(env)
@@ -116,7 +116,7 @@ def test_ranks_without_an_address(change, named):
         ("rack[0-1]node[10-12]", "rack0node10"),
     ],
 )
-def test_first_node_of_a_list(nodes, first):
+def test_first_host_parses_slurm_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
@@ -138,9 +138,9 @@ def two_worlds(server: dist.TCPStore) -> list[World]:
     return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
 
 
-def test_a_meeting_is_not_confused_by_what_an_earlier_one_left(server):
-    """Three ranks meet, then two, then three, through one store, the late ones first."""
-    server.set("arrived/2", "a rank that died before anybody answered")
+def test_agree_on_name_ignores_keys_of_earlier_starts(server):
+    """3, 2, 3 and 3 ranks agree in turn through the same store; high ranks arrive first."""
+    server.set("arrived/2", "a rank that died before rank 0 answered")
     names = []
     with ThreadPoolExecutor(3) as pool:
         for size in (3, 2, 3, 3):
@@ -154,8 +154,8 @@ def test_a_meeting_is_not_confused_by_what_an_earlier_one_left(server):
     assert len(set(names)) == 4
 
 
-def test_rank_0_does_not_end_before_the_others_know_why():
-    """For the store ends with it. The other rank asks once rank 0 waits for it."""
+def test_rank_0_waits_until_error_is_read():
+    """The store ends with rank 0. The other rank reads the error only after rank 0 waits."""
     waits = threading.Event()
 
     class Store(dist.HashStore):
@@ -183,15 +183,15 @@ def test_rank_0_does_not_end_before_the_others_know_why():
 
 
 class NoSignal:
-    """A process that nobody has asked to stop."""
+    """A stop request without a signal."""
 
     def has_come(self) -> bool:
         return False
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_is_stopped_before_training_stops_the_others(server, first):
-    """However late they are: rank 0, in whose process the store is, waits for their leave."""
+def test_rank_stopped_before_training_stops_all_ranks(server, first):
+    """Rank 0, whose process hosts the store, waits until late ranks have closed."""
     worlds = two_worlds(server)
     early = Watch(worlds[first], 600, NoSignal())
     with ThreadPoolExecutor(1) as pool:
@@ -209,18 +209,18 @@ def test_a_rank_that_is_stopped_before_training_stops_the_others(server, first):
         leaving.result(PATIENCE_S)
 
 
-def test_a_collective_that_a_stop_has_broken_is_no_missing_rank(server):
+def test_collective_broken_by_stop_is_not_reported_as_missing_rank(server):
     worlds = two_worlds(server)
     watch = Watch(worlds[0], 600, NoSignal())
     worlds[1].stop(signal.SIGUSR1)
     with pytest.raises(StoppedEarly) as stop:
         watch.blame(RuntimeError("[gloo] Connection closed by peer"))
     assert stop.value.args == (signal.SIGUSR1,)
-    watch.words = "the other rank of this test never comes"
+    watch.words = "any text: `close` must not wait for the second rank, which never starts"
     watch.close()
 
 
-def test_the_second_signal_does_not_interrupt_what_the_first_began():
+def test_second_signal_raises_only_for_sigint():
     request = StopRequest()
     try:
         with pytest.raises(StoppedEarly):
@@ -233,7 +233,7 @@ def test_the_second_signal_does_not_interrupt_what_the_first_began():
         request.close()
 
 
-def test_rank_0_names_the_ranks_that_have_not_come(server):
+def test_rank_0_lists_ranks_that_did_not_connect(server):
     server.set("arrived/2", "from an earlier start")
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(agree_on_name, *stores(server, 1), 1, 4, PATIENCE_S)
@@ -243,8 +243,8 @@ def test_rank_0_names_the_ranks_that_have_not_come(server):
         one.result()
 
 
-def test_nobody_answers(monkeypatch):
-    with socket.socket() as listener:  # bound, so that no other program answers there
+def test_join_without_rank_0_fails_after_timeout(monkeypatch):
+    with socket.socket() as listener:  # Bind the port, so that no other program answers.
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         env = TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -265,7 +265,7 @@ def test_nobody_answers(monkeypatch):
         (None, "AVX2,STRICT"),
     ],
 )
-def test_mkl_computes_with_highest_instruction_set_that_it_reproduces(tmp_path, flags, expected):
+def test_strict_mode_is_highest_reproducible_instruction_set(tmp_path, flags, expected):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")
@@ -282,7 +282,7 @@ def test_mkl_computes_with_highest_instruction_set_that_it_reproduces(tmp_path, 
         ("COMPATIBLE", "AVX512,STRICT", "AVX2,STRICT", "COMPATIBLE"),
     ],
 )
-def test_resume_keeps_mkl_mode_unless_user_sets_one(monkeypatch, by_user, cpu, recorded, expected):
+def test_resume_keeps_mkl_mode_unless_set_by_user(monkeypatch, by_user, cpu, recorded, expected):
     monkeypatch.setattr(launcher, "strict_mode", lambda: cpu)
     monkeypatch.delenv("DIFFLLM_MKL_CBWR", raising=False)
     monkeypatch.delenv("MKL_CBWR", raising=False)
@@ -291,6 +291,6 @@ def test_resume_keeps_mkl_mode_unless_user_sets_one(monkeypatch, by_user, cpu, r
     launcher.mode_in_force.cache_clear()
     set_variables()
     assert keep_mode(recorded) == os.environ["MKL_CBWR"] == expected
-    assert keep_mode("SSE4_2") == expected, "MKL has read the variable by then"
+    assert keep_mode("SSE4_2") == expected, "MKL has already read the variable"
     assert os.environ["MKL_CBWR"] == expected
     launcher.mode_in_force.cache_clear()

@@ -1,4 +1,4 @@
-"""Losses of held-out documents and answers to tasks, equal on any number of ranks."""
+"""Losses of held-out documents and scores of tasks are equal for every world size."""
 
 from itertools import pairwise
 
@@ -20,19 +20,19 @@ from diffllm.model import Transformer
 from diffllm.training.build import build
 
 LENGTHS = (70, 1, 3, 24, 5, 2, 49, 1, 1, 8, 17)
-"""Two documents are longer than a sequence, one is as long, and many lie in one."""
+"""Lengths of documents: longer than a sequence (24), equal, and shorter."""
 MOE = ("model=moe_tiny", "model.moe.expert_dim=32")
 
 
 def heldout_text():
-    """Documents of these lengths, drawn."""
+    """Return random documents of these lengths."""
     tokens = torch.randint(0, END, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
     tokens[torch.tensor(LENGTHS).cumsum(0) - 1] = END
     return tokens
 
 
 class Masked(Stream):
-    """The same, of which every third token is only context."""
+    """A stream in which every third token is context, not a target."""
 
     masked = True
 
@@ -41,7 +41,7 @@ class Masked(Stream):
 
 
 def measured(overrides, stream=Stream):
-    """[losses with documents masked, losses without], each by document, of one model."""
+    """Return the loss sums of each document, with masked documents and without masks."""
     cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
@@ -60,7 +60,7 @@ def measured(overrides, stream=Stream):
 
 
 def expected(overrides, masked, predicted=lambda i: True):
-    """The same in float64, token by token from logits, each piece of a document run by itself."""
+    """Compute the result of `measured` in float64, from separate passes over document pieces."""
     cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
     model = build_model(cfg.model).double()
     tokens = heldout_text().tolist()
@@ -81,8 +81,8 @@ def expected(overrides, masked, predicted=lambda i: True):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sums_by_document_equal_a_float64_reference(ranks, tmp_path):
-    """On 2 ranks FSDP shards the model; the last batches are filled up."""
+def test_document_losses_equal_float64_reference(ranks, tmp_path):
+    """On 2 ranks FSDP shards the model, and the last batches are padded."""
     overrides = ["attention=diff_v2", "micro_batch_size=2"]
     reference = [expected(overrides, masked) for masked in (True, False)]
     for found in run_ranks(measured, ranks, tmp_path, overrides):
@@ -91,7 +91,7 @@ def test_sums_by_document_equal_a_float64_reference(ranks, tmp_path):
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
 
 
-def test_what_is_only_context_is_in_no_sum(tmp_path):
+def test_context_tokens_are_excluded_from_document_losses(tmp_path):
     overrides = ["micro_batch_size=2"]
     (found,) = run_ranks(measured, 1, tmp_path, overrides, Masked)
     for mine, masked in zip(found, (True, False), strict=True):
@@ -107,7 +107,7 @@ def test_what_is_only_context_is_in_no_sum(tmp_path):
         (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=true"]),
     ],
 )
-def test_so_they_are_whatever_shares_the_model_out(ranks, overrides, tmp_path):
+def test_document_losses_are_equal_on_every_mesh(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
     (one,) = run_ranks(measured, 1, tmp_path, alone)
     for found in run_ranks(measured, ranks, tmp_path, overrides):
@@ -116,7 +116,7 @@ def test_so_they_are_whatever_shares_the_model_out(ranks, overrides, tmp_path):
 
 
 SIZES = [(3, (1, 1)), (9, (2, 3, 1)), (5, (3, 3)), (1, (2,)), (7, (1, 1, 1)), (9, (2, 2))]
-"""Lengths of contexts, and of their continuations."""
+"""Length of each context, and lengths of its continuations."""
 
 
 def config(*overrides):
@@ -133,8 +133,8 @@ def questions(vocab_size):
 
 
 def answered(overrides):
-    """The scores of a training model, whose ranks share every batch."""
-    answers.TOKENS = 40  # several batches a rank
+    """Return the scores of a training model; all ranks take part in every batch."""
+    answers.TOKENS = 40  # Gives several batches per rank.
     cfg = config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()
@@ -150,7 +150,7 @@ def answered(overrides):
         [(ranks, words) for ranks in (1, 2, 3) for words in (("attention=diff_v2",), MOE)],
     ),
 )
-def test_ranks_share_batches_and_all_know_all(ranks, overrides, tmp_path):
+def test_task_scores_are_complete_on_every_rank(ranks, overrides, tmp_path):
     if ranks == 3:
         overrides = (*overrides, "global_batch_size=3", "micro_batch_size=1")
     cfg = config(*overrides)

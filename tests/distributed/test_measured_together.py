@@ -1,5 +1,6 @@
-"""Everything a step measures, at once: 2 ranks, accumulation, activation checkpointing, eager and
-compiled, against plain recomputation on the whole global batch in one process.
+"""All metrics of a step equal a plain recomputation on the global batch in one process.
+
+The step runs on 2 ranks with micro-batches and activation checkpointing, eager and compiled.
 
 Shapes: B batch, T tokens, h heads.
 """
@@ -32,7 +33,7 @@ def config(variant, *extra):
 
 
 def measured(variant, extra):
-    """({name: value} of the first step, graphs after each of some steps)."""
+    """Return {name: value} of the first step, and the number of compiled graphs after each step."""
     cfg = config(variant, *LAYOUT, *extra)
     t = build(cfg, torch.device("cpu"))
     counters.clear()
@@ -52,7 +53,7 @@ def measured(variant, extra):
 
 
 def recomputed(variant):
-    """The same values from one plain model, without any of the code that measures."""
+    """Compute the same metrics with a plain model, without the tested code."""
     cfg = config(variant)
     model = build_model(cfg.model)
     tokens = global_batch(cfg, 0)
@@ -138,7 +139,7 @@ def block_values(layer, heard):
 
 @torch.no_grad()
 def map_values(model, layer, heard, positions):
-    """From the maps of every query, of which the probed ones are taken."""
+    """Compute statistics of attention maps at the probed query positions."""
     attention, x = layer.attention, heard["normed"]
     rope = model.rope(0, x.shape[1])
     maps = [m.double()[:, :, positions] for m in attention_maps(attention, x, rope).maps.values()]
@@ -159,7 +160,7 @@ def map_values(model, layer, heard, positions):
 
 
 def gradient_norms(model):
-    """train/grad_norm and grad_norm/<group>, grouped by the names of parameters."""
+    """Return train/grad_norm and grad_norm/<group>, grouped by parameter name."""
     squares = {}
     for name, param in model.named_parameters():
         group = (
@@ -176,7 +177,7 @@ def gradient_norms(model):
 
 
 def update_norm(model, cfg):
-    """Return the norm of one AdamW step behind clipping, at the first learning rate of warmup."""
+    """Return the norm of one AdamW step after clipping, at the first learning rate of warm-up."""
     before = [p.detach().clone() for p in model.parameters()]
     torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip_norm)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -204,13 +205,13 @@ def check(variant, ranks):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
-def test_everything_measured_equals_a_plain_recomputation(variant, tmp_path):
+def test_metrics_of_step_equal_plain_recomputation(variant, tmp_path):
     check(variant, run_ranks(measured, 2, tmp_path, variant, ["compile=false"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_it_is_the_same_from_two_graphs(variant, tmp_path):
+def test_compiled_metrics_are_equal_with_two_graphs(variant, tmp_path):
     """`fullgraph=True` raises at a graph break."""
     ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])
     check(variant, ranks)

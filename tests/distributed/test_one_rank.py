@@ -1,4 +1,4 @@
-"""One rank copies no parameter more than once a step, and sums its gradients in float32."""
+"""On one rank, each parameter is copied at most once per step; gradient sums are float32."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ def batches(t, seed=0):
 
 
 class Watcher(TorchDispatchMode):
-    """Counts how often the data of known tensors is copied, and how gradients are made wider."""
+    """Count copies of known tensors, and casts of gradients from bf16 to float32."""
 
     def __init__(self, known):
         super().__init__()
@@ -47,7 +47,7 @@ class Watcher(TorchDispatchMode):
         self.shapes = {tuple(t.shape) for t in known.values() if t.ndim > 1}
         self.copied = Counter()
         self.widened = Counter()
-        """Bf16 tensors of a parameter's shape that became float32 ones: by a copy, by a sum."""
+        """Number of bf16 tensors with a parameter's shape cast to float32, by "copy" or "sum"."""
         self.narrow_sums = 0
         self.sharded = []
 
@@ -77,7 +77,7 @@ class Watcher(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("micro", slow_but([4], [8, 4, 1]))
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 0)])
-def test_no_parameter_is_copied_more_than_once_a_step(precision, times, micro, checkpointing):
+def test_parameters_are_copied_at_most_once_per_step(precision, times, micro, checkpointing):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]
     with gloo_group():
         t = training(*words, f"activation_checkpointing={checkpointing}", "attention=diff_v1")
@@ -85,7 +85,7 @@ def test_no_parameter_is_copied_more_than_once_a_step(precision, times, micro, c
         known = {**t.params, **{f"copy of {n}": p for n, p in t.model.named_parameters()}}
         with Watcher(known) as watcher:
             train_step(t, batches(t), 1)
-    # V1's few lambda values are float32 already
+    # V1's lambda vectors stay in float32, without copies.
     expected = {name: times for name in t.params if "lambda_" not in name}
     for name in known:
         assert watcher.copied[name] == expected.get(name, 0), name
@@ -93,10 +93,11 @@ def test_no_parameter_is_copied_more_than_once_a_step(precision, times, micro, c
 
 
 @pytest.mark.parametrize("micro", [8, 2, 1])
-def test_gradients_are_widened_once_and_then_added_in_place(micro):
+def test_gradients_are_cast_once_and_then_added_in_place(micro):
     with gloo_group():
         t = training("precision=bf16", f"micro_batch_size={micro}")
-        vocabulary = ("output.weight", "tok_embeddings.weight")  # the loss sums the first itself
+        # The chunked loss accumulates the gradient of output.weight itself.
+        vocabulary = ("output.weight", "tok_embeddings.weight")
         known = {n: p for n, p in t.params.items() if p.ndim > 1 and n not in vocabulary}
         with Watcher(known) as watcher:
             train_step(t, batches(t), 0)
@@ -106,7 +107,7 @@ def test_gradients_are_widened_once_and_then_added_in_place(micro):
     assert watcher.narrow_sums == 0
 
 
-def test_accumulated_gradients_are_float32_sums_of_each_micro_batch_bit_for_bit():
+def test_accumulated_gradients_are_exact_float32_sums():
     with gloo_group():
         t = training("precision=bf16", "micro_batch_size=2")
         pairs = list(batches(t))
@@ -127,7 +128,7 @@ def test_accumulated_gradients_are_float32_sums_of_each_micro_batch_bit_for_bit(
         assert not torch.equal(first, total), name
 
 
-def test_the_model_computes_with_what_the_optimizer_wrote():
+def test_model_copies_equal_parameters_after_step():
     with gloo_group():
         t = training("precision=bf16", "optim.lr=1e-2")
         before = {name: p.clone() for name, p in t.model.named_parameters()}
@@ -137,7 +138,7 @@ def test_the_model_computes_with_what_the_optimizer_wrote():
         assert not torch.equal(copy, before[name]), name
 
 
-def test_gate_and_up_of_experts_lie_side_by_side_and_still_learn_apart():
+def test_gate_and_up_of_experts_share_storage_and_learn_separately():
     with gloo_group():
         t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts

@@ -1,4 +1,4 @@
-"""The same training whatever the number of ranks, the mesh and the accumulation."""
+"""World size, mesh and gradient accumulation do not change a training, except for rounding."""
 
 import math
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ BASE = [
 
 
 def global_batch(cfg, step):
-    """Sequences with something to learn: each token follows from the one before."""
+    """Return (global batch size, seq_len + 1) tokens; each row has a constant stride."""
     generator = torch.Generator().manual_seed(step)
     shape = (cfg.global_batch_size, 1)
     start = torch.randint(0, 97, shape, generator=generator)
@@ -45,7 +45,10 @@ def global_batch(cfg, step):
 
 
 def micro_batches(cfg, step, end=None):
-    """This rank's share, in the loader's order; every fifth token or so is `end`, where given."""
+    """Yield this rank's micro-batches, in the loader's order.
+
+    end: replaces about every fifth token, as the end of a document; None replaces no token.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     micro, count = cfg.micro_batches(size)
     tokens = global_batch(cfg, step)
@@ -59,9 +62,9 @@ def micro_batches(cfg, step, end=None):
 
 
 def train_losses(overrides, end=None, masked=False, counts=False):
-    """(losses, gradient norms, final parameters, last statistics) of a short run.
+    """Return (losses, gradient norms, final parameters, last statistics) of a short run.
 
-    end: the token behind documents; they are masked where asked for.
+    end: the token after each document; `masked` masks documents.
     counts: count the targets of every step.
     """
     cfg = load_config([*BASE, *overrides])
@@ -94,7 +97,7 @@ def assert_same_training(one, other, atol=1e-5):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
-def test_one_and_two_ranks_train_alike(variant, tmp_path):
+def test_single_rank_and_two_ranks_train_alike(variant, tmp_path):
     overrides = [f"attention={variant}"]
     (one,) = run_ranks(train_losses, 1, tmp_path, overrides)
     two = run_ranks(train_losses, 2, tmp_path, [*overrides, "micro_batch_size=2"])
@@ -124,8 +127,8 @@ END = 96
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["diff_v2", "standard_sink"]))
-def test_masked_documents_train_alike_on_one_and_two_ranks(variant, tmp_path):
-    """With micro-batches and activation checkpointing, which see the mask more than once."""
+def test_masked_documents_train_alike_on_two_ranks(variant, tmp_path):
+    """Micro-batches and activation checkpointing use the mask more than once per step."""
     overrides = [f"attention={variant}", "compile=false"]
     (one,) = run_ranks(train_losses, 1, tmp_path, overrides, END, True)
     more = ["micro_batch_size=2", "activation_checkpointing=true"]
@@ -138,7 +141,7 @@ def test_masked_documents_train_alike_on_one_and_two_ranks(variant, tmp_path):
 
 
 class Stream:
-    """Tokens in place of a prepared corpus: the part of it that evaluation reads."""
+    """Tokens with the interface of a prepared corpus that evaluation uses."""
 
     masked = False
 
@@ -162,7 +165,7 @@ class Stream:
 
 
 def heldout_losses(overrides):
-    """(loss with documents masked, without, and both from single forward passes) of one model."""
+    """Return losses with and without masked documents, then both from separate forward passes."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 90, (7 * 24 + 5,), generator=generator)
     tokens[torch.rand(tokens.shape, generator=generator) < 0.15] = END
@@ -174,7 +177,7 @@ def heldout_losses(overrides):
     model = build_model(cfg.model)
     for end in (END, None):
         parts = []
-        for i in (0, 1, 2, 4, 5):  # five of seven, spread evenly
+        for i in (0, 1, 2, 4, 5):  # Five of seven sequences, spread evenly.
             inputs, targets = tokens[i * 24 : i * 24 + 24], tokens[i * 24 + 1 : i * 24 + 25]
             cuts = [0, *((inputs[:-1] == end).nonzero().squeeze(1) + 1).tolist()] if end else [0]
             for first, last in zip(cuts, [*cuts[1:], 24], strict=True):
@@ -185,8 +188,8 @@ def heldout_losses(overrides):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_heldout_loss_is_that_of_each_document_alone(ranks, tmp_path):
-    """Batches of four are padded: five sequences do not fill them."""
+def test_heldout_loss_equals_separate_documents(ranks, tmp_path):
+    """Batches of four sequences are padded, because there are five sequences."""
     overrides = ["attention=diff_v2", "micro_batch_size=4"]
     for masked, free, one_by_one, whole in run_ranks(heldout_losses, ranks, tmp_path, overrides):
         assert masked == pytest.approx(one_by_one, abs=1e-5)
@@ -198,7 +201,7 @@ MIXTURE = ["model.moe.n_experts=6", "model.moe.expert_dim=32", "model.moe.n_shar
 
 
 def float32_values_under_bf16():
-    """(lambdas and routers' logits of a bf16 forward pass, the same by float32 formulas)."""
+    """Return lambdas and router logits of a bf16 forward pass, and the same by float32 formulas."""
     words = ["attention=diff_v1", "precision=bf16", "optim.lr=1e-2", *MIXTURE]
     cfg = load_config([*BASE, *words])
     t = build(cfg, torch.device("cpu"))
@@ -224,20 +227,20 @@ def float32_values_under_bf16():
     return found, expected
 
 
-def test_lambda_and_router_are_float32_to_the_bit_under_bf16(tmp_path):
+def test_lambda_and_router_are_exact_float32_under_bf16(tmp_path):
     for found, expected in run_ranks(float32_values_under_bf16, 2, tmp_path):
         assert len(found) == 3
         assert found == expected
 
 
 def graph_breaks(overrides):
-    """Losses of compiled training; `fullgraph=True` raises at a break."""
+    """Train with compilation; `fullgraph=True` raises at a graph break."""
     return train_losses([*overrides, "compile=true", "activation_checkpointing=true"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_with_checkpointing_trains_alike(variant, tmp_path):
+def test_compiled_training_with_checkpointing_trains_alike(variant, tmp_path):
     (eager,) = run_ranks(train_losses, 1, tmp_path, [f"attention={variant}"])
     compiled = run_ranks(graph_breaks, 2, tmp_path, [f"attention={variant}"])
     assert_same_training(eager, compiled[0], atol=1e-4)

@@ -1,4 +1,4 @@
-"""diffllm attention-map: the figure shows the maps it is given, and every mistake is one line."""
+"""diffllm attention-map: figures show the given maps, and every error is a single line."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ from diffllm.evaluation.maps import LayerMaps, draw, layer_maps
 
 
 def made_maps(length=6, heads=2, differential=True):
-    """Maps of random numbers; the first key has most of the weight, as it often does."""
+    """Return random maps in which the first key has most of the weight, as in trained models."""
     logits = torch.randn(3, 1, heads, length, length).masked_fill(
         torch.ones(length, length).triu(1).bool(), float("-inf")
     )
@@ -46,14 +46,14 @@ def test_images_are_the_maps_and_the_future_is_blank():
         assert np.array_equal(image.data[~future], weights[0, 1].double().numpy()[~future])
 
 
-def test_colours_are_comparable_and_signed_ones_symmetric():
+def test_colours_are_comparable_and_symmetric_for_signed_maps():
     layer = made_maps(length=40)
     fig = draw(layer, [0, 1], names(40), "")
     images = [axes.images[0] for axes in fig.axes if axes.images][:6]
     limit = images[0].norm.vmax
     for image in images:
         assert (image.norm.vmin, image.norm.vmax) == (-limit, limit)
-    assert images[2].norm(0.25 * limit) == pytest.approx(0.75)  # a square root
+    assert images[2].norm(0.25 * limit) == pytest.approx(0.75)  # Colours use a square root scale.
     assert images[2].norm(-0.25 * limit) == pytest.approx(0.25)
 
 
@@ -65,7 +65,7 @@ def test_colours_are_comparable_and_signed_ones_symmetric():
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A run with weights as they are drawn, after step 0."""
+    """Return a function that creates a run with untrained weights."""
 
     def make(variant="diff_v2"):
         words = (f"attention={variant}", "seq_len=32")
@@ -118,7 +118,7 @@ def test_the_table_has_the_numbers_of_the_maps(make_run, command):
     entropy = torch.special.entr(layer.maps["map 1"][0]).sum(-1).mean(-1)
     for head, row in enumerate(rows):
         shares = [-row[row < 0].sum() / row.abs().sum() for row in weights[head]]
-        negative = sum(shares) / len(shares)  # of each query alike
+        negative = sum(shares) / len(shares)  # mean over queries
         expected = [
             *(lam[head].mean(), lam[head].min(), lam[head].max()),
             *(weights[head, 1:, 0].mean(), negative, entropy[head]),
@@ -129,15 +129,15 @@ def test_the_table_has_the_numbers_of_the_maps(make_run, command):
     assert len(rows) == 4
 
 
-def test_one_head_and_another_place_of_the_figure(make_run, command, tmp_path):
+def test_attention_map_draws_single_head_and_writes_to_given_path(make_run, command, tmp_path):
     run = make_run()
     code, out, _ = command(f"run={run}", "prompt=x", "head=2")
     assert code == 0
     assert "head 2" in out
-    (figure,) = run.glob("attention-map-layer01-head02-x-*.png")  # the last layer
+    (figure,) = run.glob("attention-map-layer01-head02-x-*.png")  # The default layer is the last.
     assert png_size(figure)
     assert command(f"run={run}", "prompt=x", "head=2", "step=0")[0] == 0
-    (of_step,) = run.glob("attention-map-layer01-head02-step0-x-*.png")  # its only checkpoint
+    (of_step,) = run.glob("attention-map-layer01-head02-step0-x-*.png")
     assert of_step.read_bytes() == figure.read_bytes()
     places = [tmp_path / "a.pdf", tmp_path / "b.SVG"]
     for place, start in zip(places, (b"%PDF", b"<?xml"), strict=True):
@@ -158,7 +158,7 @@ def test_one_head_and_another_place_of_the_figure(make_run, command, tmp_path):
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_a_mistake_is_one_line(make_run, command, words, named):
+def test_attention_map_prints_a_single_error_line(make_run, command, words, named):
     run = make_run()
     before = sorted(run.rglob("*"))
     code, out, err = command(f"run={run}", *words)

@@ -45,7 +45,7 @@ def float64_model(variant):
 
 
 def weights_by_equations(variant, layer, attention, x, rope):
-    """The weights (h, T) of the last query of x (1, T, D) by map; the last map is effective."""
+    """Return the weights (h, T) of the last query of x (1, T, D) by map, effective map last."""
     q, k, _ = attention.project(x, rope)
     heads = q.shape[2]
     scores = [k[0, :, h * k.shape[2] // heads] @ q[0, -1, h] / math.sqrt(8) for h in range(heads)]
@@ -67,7 +67,7 @@ def weights_by_equations(variant, layer, attention, x, rope):
 
 
 def read_by(model, context, rope):
-    """Yield what each layer's attention reads, for one context: (1, T, D)."""
+    """Yield the input (1, T, D) of each layer's attention for one context."""
     x = model.tok_embeddings(torch.tensor([context]))
     for block in model.layers:
         yield block.attention_norm(x)
@@ -75,7 +75,7 @@ def read_by(model, context, rope):
 
 
 def summed(weights, kinds):
-    """Sum the weights (h, T) of each kind, for each head: (h, 3)."""
+    """Return sums of weights (h, T) by head and kind: (h, 3)."""
     sums = [[sum(w for w, k in zip(row, kinds, strict=True) if k == i) for i in range(3)]
             for row in weights.tolist()]  # fmt: skip
     return torch.tensor(sums, dtype=torch.float64)
@@ -83,7 +83,7 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shares_of_a_padded_batch_equal_the_equations_of_each_context(variant):
+def test_shares_of_padded_batch_equal_equations_of_single_contexts(variant):
     model = float64_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
@@ -131,7 +131,7 @@ def test_shares_of_known_maps():
     assert shares["map 2"].flatten().tolist() == pytest.approx([0.3, 0.6, 0.1])
     assert shares["signed"].flatten().tolist() == pytest.approx([0.4, -0.4, 0.0])
     assert shares[""].flatten().tolist() == pytest.approx([0.5, 0.5, 0.0])
-    maps["difference"] = torch.zeros_like(first)  # as of a clamped map without positive weights
+    maps["difference"] = torch.zeros_like(first)  # like a clamped map without positive weights
     assert not shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])[1][""].any()
 
 
@@ -142,7 +142,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def test_target_tokens_are_those_that_overlap_the_evidence(tokenizer):
+def test_target_tokens_overlap_the_evidence(tokenizer):
     prompt = "def abcd(x):\n    return 12, 日本 def return\n# return abcd +"
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in tokenizer.encode(prompt)]
     sizes = [1 if re.match("<0x..>", piece) else len(piece.encode()) for piece in pieces]
@@ -163,13 +163,13 @@ def test_target_tokens_are_those_that_overlap_the_evidence(tokenizer):
 
 
 def line(heads, **facts):
-    """A line of two layers with two heads; the rest is filler and sink in equal parts."""
+    """Return a line of two layers with two heads; filler and sink share the rest equally."""
     shares = [[sum(own) / 2, *[(1 - sum(own) / 2) / 2] * 2] for own in heads]
     counts = {"level": 0, "tokens": 20, "target_tokens": 4, "depth": 0.5}
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_scores_are_means_over_clusters_with_the_best_head_of_each_layer(monkeypatch):
+def test_scores_are_means_over_clusters_and_use_best_head_per_layer(monkeypatch):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))
     drawn[:, [0, 1], [1, 0]] += 0.3
     facts = [{"text": i % 8 // 2, "level": i // 8, "depth": i % 2} for i in range(16)]
@@ -213,8 +213,8 @@ def test_scores_are_means_over_clusters_with_the_best_head_of_each_layer(monkeyp
 
 @pytest.fixture
 def recall(monkeypatch):
-    """Pairs of letters, one of which is asked for; each text is asked twice."""
-    monkeypatch.setitem(TASKS, "recall", TASKS["mqar"])  # so that it is gone at the end
+    """Register a task: recall a letter of a pair, with two examples per text."""
+    monkeypatch.setitem(TASKS, "recall", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "recall")
 
     @task("recall", pairs=(4, 6))
@@ -235,7 +235,7 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_evaluate_prints_keeps_and_compares_the_shares(recall, tmp_path, capsys):
+def test_evaluate_prints_stores_and_compares_shares(recall, tmp_path, capsys):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")
@@ -269,7 +269,7 @@ def test_evaluate_prints_keeps_and_compares_the_shares(recall, tmp_path, capsys)
     assert "target, layer 1" in page
 
 
-def test_tasks_without_evidence_and_unknown_tasks_are_refused_in_one_line(tmp_path, capsys):
+def test_tasks_without_evidence_and_unknown_tasks_fail_in_a_single_line(tmp_path, capsys):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")
     for name, said in (
         ("attention_mass_icl", "attention_mass_icl: the examples of the task icl have no evidence"),

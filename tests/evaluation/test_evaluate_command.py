@@ -1,4 +1,4 @@
-"""`diffllm evaluate`: what it prints, keeps and refuses."""
+"""`diffllm evaluate`: output, stored results and errors."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_evaluate_prints_json_or_a_table(run: Path, capsys: pytest.CaptureFixtur
         assert text in table
 
 
-def test_results_are_kept_by_checkpoint_and_settings(
+def test_results_are_stored_by_checkpoint_and_settings(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["evaluate", f"run={run}", *FAST, "--json"]
@@ -80,7 +80,7 @@ def test_results_are_kept_by_checkpoint_and_settings(
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert asked == []
-    (directory / "icl.jsonl").write_text("{")  # as after a crash of the disk
+    (directory / "icl.jsonl").write_text("{")  # An incomplete file, as after a crash.
     assert main(words) == 0
     assert capsys.readouterr().out == first
     assert asked == ["icl"]
@@ -91,7 +91,7 @@ def test_results_are_kept_by_checkpoint_and_settings(
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_sweep_ends_with_one_table_of_means_and_gaps(
+def test_evaluate_of_sweep_prints_a_single_table_of_means_and_gaps(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"
@@ -137,7 +137,7 @@ def test_task_that_is_too_long_is_skipped(
     runs = tmp_path / "runs"
     short = write_weights(runs / "short", tokenizer, "seq_len=16")
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
-    why = r"the task mqar needs \d+ tokens, and the model reads 15"
+    why = r"the task mqar needs \d+ tokens, but the model reads 15"
     line = f"{why}; skipped for {short}\n"
     for tasks in (f"[mqar,{own}]", f"[{own},mqar]"):
         assert main(["evaluate", f"run={short}", f"tasks={tasks}", "--json"]) == 0
@@ -163,7 +163,7 @@ def test_suite_at_a_length_of_256_has_all_tasks_but_needles(
     assert list(results) == [name for name in suite.SUITES["claims"] if name != "needle"]
     assert all(result["scores"] for result in results.values())
     assert (
-        f"the task needle needs more tokens, and the model reads 255; skipped for {run}" in said.err
+        f"the task needle needs more tokens, but the model reads 255; skipped for {run}" in said.err
     )
 
 
@@ -179,7 +179,7 @@ def test_interval_of_dependent_examples_counts_texts() -> None:
 
 
 @torch.no_grad()
-def test_what_cannot_be_is_one_line(
+def test_invalid_arguments_print_a_single_error_line(
     run: Path, tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = write_weights(tmp_path / "short", tokenizer, "seq_len=16")
@@ -187,7 +187,7 @@ def test_what_cannot_be_is_one_line(
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
-        ([f"run={run}", "every=true", "step=7"], "step=7 is one checkpoint, and every=true all"),
+        ([f"run={run}", "every=true", "step=7"], "step=7 selects one checkpoint, every=true all"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is not a run directory"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
@@ -215,12 +215,12 @@ class Copied(Task):
 """
 
 
-def test_a_task_of_ones_own_is_one_file(
+def test_plugin_file_defines_task(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "copied_task.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # so that it is gone at the end
+    monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "copied")
     words = ["evaluate", f"run={run}", "plugins=[copied_task]", "tasks=[copied]", "limit=6"]
     assert main([*words, "--json"]) == 0
@@ -241,7 +241,7 @@ def test_a_file_of_prompts_and_answers_is_a_task(
         tmp_path / "own.ndjson",
         *({"prompt": f"a b{i}", "answer": " c", "candidates": [" c", " d"]} for i in range(60)),
         {"prompt": "a b", "answer": " c", "level": {"kind": "open"}},
-        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # does not fit
+        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # too long
     )
     words = ["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]
     assert main(words) == 0
@@ -262,7 +262,7 @@ def test_a_file_of_prompts_and_answers_is_a_task(
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_a_bad_line_of_a_file_is_named(
+def test_error_names_invalid_line_of_examples_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, said: str
 ) -> None:
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
@@ -271,7 +271,7 @@ def test_a_bad_line_of_a_file_is_named(
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
-def test_a_level_that_was_asked_for_is_tried_or_refused(
+def test_requested_level_is_used_or_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
@@ -285,20 +285,20 @@ def test_a_level_that_was_asked_for_is_tried_or_refused(
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),
-        (["tasks=[mqar]", "level={pairs: 5}"], "level: mqar has filler, not {'pairs': 5}"),
+        (["tasks=[mqar]", "level={pairs: 5}"], "level: mqar needs filler, not {'pairs': 5}"),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={filler: [[4]]}"], "level={filler: [[4]]} must be settings like"),
-        (["tasks=[mqar]", "level={}"], "level: mqar has filler, not {}"),
-        (["level={filler: 5}"], "level is of one task"),
+        (["tasks=[mqar]", "level={}"], "level: mqar needs filler, not {}"),
+        (["level={filler: 5}"], "level applies to one task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
-        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
+        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
     ):
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"error: {said}"), error
 
 
-def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(
+def test_tokenizer_that_cannot_encode_answers_prints_a_single_error_line(
     tmp_path: Path,
     tokenizer: bytes,
     capsys: pytest.CaptureFixture[str],
@@ -309,13 +309,13 @@ def test_a_tokenizer_that_cannot_spell_the_answers_is_one_line(
     monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
     assert main(["evaluate", f"run={run}", "tasks=[needle]"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: the run's tokenizer cannot spell ' ")
-    assert "an answer of the task needle: it makes" in error
+    assert error.startswith("error: the run's tokenizer cannot encode ' ")
+    assert "an answer of the task needle: decoding returns" in error
     assert not (run / "evaluation").exists()
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_a_limit_is_of_all_levels_together(run: Path, limit: int | None, asked: list[int]) -> None:
+def test_limit_counts_examples_of_levels(run: Path, limit: int | None, asked: list[int]) -> None:
     wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     numbers = Answers(TASKS["mqar"]).examples(wanted, tokenizer, 10_000)["examples"]

@@ -1,4 +1,4 @@
-"""Results of evaluations on disk: whole, or made again with one line that says so."""
+"""Stored results of evaluations: read if complete, otherwise evaluated again with a message."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def without_checksum(lines: list[str]) -> list[str]:
     return [json.dumps(first) + "\n", *lines[1:]]
 
 
-def test_kept_returns_scores_of_same_key_alone(
+def test_read_result_returns_only_results_of_same_key(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = read_result(file, KEY)
@@ -56,7 +56,7 @@ def test_kept_returns_scores_of_same_key_alone(
         (without_checksum, "its checksum differs"),
     ],
 )
-def test_kept_names_a_file_that_was_changed(
+def test_read_result_names_changed_file(
     file: Path, capsys: pytest.CaptureFixture[str], edit: Edit, said: str
 ) -> None:
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))

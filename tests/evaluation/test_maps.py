@@ -1,4 +1,4 @@
-"""The explicit maps are those that the modules compute with, and their numbers mean what they say.
+"""Explicit maps equal the maps inside of the modules, and statistics of maps are correct.
 
 Shapes: B batch, T tokens, h heads.
 """
@@ -30,7 +30,7 @@ def float64_model(variant, *overrides):
     )
     model = build_model(cfg.model).double()
     model.reset_parameters()
-    with torch.no_grad():  # away from zeros and ones, at which a wrong formula could look right
+    with torch.no_grad():  # Avoid zeros and ones, which can hide a wrong formula.
         for param in model.parameters():
             if param.ndim == 1:
                 param.add_(0.3 * torch.randn_like(param))
@@ -55,7 +55,7 @@ def test_the_last_map_times_the_values_is_the_context(variant):
     attention(x, rope, aux=shown)
     _, _, v = attention.project(x, rope)
     layer = attention_maps(attention, x, rope)
-    if variant == "diff_v2_unshared_kv":  # the pair's values differ: head i's and head H + i's
+    if variant == "diff_v2_unshared_kv":  # Heads i and H + i of a pair have different values.
         each = v.repeat_interleave(2 * HEADS // KV_HEADS, dim=2)
         second = layer.by_query["lambda"].transpose(1, 2).unsqueeze(-1) * weighted(
             layer.maps["map 2"], each[:, :, HEADS:]
@@ -95,7 +95,7 @@ def test_rows_of_the_clamped_map_sum_to_1_or_to_0():
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
     with torch.no_grad():
         for name in ("lambda_q1", "lambda_k1"):
-            getattr(model.layers[1].attention, name).fill_(0.4)  # lambda over 1: row 0 is negative
+            getattr(model.layers[1].attention, name).fill_(0.4)  # Lambda > 1: row 0 is negative.
     sums = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     assert not sums[..., 0].any()
     assert ((sums - 1).abs() < 1e-12).any()
@@ -103,7 +103,7 @@ def test_rows_of_the_clamped_map_sum_to_1_or_to_0():
 
 
 @torch.no_grad()
-def test_the_difference_is_map_1_less_lambda_map_2():
+def test_difference_is_map_1_minus_lambda_times_map_2():
     for variant in ("diff_v1", "diff_v2", "diff_v2_no_sigmoid", "diff_v2_lambda_fixed"):
         layer = layer_maps(float64_model(variant), tokens(), layer=0)
         lam = layer.by_query["lambda"].unsqueeze(-1)
@@ -113,7 +113,7 @@ def test_the_difference_is_map_1_less_lambda_map_2():
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
-def test_the_layer_reads_what_it_reads_in_the_model(variant, index):
+def test_attention_inputs_equal_inputs_in_the_model(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
@@ -130,7 +130,7 @@ def test_the_layer_reads_what_it_reads_in_the_model(variant, index):
 
 
 @torch.no_grad()
-def test_what_goes_with_each_query(variant):
+def test_by_query_contains_lambda_gate_or_sink(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
     model = float64_model(variant)
@@ -156,14 +156,14 @@ def test_what_goes_with_each_query(variant):
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
 
 
-def test_numbers_of_a_map():
+def test_statistics_of_known_maps():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
     assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]
     uniform = torch.ones(4, 4).tril() / torch.arange(1, 5).unsqueeze(1)
     expected = sum(math.log(n) for n in range(1, 5)) / 4
     assert entropy(uniform).mean() == pytest.approx(expected)
-    assert entropy(0.5 * uniform).mean() == pytest.approx(expected)  # half of it on a sink
+    assert entropy(0.5 * uniform).mean() == pytest.approx(expected)  # with half on a sink
     assert entropy(torch.ones(1, 1)) == 0
     batch = torch.stack((weights, weights.abs())).view(1, 2, 3, 3)
     assert negative_share(batch).mean(-1).tolist() == [[pytest.approx(0.5 / 3), 0]]

@@ -1,4 +1,4 @@
-"""`diffllm evaluate` with position, outliers and quantise: printed, kept, and refused in a line."""
+"""`diffllm evaluate` with position, outliers and quantise: output, stored results, errors."""
 
 import json
 import shutil
@@ -24,20 +24,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(run: Path, to: Path) -> Path:
-    """The same run, without results."""
+    """Copy a run without its results."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("evaluation"))
     return to
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a command ends with."""
+    """Return the single error line of a failing command."""
     capsys.readouterr()
     assert main(list(words)) == 2
     (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error:"))
     return line
 
 
-def test_the_suite_is_printed_kept_and_not_made_again(
+def test_suite_is_printed_stored_and_not_repeated(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = copied(run, tmp_path / "run")
@@ -59,11 +59,12 @@ def test_the_suite_is_printed_kept_and_not_made_again(
     assert capsys.readouterr().out == first
     assert main(["evaluate", f"run={run}", "tasks=[position,outliers]", "limit=9"]) == 0
     table = capsys.readouterr().out
-    for text in ("nats a token", "position 4-7", "distance none", "span repeated", "hidden top_1"):
+    expected = ("nats per token", "position 4-7", "distance none", "span repeated", "hidden top_1")
+    for text in expected:
         assert text in table
 
 
-def test_outliers_are_the_numbers_of_diffllm_outliers(
+def test_outliers_evaluation_equals_outliers_command(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["outliers", f"run={run}", f"tokens={5 * 64}", "--json"]) == 0
@@ -91,7 +92,7 @@ def test_outliers_are_the_numbers_of_diffllm_outliers(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_results_outlive_their_data_and_others_are_refused_in_one_line(
+def test_stored_results_need_no_data_and_changed_corpus_fails(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = data_words(tmp_path)
@@ -110,10 +111,10 @@ def test_results_outlive_their_data_and_others_are_refused_in_one_line(
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
     for name in NAMES:
         error = error_of(capsys, "evaluate", f"run={other}", f"tasks=[{name}]")
-        assert "is not what the run was trained on any more" in error
+        assert "has changed since training" in error
 
 
-def test_a_model_that_has_diverged_is_refused_in_one_line(
+def test_diverged_model_fails_in_a_single_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = copied(run, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""diffllm outliers' numbers, from explicit float64 tensors; and sizes counted piece by piece."""
+"""Numbers of diffllm outliers against explicit float64 tensors, and statistics of pieces."""
 
 import math
 
@@ -25,7 +25,7 @@ def tiny(variant):
 
 
 def sizes(values):
-    """The numbers of a Spread, from all values at once."""
+    """Return the numbers of a Spread, computed from all values at once."""
     x = np.asarray(values, dtype=np.float64).ravel()
     down = np.sort(np.abs(x))[::-1]
     top = {f"top_{k}": down[k - 1] for k in TOP}
@@ -37,14 +37,14 @@ def sizes(values):
 
 
 def close(found, expected, rel):
-    """Compare numbers of a Spread; percentiles are of bins."""
+    """Compare numbers of a Spread, whose percentiles have the precision of bins."""
     assert found.keys() >= expected.keys()
     for name, value in expected.items():
         within = max(rel, 1.1e-3) if name in PERCENTILES else rel
         assert found[name] == pytest.approx(value, rel=within), name
 
 
-def test_pieces_of_any_size_have_the_sizes_of_the_whole():
+def test_spread_of_pieces_equals_spread_of_whole():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
     values = values.astype(np.float32)
@@ -55,7 +55,7 @@ def test_pieces_of_any_size_have_the_sizes_of_the_whole():
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_few_values_have_no_hundredth_and_equal_ones_no_kurtosis():
+def test_few_values_have_no_hundredth_and_equal_values_no_kurtosis():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()
@@ -68,7 +68,7 @@ def test_few_values_have_no_hundredth_and_equal_ones_no_kurtosis():
 
 
 def explicit(model, tokens, documents):
-    """The numbers of every layer of a float64 model from its whole maps, by the equations."""
+    """Return the numbers of every layer of a float64 model from whole maps, by the equations."""
     x = model.tok_embeddings(tokens)
     if documents is None:
         rope, seen = model.rope(0, T), torch.ones(T, T).tril().bool()[None, None]
@@ -86,7 +86,7 @@ def explicit(model, tokens, documents):
             whole = torch.cat((extra, scores.masked_fill(~seen, -torch.inf)), -1)
             weights = torch.softmax(whole, -1)[..., 1:]
         logits, maps = {"map": scores}, {"map": weights}
-        if hasattr(attention, "lambda_q1"):  # heads lie map by map
+        if hasattr(attention, "lambda_q1"):  # All heads of map 1 precede the heads of map 2.
             half = scores.shape[1] // 2
             pick = (slice(0, half), slice(half, None))
             lam = attention.lambda_value()
@@ -128,8 +128,8 @@ def explicit(model, tokens, documents):
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("variant", slow_but(["standard", "diff_v2"], VARIANTS))
-def test_numbers_are_those_of_explicit_tensors_in_float64(variant, masked, monkeypatch):
-    monkeypatch.setattr(outliers, "PIECE", 1000)  # several pieces of queries
+def test_outliers_equal_explicit_tensors_in_float64(variant, masked, monkeypatch):
+    monkeypatch.setattr(outliers, "PIECE", 1000)  # Split queries into several pieces.
     model = tiny(variant)
     tokens = torch.randint(4, 64, (3, T))
     tokens[:, [7, 15]] = EOS
@@ -156,10 +156,10 @@ def test_numbers_are_those_of_explicit_tensors_in_float64(variant, masked, monke
 
 
 @torch.no_grad()
-def test_a_planted_channel_is_found_with_its_value():
+def test_planted_channel_is_found_with_planted_value():
     model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
     before = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
-    model.tok_embeddings.weight[:, 17] = -300.0  # the blocks only add to it
+    model.tok_embeddings.weight[:, 17] = -300.0  # Blocks only add to this channel.
     after = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     for plain, planted in zip(before, after, strict=True):
         assert plain["hidden"]["top_1"] < 100
@@ -170,7 +170,7 @@ def test_a_planted_channel_is_found_with_its_value():
         assert planted["hidden"]["kurtosis"] > 10 * plain["hidden"]["kurtosis"]
 
 
-def test_values_that_are_not_finite_name_their_layer():
+def test_error_names_layer_with_values_that_are_not_finite():
     model = tiny("standard")
     tokens = torch.randint(4, 64, (1, T))
     with torch.no_grad():

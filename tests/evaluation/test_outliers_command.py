@@ -1,4 +1,4 @@
-"""diffllm outliers on a trained run: fixed tokens, JSON alone on stdout, one-line errors."""
+"""diffllm outliers on a trained run: fixed tokens, only JSON on stdout, single-line errors."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def outliers(capfd):
     return lambda *words: call(lambda: tools.main(["outliers", *words]), capfd)
 
 
-def test_json_is_of_the_first_tokens_of_the_held_out_split(trained, outliers):
+def test_json_describes_first_tokens_of_the_held_out_split(trained, outliers):
     first = outliers(f"run={trained}", "tokens=100", "--json")
     assert first.code == 0, first.err
     found = json.loads(first.out)
@@ -61,25 +61,25 @@ def test_tables_show_every_layer_and_map(trained, outliers):
     ("words", "named"),
     [
         (["run=gone"], "gone"),
-        (["run={run}", "step=4"], "no checkpoint of step 4; there are [3, 6]"),
+        (["run={run}", "step=4"], "no checkpoint of step 4; available steps: [3, 6]"),
         (["run={run}", "tokens=0"], "tokens=0 must be at least 1"),
         (["run={run}", "prompt=a"], "unknown argument 'prompt=a'"),
     ],
 )
-def test_a_mistake_is_one_line(trained, outliers, words, named):
+def test_outliers_prints_a_single_error_line(trained, outliers, words, named):
     done = outliers(*(word.format(run=trained) for word in words))
     assert (done.code, done.out) == (2, "")
     assert named in done.err
     assert done.err.count("\n") == 1
 
 
-def test_a_run_without_checkpoints_and_one_of_another_corpus_are_named(trained, outliers, tmp_path):
+def test_error_names_run_without_checkpoints_or_with_changed_corpus(trained, outliers, tmp_path):
     other = shutil.copytree(trained, tmp_path / "other")
     facts = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))
     done = outliers(f"run={other}")
     assert (done.code, done.out) == (2, "")
-    assert "the corpus that" in done.err
-    assert "that of the run 000000000000" in done.err
+    assert "the corpus of" in done.err
+    assert "and was 000000000000" in done.err
     shutil.rmtree(other / "checkpoints")
     assert "has no complete checkpoint" in outliers(f"run={other}").err

@@ -22,7 +22,7 @@ Bins = dict[str, dict[str, list[float]]]
 
 
 def bin_of(number: int) -> str:
-    """The bin of a number, from a list of bins."""
+    """Find the bin of a number in a list of bins."""
     ends = [(2**k, 2 ** (k + 1) - 1) for k in range(1, 20)]
     if number < 2:
         return str(number)
@@ -30,7 +30,7 @@ def bin_of(number: int) -> str:
 
 
 def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -> Bins:
-    """Sums of a document's losses, each target by itself."""
+    """Return sums of a document's losses, computed target by target."""
     found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
     for i, token in enumerate(text):
         same = [j for j in range(i) if text[j] == token]
@@ -51,7 +51,7 @@ def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -
     return found
 
 
-def test_sums_are_those_of_the_definition() -> None:
+def test_sums_equal_definition() -> None:
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -61,10 +61,10 @@ def test_sums_are_those_of_the_definition() -> None:
             assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
 
 
-def test_spans_of_a_text_that_repeats_itself() -> None:
+def test_spans_of_repeating_text() -> None:
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
-    #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that the text has not had in this order
+    #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
     assert found == {
         "first": [2.0 + 3 + 4 + 5 + 11, 5],
         "repeated": [6.0 + 7 + 8 + 9, 4],
@@ -89,7 +89,7 @@ def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
 
 
 @torch.no_grad()
-def test_lines_are_those_of_documents_read_one_by_one_in_float64(
+def test_lines_equal_single_documents_in_float64(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, data = measured
@@ -98,14 +98,14 @@ def test_lines_are_those_of_documents_read_one_by_one_in_float64(
     assert max(every.lengths) > 48 > 20 > min(every.lengths), "some are cut"
     lines = lines_of(subject)
     assert [line["start"] for line in lines] == every.starts.tolist()
-    for line in lines_of(subject, limit=5):  # next to other documents, with other padding
+    for line in lines_of(subject, limit=5):  # A batch with different documents and padding.
         (same,) = (each for each in lines if each["start"] == line["start"])
         assert line["all"][""] == pytest.approx(same["all"][""], rel=1e-5)
     exact = copy.deepcopy(subject.model).double()
     for line, length in zip(lines, every.lengths.tolist(), strict=True):
         text = stream.tokens(line["start"], line["start"] + min(length, 48)).tolist()
         logits = exact(torch.tensor([[eos_id, *text[:-1]]]))[0]
-        if subject.cfg.data.mask_documents:  # the EOS is the end of another document
+        if subject.cfg.data.mask_documents:  # The EOS belongs to the previous document.
             logits = torch.cat((exact(torch.tensor([[eos_id]]))[0], exact(torch.tensor([text]))[0]))
         logs = logits.log_softmax(-1)
         losses = [-logs[i, token].item() for i, token in enumerate(text)]
@@ -156,7 +156,7 @@ def test_scores_are_totals_over_tokens_with_intervals_over_documents(
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_tokens_that_are_only_context_are_in_no_sum(tmp_path: Path) -> None:
+def test_sums_exclude_tokens_that_are_only_context(tmp_path: Path) -> None:
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=280")
     _, data = made(tmp_path / "run", *words, *more)
@@ -174,7 +174,7 @@ def test_tokens_that_are_only_context_are_in_no_sum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("documents", "least"), [(8, 0.9), (60, 0.92)])
 def test_intervals_cover_the_mean_of_documents_that_differ(documents: int, least: float) -> None:
-    """Intervals are made of 400 samples of documents whose losses go with their lengths."""
+    """Simulate 400 samples of documents whose losses depend on length."""
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(400):

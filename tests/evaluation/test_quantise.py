@@ -1,4 +1,4 @@
-"""Fake quantisation, element by element, and the evaluation `quantise`."""
+"""Simulated quantisation against single elements, and the evaluation `quantise`."""
 
 import copy
 from typing import Any
@@ -39,28 +39,28 @@ def of_group(values: list[np.float32], bits: int) -> list[np.float32]:
 
 
 def reference(x: Tensor, bits: int, by_row: bool, groups: int = 1) -> Tensor:
-    """Round x, whose last dimension has the rows; `groups` equal parts have scales of their own."""
+    """Round x, with rows along the last dimension; `groups` equal parts have separate scales."""
     flat = x.detach().numpy().reshape(-1, x.shape[-1] if by_row else x.numel() // groups)
     rows = [of_group(list(row), bits) for row in flat]
     return torch.from_numpy(np.array(rows, np.float32).reshape(x.shape))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two float32 tensors are equal to the sign of their zeros."""
+    """Return whether two float32 tensors are equal, including the signs of zeros."""
     return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_rounding_is_that_of_single_values(bits: int, by_row: bool) -> None:
+def test_rounding_equals_rounding_of_single_values(bits: int, by_row: bool) -> None:
     x = torch.randn(7, 40) * 10.0 ** torch.arange(-3, 4).unsqueeze(1)
     x[0] = 0
     x[1, ::3] = 0
-    x[2, 5] = -50  # the largest magnitude is a negative value's
+    x[2, 5] = -50  # The largest magnitude belongs to a negative value.
     most = 2 ** (bits - 1) - 1
     x[3, :6] = torch.tensor([most, 0.5, -0.5, 1.5, -1.5, most - 0.5])  # a scale of 1, and ties
     x[3, 6:] = 0.25
-    x[4] = 1e-45  # its scale is 0 in float32
+    x[4] = 1e-45  # The scale is 0 in float32.
     dims: Any = -1 if by_row else (-2, -1)
     found = rounded(x, bits, dims)
     assert same_bits(found, reference(x, bits, by_row))
@@ -72,7 +72,7 @@ def test_rounding_is_that_of_single_values(bits: int, by_row: bool) -> None:
     assert not found.isnan().any()
 
 
-def test_experts_have_scales_of_their_own() -> None:
+def test_experts_have_separate_scales() -> None:
     x = torch.randn(3, 5, 16) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
     assert same_bits(rounded(x, 4, (-2, -1)), reference(x, 4, by_row=False, groups=3))
     assert same_bits(rounded(x, 4, -1), reference(x, 4, by_row=True))
@@ -107,7 +107,7 @@ def test_the_matrices_of_blocks_are_rounded_and_restored(
             expected = reference(before[name], 4, by_row, groups) if matrix else before[name]
             assert same_bits(value, expected), name
     with pytest.raises(ValueError, match="positions"), quantised(model, BOTH, BOTH):
-        model(torch.zeros(1, 25, dtype=torch.int64))  # longer than it can be
+        model(torch.zeros(1, 25, dtype=torch.int64))  # longer than seq_len
     for name, value in model.state_dict().items():
         assert same_bits(value, before[name]), name
         assert value.data_ptr() == memory[name]
@@ -116,7 +116,7 @@ def test_the_matrices_of_blocks_are_rounded_and_restored(
 
 
 class Rounded(nn.Module):
-    """A linear layer that rounds what it reads, value by value."""
+    """A linear layer that rounds its input value by value."""
 
     def __init__(self, layer: nn.Linear, by_row: bool):
         super().__init__()
@@ -170,7 +170,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @torch.no_grad()
-def test_losses_are_those_of_models_whose_values_were_rounded_one_by_one(
+def test_losses_equal_models_with_individually_rounded_values(
     measured: Subject,
 ) -> None:
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}

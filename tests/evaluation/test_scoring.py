@@ -1,4 +1,4 @@
-"""Likelihoods of continuations are those of single texts, however they are batched and cached."""
+"""Likelihoods of continuations equal those of single texts for all batches and caches."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def model_of(variant: str) -> Transformer:
 
 
 def questions() -> list[Question]:
-    """Contexts of many lengths, with continuations of one token and of several."""
+    """Return contexts of many lengths, with continuations of one token and of several tokens."""
     rng = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[int]:
@@ -33,7 +33,7 @@ def questions() -> list[Question]:
 
 @torch.no_grad()
 def alone(model: Transformer, question: Question) -> list[float]:
-    """One text at a time, without a cache."""
+    """Score one text at a time, without a cache."""
     found = []
     for continuation in question.continuations:
         ids = question.context + continuation
@@ -48,7 +48,7 @@ def generated(model: Transformer, context: list[int], count: int) -> list[int]:
 
 
 def with_generated(model: Transformer, question: Question) -> Question:
-    """The question with what the model itself would say as one more continuation."""
+    """Add the greedy continuation of the model to a question."""
     own = generated(model, question.context, 1 if question.single else 3)
     return Question(question.context, [*question.continuations, own])
 
@@ -57,7 +57,7 @@ def with_generated(model: Transformer, question: Question) -> Question:
 @pytest.mark.parametrize(
     ("cached_from", "tokens", "cache"), [(0, 200, 100), (50, 1, 1), (999, 500, 1)]
 )
-def test_batched_and_cached_equal_single(
+def test_batched_and_cached_scores_equal_single_scores(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
     monkeypatch.setattr(answers, "CACHED_FROM", cached_from)
@@ -78,13 +78,13 @@ def test_batched_and_cached_equal_single(
     assert greedy
 
 
-def test_batches_fill_by_length() -> None:
+def test_batches_contain_similar_lengths() -> None:
     batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 
 
 class Letters:
-    """A tokenizer of characters, that merges a space with the letter behind it."""
+    """A tokenizer of characters that merges a space with the next letter."""
 
     eos_id = 0
 
@@ -92,24 +92,25 @@ class Letters:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
 
 
-def test_a_question_is_spelt_as_a_text_is() -> None:
+def test_question_tokens_equal_tokens_of_whole_text() -> None:
     example = Example("to be", (" ab", " ac", " b"), 1)
     question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
     assert question.context == [0, *plain]
     assert question.continuations == [[2, 99], [2, 100], [33, 99]]
     alike = spelt_question(Example("to", (" 12", " 13"), 0), Letters())  # type: ignore[arg-type]
-    assert alike.continuations == [[33, 50, 51], [33, 50, 52]]  # an answer is spelt from its start
+    # The context ends at the prompt, although both candidates begin with " 1".
+    assert alike.continuations == [[33, 50, 51], [33, 50, 52]]
     only = spelt_question(Example("x", ("y",), 0), Letters())  # type: ignore[arg-type]
     assert (only.context, only.continuations) == ([0, 121], [[122]])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", [1, 2**18])
-def test_questions_about_one_text_read_it_once(
+def test_questions_about_common_text_read_the_text_only_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
-    """Also where one is another's beginning, and where two texts come one after the other."""
+    """Include a context that is the beginning of the next, and two consecutive texts."""
     monkeypatch.setattr(answers, "CACHED_FROM", 1)
     monkeypatch.setattr(answers, "CACHE", cache)
     model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]

@@ -1,4 +1,4 @@
-"""A tiny corpus, one cache for the session, and one finished run."""
+"""Fixtures: a tiny corpus, a cache for the session, and a finished run."""
 
 import shutil
 from collections.abc import Iterator
@@ -28,25 +28,25 @@ def cache_dir(workplace: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(cache_dir: Path) -> dict[str, str]:
-    """The environment that commands are started with."""
+    """Return the environment of commands."""
     return clean_environment(cache_dir)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of `overrides_of`, with its tokens prepared; not to be written to."""
+    """Return the read-only corpus for `overrides_of`, with prepared tokens."""
     return prepared_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
 def code_corpus(workplace: Path) -> Path:
-    """The corpus of `tiny`."""
+    """Return the corpus of `tiny`."""
     return write_jsonl(workplace / "corpus.jsonl", documents(300))
 
 
 @pytest.fixture(scope="session")
 def tiny(code_corpus: Path) -> list[str]:
-    """Overrides of a run that takes a moment."""
+    """Return overrides of a fast run."""
     return [
         "model=tiny",
         "model.vocab_size=512",
@@ -71,7 +71,7 @@ def tiny(code_corpus: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) -> Path:
-    """The directory of a finished run of standard attention; not to be written to."""
+    """Return the read-only directory of a finished run with standard attention."""
     words = [*tiny, "attention=standard", "run.name=finished", "run.report=true"]
     result = train(words, workplace, environment)
     assert result.code == 0, result.err
@@ -81,7 +81,7 @@ def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) 
 
 @pytest.fixture
 def killed_run(finished_run: Path, tmp_path: Path) -> Path:
-    """A copy of that run as if it had been killed after its checkpoint of step 2."""
+    """Return a copy of the finished run in the state of a kill after the checkpoint of step 2."""
     run = shutil.copytree(finished_run, tmp_path / "run")
     unfinish(run, 4)
     return run
@@ -89,6 +89,6 @@ def killed_run(finished_run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 24 MB: three checkpoints of the runs here and a bit."""
+    """Mount a disk of 24 MB, slightly more than three checkpoints."""
     with disks.small_disk(tmp_path / "disk", "24m") as disk:
         yield disk

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong ends in one line, exit code 2, and files as they were."""
+"""Invalid input prints one error line, exits with code 2 and changes no file."""
 
 import re
 import shutil
@@ -31,7 +31,7 @@ VARIANTS = ["diff_v1", "diff_v2", "gated", "standard"]
 
 @dataclass
 class Workspace:
-    """A working directory, the commands in this process, and what they must leave alone."""
+    """A working directory, commands in this process, and files that must not change."""
 
     path: Path
     cache: Path
@@ -41,11 +41,11 @@ class Workspace:
     monkeypatch: pytest.MonkeyPatch
 
     def train(self, *words: str) -> Result:
-        """`python train.py`; `tiny` comes first unless a sweep flag does."""
+        """Run `python train.py words` in this process."""
         return call(lambda: tools.main(["train", *words]), self.capfd)
 
     def rejects(self, words: Sequence[str], *named: str) -> str:
-        """The error line of `train.py tiny words`; nothing may have changed anywhere."""
+        """Return the error line of `train.py tiny words`, which must change no file."""
         return self.rejected(lambda: self.train(*self.tiny, *words), named)
 
     def rejects_sweep(self, words: Sequence[str], *named: str) -> str:
@@ -55,14 +55,14 @@ class Workspace:
         return self.rejected(lambda: call(lambda: tools.main(list(words)), self.capfd), named)
 
     def rejects_data(self, words: Sequence[str], *named: str) -> str:
-        """As `rejects`, for corpora that must be read, which marks files in the cache."""
+        """Like `rejects`, for corpora that must be read, which changes marks in the cache."""
 
         def run() -> Result:
             return self.train(*self.tiny, *words)
 
         before = set(self.cache.glob("tokens/*/manifest.json"))
         line = self.rejected(run, named, caches=False)
-        assert set(self.cache.glob("tokens/*/manifest.json")) == before, "it was prepared"
+        assert set(self.cache.glob("tokens/*/manifest.json")) == before, "tokens were prepared"
         return line
 
     def rejected(self, run: Callable[[], Result], named: Sequence[str], caches: bool = True) -> str:
@@ -79,7 +79,7 @@ class Workspace:
 
 
 def error_line(result: Result) -> str:
-    """The one line that a failed command says; preparing may have been announced before it."""
+    """Return the only error line of a failed command; lines about preparation may come first."""
     assert result.code == 2, result
     assert "Traceback" not in result.out + result.err, result.err
     preparing = ("preparing tokens: ", "prepared ")
@@ -92,7 +92,7 @@ def error_line(result: Result) -> str:
 
 @pytest.fixture
 def workspace(tmp_path, cache_dir, tiny, finished_run, capfd, monkeypatch):
-    """An empty working directory; the corpus of `tiny` is prepared already."""
+    """Return an empty working directory, with the prepared corpus of `tiny` in the cache."""
     path = tmp_path / "cwd"
     path.mkdir()
     monkeypatch.chdir(path)
@@ -145,7 +145,7 @@ OVERRIDES = [
 @pytest.mark.parametrize(
     ("words", "named"), slow_but(OVERRIDES[::6], OVERRIDES), ids=lambda words: " ".join(words)
 )
-def test_override_that_cannot_run(workspace, words, named):
+def test_unusable_override_is_refused(workspace, words, named):
     (workspace.path / "file").write_text("")
     workspace.rejects(words, *named)
 
@@ -157,16 +157,18 @@ def test_override_that_cannot_run(workspace, words, named):
         ("4", ["parallel=hsdp"], ["parallel.shard=8", "not 4"]),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_before_they_meet(workspace, size, words, named):
+def test_unsuitable_world_size_is_refused_before_process_group_starts(
+    workspace, size, words, named
+):
     workspace.monkeypatch.setenv("WORLD_SIZE", size)
     workspace.monkeypatch.setenv("RANK", "0")
     workspace.rejects(words, *named)
     workspace.monkeypatch.setenv("RANK", "1")
-    assert workspace.train(*workspace.tiny, *words) == Result(2, "", ""), "only rank 0 speaks"
+    assert workspace.train(*workspace.tiny, *words) == Result(2, "", ""), "only rank 0 prints"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_backend_without_its_gpu_is_refused_before_a_corpus_is_read(workspace):
+def test_gpu_backend_on_cpu_is_refused_before_corpus_is_read(workspace):
     other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=2))
     workspace.rejects(
         [f"data.paths=[{other}]", f"{BACKEND}=flash"],
@@ -186,14 +188,14 @@ def test_backend_without_its_gpu_is_refused_before_a_corpus_is_read(workspace):
         ("gone.jsonl", None, ["data.paths"]),
     ],
 )
-def test_corpus_that_cannot_be_used(workspace, name, content, named):
+def test_unusable_corpus_is_refused(workspace, name, content, named):
     path = workspace.path / name
     if content is not None:
         path.write_bytes(content)
     workspace.rejects_data([f"data.paths={path}"], name, *named)
 
 
-def test_corpus_shorter_than_a_sequence(workspace, finished_run):
+def test_corpus_shorter_than_a_sequence_is_refused(workspace, finished_run):
     short = write_jsonl(workspace.path / "short.jsonl", ["a b", "c d", "e f"])
     words = [f"data.paths=[{short}]", f"data.tokenizer={finished_run / 'tokenizer.model'}"]
     workspace.rejected(
@@ -203,7 +205,7 @@ def test_corpus_shorter_than_a_sequence(workspace, finished_run):
     )
 
 
-def test_tokenizer_that_does_not_fit_is_refused_at_once(workspace, code_corpus, finished_run):
+def test_unsuitable_tokenizer_is_refused_before_preparation(workspace, code_corpus, finished_run):
     other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=1))
     words = [f"data.paths=[{other}]", f"data.tokenizer={finished_run / 'tokenizer.model'}"]
     workspace.rejects_data([*words, "model.vocab_size=300"], "512", "model.vocab_size=300")
@@ -213,9 +215,9 @@ def test_tokenizer_that_does_not_fit_is_refused_at_once(workspace, code_corpus, 
 # Run directories and checkpoints
 
 
-def test_checkpoint_of_another_model(workspace, finished_run):
+def test_resume_from_checkpoint_of_different_model_is_refused(workspace, finished_run):
     words = ["attention=diff_v2", f"resume={finished_run}", "run.name=new"]
-    named = ["step-00000004", "another model", "attention.w_lambda.weight", "absent"]
+    named = ["step-00000004", "different model", "attention.w_lambda.weight", "absent"]
     workspace.rejects_data(words, *named)
 
 
@@ -224,7 +226,7 @@ def own_run(workspace, finished_run):
     return shutil.copytree(finished_run, workspace.path / "outputs" / "mine")
 
 
-def test_name_of_a_run_that_cannot_continue(workspace, own_run):
+def test_run_that_cannot_resume_is_refused(workspace, own_run):
     mine = ["attention=standard", "run.name=mine"]
     workspace.rejects([*mine, "seed=7"], "outputs/mine", "seed", "0", "7")
     workspace.rejects([*mine, "resume=never"], "outputs/mine", "resume=never")
@@ -232,13 +234,13 @@ def test_name_of_a_run_that_cannot_continue(workspace, own_run):
     workspace.rejects(mine, "outputs/mine", "config.yaml")
 
 
-def test_run_directory_in_use(workspace):
+def test_run_directory_in_use_is_refused(workspace):
     run = workspace.path / "outputs" / "busy"
     gate = Gate(run, 2)
     first = ForkedRun([*workspace.tiny, "run.dir=outputs/busy"])
     try:
         first.wait_for(gate.reached, "training")
-        first.signal(signal.SIGSTOP)  # or its metrics.jsonl would grow
+        first.signal(signal.SIGSTOP)  # otherwise metrics.jsonl grows between the snapshots
         workspace.rejects(["run.name=busy"], "outputs/busy", f"in use by process {first.pid()} on")
         first.signal(signal.SIGCONT)
         first.signal(signal.SIGTERM)
@@ -261,7 +263,7 @@ SWEEPS = [
 
 
 @pytest.mark.parametrize(("words", "named"), slow_but(SWEEPS[:2], SWEEPS))
-def test_sweep_with_one_bad_job_starts_none(workspace, words, named):
+def test_sweep_with_invalid_job_starts_no_run(workspace, words, named):
     workspace.monkeypatch.setattr(
         "diffllm.compare.sweep.command.run_here", lambda *_: pytest.fail("the sweep was launched")
     )
@@ -292,12 +294,12 @@ def test_sweep_with_one_bad_job_starts_none(workspace, words, named):
         (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
     ],
 )
-def test_tool_used_wrongly(workspace, words, named):
+def test_invalid_arguments_of_tool_are_refused(workspace, words, named):
     (workspace.path / "file").write_text("")
     workspace.rejects_tool(words, *named)
 
 
-def test_generate_from_a_run_that_cannot(workspace, own_run):
+def test_generate_refuses_unusable_run(workspace, own_run):
     def rejects(*named: str, words: Sequence[str] = ("prompt=a",)) -> None:
         workspace.rejects_tool(["generate", f"run={own_run}", *words], *named)
 
@@ -323,7 +325,7 @@ REAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "named"), REAL)
-def test_real_command(tmp_path, environment, words, named):
+def test_invalid_real_command_prints_error_and_changes_no_file(tmp_path, environment, words, named):
     (tmp_path / "file").write_text("mine")
     before = snapshot(tmp_path)
     line = error_line(command(words, tmp_path, environment))

@@ -1,4 +1,4 @@
-"""Real runs whose newest checkpoint is damaged, or that save by the clock."""
+"""Runs with a damaged newest checkpoint, and runs that save at intervals of time."""
 
 import pytest
 from runs.command import Gate, assert_same_weights, finish, metric_lines, start
@@ -11,7 +11,7 @@ WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_int
 
 
 @pytest.mark.slow
-def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
+def test_resume_skips_damaged_checkpoint_and_ends_with_equal_weights(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(corpus, straight, *WORDS)
     gate = Gate(broken, 19)
@@ -25,10 +25,10 @@ def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
 
     output = finish(corpus, broken, *WORDS)
     (skipped, moved) = [line for line in output.splitlines() if line.startswith("warning: ")]
-    assert f"damaged checkpoint {newest} (__0_0.distcp has another checksum)" in skipped
-    assert "continuing from step-00000008" in skipped
+    assert f"damaged checkpoint {newest} (__0_0.distcp has a wrong checksum)" in skipped
+    assert "using step-00000008" in skipped
     assert "continues after step 8" in output
-    assert moved.endswith("it is now damaged-step-00000016")
+    assert moved.endswith("to damaged-step-00000016: a new checkpoint needs the name")
     names = {path.name for path in (broken / "checkpoints").iterdir()}
     steps = {f"step-{step:08d}" for step in (8, 16, 24)}
     assert names == {*steps, "damaged-step-00000016"}
@@ -40,8 +40,8 @@ def test_the_one_before_the_damaged_one_leads_to_the_same_end(corpus, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_saves_by_the_clock(corpus, tmp_path, ranks):
-    """All ranks save at the same steps, or they would wait for each other."""
+def test_time_interval_saves_same_steps_on_all_ranks(corpus, tmp_path, ranks):
+    """If ranks saved at different steps, each rank would wait forever."""
     run = tmp_path / "run"
     words = ("steps=24", "checkpoint.interval=0.1s", "checkpoint.keep_last=0", "log_interval=1")
     finish(corpus, run, *words, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Runs on disks that are full, with real files and real processes."""
+"""Runs on full disks, with real files and real processes."""
 
 import contextlib
 import os
@@ -15,11 +15,11 @@ from diffllm.checkpoint.manifest import verify
 LAST = 24
 WORDS = (f"steps={LAST}", "checkpoint.interval=4", "log_interval=1", f"eval.interval={LAST}")
 TOO_SMALL = 1_000_000
-"""Bytes a file may have; tensors take seven times as many, everything else a tenth."""
+"""Maximum bytes of a file. A checkpoint's tensors need seven times as many, other files a tenth."""
 
 
 def limit_files(pid: int, size: int) -> None:
-    """From now on the process gets EFBIG where a file would be larger."""
+    """Make writes of a process fail with EFBIG if a file would exceed `size` bytes."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
 
@@ -41,8 +41,8 @@ def assert_clean(run: Path, output: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, ranks):
-    """With two ranks, only one of them meets the limit."""
+def test_file_size_limit_causes_warnings_until_limit_is_lifted(corpus, tmp_path, ranks):
+    """With two ranks, only the last rank has the limit."""
     run = tmp_path / "run"
     gates = [Gate(run, 6), Gate(run, 16)]
     process = start(corpus, run, *WORDS, ranks=ranks)
@@ -68,7 +68,7 @@ def test_files_that_cannot_grow_cost_warnings_until_they_can(corpus, tmp_path, r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the last step", "a signal"])
-def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tmp_path, how):
+def test_failed_last_save_ends_run_and_keeps_older_checkpoints(corpus, tmp_path, how):
     run = tmp_path / "run"
     gate = Gate(run, 6)
     process = start(corpus, run, *WORDS)
@@ -82,7 +82,7 @@ def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tm
     assert f"could not be saved under {run}/checkpoints: rank 0: File too large" in error
     assert (f"error: step {LAST} " in error) == (how == "the last step")
     newest = list_checkpoints(run / "checkpoints")[-1]
-    assert f"the newest checkpoint is {newest.name}; make room, then the same command" in error
+    assert f"the newest checkpoint is {newest.name}; free disk space, then" in error
     assert step_of(newest) == 4
     assert_clean(run, output)
     assert not (run / "summary.json").exists()
@@ -91,7 +91,7 @@ def test_a_last_save_that_fails_is_the_end_and_older_checkpoints_stay(corpus, tm
     assert steps(run)[-1] == LAST
 
 
-def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):
+def test_full_disk_causes_warnings_until_space_is_free(corpus, small_disk):
     run, filler = small_disk / "run", small_disk / "filler"
     gates = [Gate(run, 6), Gate(run, 16)]
     process = start(corpus, run, *WORDS)
@@ -101,11 +101,11 @@ def test_a_full_disk_costs_warnings_until_there_is_room(corpus, small_disk):
     with open(filler, "ab", buffering=0) as file:
 
         def full() -> bool:
-            """Leave less than a checkpoint, whatever else comes and goes meanwhile."""
+            """Leave less space than a checkpoint needs, even if files were deleted meanwhile."""
             disk = os.statvfs(small_disk)
             spare = disk.f_bavail * disk.f_frsize - 3_000_000
             if spare > 0:
-                with contextlib.suppress(OSError):  # a save was faster
+                with contextlib.suppress(OSError):  # a save filled the disk first
                     file.write(bytes(spare))
             return spare <= 0
 

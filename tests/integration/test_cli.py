@@ -1,4 +1,4 @@
-"""The commands as a user runs them, on a tiny corpus."""
+"""Commands as run by a user, on a tiny corpus."""
 
 import json
 import os
@@ -43,20 +43,22 @@ def assert_complete(run: Path) -> None:
 # One run
 
 
-def test_a_finished_run_says_so_and_is_left_alone(workplace, finished_run, tiny, environment):
+def test_repeated_command_of_finished_run_changes_no_file(
+    workplace, finished_run, tiny, environment
+):
     assert_complete(finished_run)
     before = snapshot(workplace)
     words = [*tiny, "attention=standard", "run.name=finished"]
     again = train(words, workplace, environment)
     assert (again.code, again.err) == (0, "")
     assert re.fullmatch(
-        r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; more steps= .*\n",
+        r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; to train further, .*\n",
         again.out,
     )
     assert not changes(before, snapshot(workplace))
 
 
-def test_a_run_keeps_its_screen_in_a_log_start_by_start(tmp_path, tiny, environment, finished_run):
+def test_run_log_contains_output_of_every_start(tmp_path, tiny, environment, finished_run):
     words = [*tiny, "run.name=logged", "run.report=false"]
     first = train(words, tmp_path, environment)
     log = tmp_path / "outputs" / "logged" / "run.log"
@@ -76,11 +78,11 @@ def test_a_run_keeps_its_screen_in_a_log_start_by_start(tmp_path, tiny, environm
     assert "continues after step 4" in text
 
 
-def test_a_run_without_a_name_gets_a_fresh_one(tmp_path, tiny, environment, finished_run):
+def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finished_run):
     result = command(train_command([*tiny, "attention=gated"]), tmp_path, environment)
     assert result.code == 0, result.err
     assert not CONTROL.search(result.out + result.err)
-    assert result.err == "", "the corpus was prepared before, and nothing else belongs here"
+    assert result.err == "", "stderr must be empty with a prepared corpus"
     (run,) = (tmp_path / "outputs").iterdir()
     assert re.fullmatch(r"tiny-gated-\d{8}-\d{6}", run.name)
     assert_complete(run)
@@ -94,11 +96,13 @@ def test_a_run_without_a_name_gets_a_fresh_one(tmp_path, tiny, environment, fini
         assert re.search(line, result.out, re.M), result.out
     summary = json.loads((run / "summary.json").read_text())
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
-    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], "something lies beside outputs/"
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], (
+        "a file was written outside of outputs/"
+    )
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_live_progress(tmp_path, tiny, environment, monkeypatch):
+def test_terminal_shows_live_progress(tmp_path, tiny, environment, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in (environment | {"TERM": "xterm-256color", "COLUMNS": "160"}).items():
         monkeypatch.setenv(name, value)
@@ -135,8 +139,8 @@ PROMPTS = ["a=b, {c}", "x[1]", "${seed} 'a\"=", "  def f(\n\t", "null", "1e3"]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_generate_continues_the_prompt_as_it_stands(finished_run, capfd, prompt):
-    """Verbatim: no prompt is read as Hydra grammar, none loses a character."""
+def test_generate_continues_prompt_verbatim(finished_run, capfd, prompt):
+    """A prompt is not parsed by Hydra's grammar and loses no character."""
     before = snapshot(finished_run)
     out = continued(finished_run, capfd, prompt)
     assert out.startswith(prompt), out
@@ -144,7 +148,7 @@ def test_generate_continues_the_prompt_as_it_stands(finished_run, capfd, prompt)
     assert not changes(before, snapshot(finished_run))
 
 
-def test_prepare_makes_what_a_run_finds(tmp_path, tiny, environment):
+def test_repeated_prepare_reuses_tokens(tmp_path, tiny, environment):
     words = [*tiny, f"data.cache_dir={tmp_path / 'own cache'}"]
     first = tool(["prepare", *words], tmp_path, environment)
     assert first.code == 0, first.err
@@ -170,7 +174,7 @@ def swept(tmp_path_factory, tiny, environment, finished_run):
     return cwd, train(words, cwd, environment)
 
 
-def test_a_sweep_gives_every_variant_its_directory(swept):
+def test_sweep_writes_directory_per_variant(swept):
     cwd, result = swept
     assert result.code == 0, result.err
     assert list(cwd.iterdir()) == [cwd / "outputs"]
@@ -182,14 +186,14 @@ def test_a_sweep_gives_every_variant_its_directory(swept):
         assert_complete(run)
         summary = json.loads((run / "summary.json").read_text())
         assert summary["variant"] == run.name
-        loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits a byte"
+        loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits per byte"
         last = rf"^{run.relative_to(cwd)} +{loss}$"
         assert re.search(last, result.out, re.M), result.out
     assert not CONTROL.search(result.out + result.err)
     assert result.err == ""
 
 
-def test_log_of_a_swept_run_has_the_output_of_its_terminal(swept):
+def test_log_of_swept_run_contains_terminal_output(swept):
     (directory,) = (swept[0] / "outputs").iterdir()
     text = (directory / "standard.log").read_text()
     assert re.match(r"\d{4}-\d\d-\d\d .*run.name=standard\n", text)
@@ -201,12 +205,12 @@ def test_log_of_a_swept_run_has_the_output_of_its_terminal(swept):
 
 
 @pytest.mark.slow
-def test_two_ranks_sweep_or_report_an_error_once(tmp_path, tiny, environment):
+def test_two_ranks_run_sweep_and_report_error_once(tmp_path, tiny, environment):
     words = [*TORCHRUN, *train_command([])[1:]]
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, refused.err
-    assert "global_batch_size=5 cannot be shared by 2 ranks" in errors[0]
+    assert "global_batch_size=5 must be a multiple of 2 ranks" in errors[0]
     assert not list(tmp_path.iterdir())
     swept = ["-m", "attention=standard,diff_v2", *tiny, "run.sweep=pair"]
     result = command([*words, *swept], tmp_path, environment)

@@ -1,4 +1,4 @@
-"""Token shards that are not what was prepared end a run with one line; what was saved stays."""
+"""Damaged token shards stop a run with one error line; checkpoints are kept."""
 
 import json
 import shutil
@@ -35,13 +35,14 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A directory of tokens in three training shards, and the overrides of a run on them."""
+    """Return a directory of tokens with three training shards, and the overrides of a run."""
     path = tmp_path_factory.mktemp("original")
     corpus = write_jsonl(path / "corpus.jsonl", documents(100))
     words = [*WORDS, f"data.paths=[{corpus}]", f"data.cache_dir={path / 'cache'}"]
     data = prepare(load_config(words).data)
     shutil.rmtree(data.directory)
-    tokens = (data.manifest.splits["train"].tokens - SEQ_LEN) // 2  # two sequences read the third
+    # The third shard is so small that only two sequences read tokens of the third shard.
+    tokens = (data.manifest.splits["train"].tokens - SEQ_LEN) // 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SHARD_TOKENS", tokens)
         data = prepare(load_config(words).data)
@@ -51,7 +52,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def prepared(original, tmp_path):
-    """A copy to damage, of which nothing is verified."""
+    """Return a copy to damage, without marks of verified files."""
     directory, words = original
     shutil.copytree(directory.parents[1], tmp_path / "cache")
     words = [*words, f"data.cache_dir={tmp_path / 'cache'}"]
@@ -59,7 +60,7 @@ def prepared(original, tmp_path):
 
 
 def first_step_with(directory, shard):
-    """The step, from 1, that first reads tokens of a training shard."""
+    """Return the first step, counted from 1, that reads tokens of a training shard."""
     counts = [each.tokens for each in Manifest.load(directory).splits["train"].shards]
     n = (sum(counts) - 1) // SEQ_LEN
     order = permute(np.arange(n), n, SEED, 0)
@@ -67,9 +68,11 @@ def first_step_with(directory, shard):
 
 
 @pytest.mark.slow
-def test_a_bit_of_a_shard_that_is_read_in_the_middle_of_a_run(prepared, tmp_path):
-    """The run ends before the step that would read it, with the steps before saved, and prepared
-    again it goes on to what an undisturbed run computes."""
+def test_flipped_bit_in_shard_stops_run_before_affected_step(prepared, tmp_path):
+    """The run saves and stops before the step that reads the damaged shard.
+
+    With the shard restored, the run resumes with the losses of an undisturbed run.
+    """
     directory, words = prepared
     step = first_step_with(directory, 2)
     assert 8 < step < 390, "choose another seed"
@@ -84,7 +87,7 @@ def test_a_bit_of_a_shard_that_is_read_in_the_middle_of_a_run(prepared, tmp_path
     assert f"stopped after step {step - 1}, saved" in line
     assert metrics(run)[-1]["step"] == (step - 1) // 2 * 2
     before = snapshot(run / "checkpoints")
-    assert "damaged" in the_error(ForkedRun(mine).finish(2))  # in a loader process
+    assert "damaged" in the_error(ForkedRun(mine).finish(2))  # found by a loader process
     assert not changes(before, snapshot(run / "checkpoints"))
     shard.write_bytes(intact)
     last, losses = step + 3, []
@@ -115,13 +118,13 @@ def shorten_in_manifest(directory):
         (lambda directory: (directory / "tokenizer.model").unlink(), "tokenizer.model"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_said_before_training(prepared, tmp_path, damage, named):
+def test_damaged_tokens_are_refused_before_training(prepared, tmp_path, damage, named):
     directory, words = prepared
     damage(directory)
     before = snapshot(directory)
     line = the_error(ForkedRun([*words, f"run.dir={tmp_path / 'run'}"]).finish(2))
     assert named in line
-    assert ("bytes where the manifest says" in line) == named.startswith("train")
+    assert ("bytes, but the manifest says" in line) == named.startswith("train")
     assert f"delete {directory} to prepare it again" in line
     assert not changes(before, snapshot(directory))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""A disk that is full and a directory that is gone, at the start of a run and at its end."""
+"""A full disk and a removed run directory, at the start and at the end of a run."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ PAGE = 4096
 
 
 def fill(disk: Path, pages: int) -> Path:
-    """Leave so many pages of a disk; return the file that takes the rest."""
+    """Fill a disk except for `pages` pages; return the file that fills the disk."""
     filler = disk / "filler"
     found = os.statvfs(disk)
     with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -29,7 +29,7 @@ def fill(disk: Path, pages: int) -> Path:
     ("pages", "ranks"),
     slow_but([(0, 1)], [(p, ranks) for p in range(8) for ranks in (1, 2)]),
 )
-def test_a_start_without_room_loses_nothing(corpus, small_disk, pages, ranks):
+def test_resume_on_full_disk_fails_without_data_loss(corpus, small_disk, pages, ranks):
     run = small_disk / "run"
     start(corpus, run, *WORDS, ranks=ranks).stop_at(Gate(run, 4))
     before = (run / "metrics.jsonl").read_bytes()
@@ -45,7 +45,7 @@ def test_a_start_without_room_loses_nothing(corpus, small_disk, pages, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_end_without_room_is_measured_again(corpus, small_disk, ranks):
+def test_heldout_evaluation_is_repeated_after_full_disk(corpus, small_disk, ranks):
     run = small_disk / "run"
     gate = Gate(run, "heldout")
     process = start(corpus, run, *WORDS, ranks=ranks)
@@ -61,7 +61,7 @@ def test_an_end_without_room_is_measured_again(corpus, small_disk, ranks):
     assert (run / "summary.json").exists()
 
 
-def test_a_sweep_without_room_says_so(small_disk, environment, tiny):
+def test_sweep_on_full_disk_prints_error(small_disk, environment, tiny):
     filler = fill(small_disk, 0)
     words = ["-m", *tiny, "seed=0,1", "run.sweep=full"]
     ended = train(words, small_disk, environment)
@@ -73,17 +73,17 @@ def test_a_sweep_without_room_says_so(small_disk, environment, tiny):
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("instead", slow_but(["nothing"], ["nothing", "another directory"]))
-def test_a_directory_that_is_removed_ends_its_run(corpus, tmp_path, ranks, instead):
+def test_removed_run_directory_stops_run(corpus, tmp_path, ranks, instead):
     run = tmp_path / "run"
     gate = Gate(run, 5)
     process = start(corpus, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "step 5")
     process.wait_for(lambda: len(list_checkpoints(run / "checkpoints")) == 2, "checkpoint")
-    run.rename(tmp_path / "away")  # at once: it writes there still
+    run.rename(tmp_path / "away")  # an atomic step, because the run still writes files
     shutil.rmtree(tmp_path / "away", ignore_errors=True)
     if instead != "nothing":
         run.mkdir()
     codes = process.codes()
     assert set(codes) == {2}, process.text()
-    assert "the run's directory has been removed" in the_error(process.text())
+    assert "the run directory was removed" in the_error(process.text())
     assert not list(tmp_path.rglob("summary.json"))

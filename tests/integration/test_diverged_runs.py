@@ -1,4 +1,4 @@
-"""Runs that diverge: their end, summary, report and sweep; and a preset whose loss spikes."""
+"""Diverging runs: end, summary, report and sweep; and a preset with loss spikes."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from diffllm.compare.report.runs import load_run
 from diffllm.metrics.records import diverged
 
 DIVERGES = ["optim.lr=100", "optim.clip_norm=0", "train.skip_step=off"]
-"""The first update is so large that no later loss is finite."""
+"""Overrides with a first update so large that no later loss is finite."""
 SHAPES = ["diff_v1", "moe", "2 ranks"]
 
 
@@ -32,7 +32,7 @@ def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
 
 
 def strict(file: Path) -> dict:
-    """The object of a file that every JSON reader takes: NaN is not one of JSON's."""
+    """Read a JSON file; fail for NaN and infinity, which are not valid JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
@@ -41,7 +41,7 @@ def strict(file: Path) -> dict:
 
 
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
-def test_a_diverged_run_ends_as_one(corpus, shape, tmp_path):
+def test_diverged_run_is_recorded_as_diverged(corpus, shape, tmp_path):
     path = tmp_path / "run"
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
@@ -50,11 +50,11 @@ def test_a_diverged_run_ends_as_one(corpus, shape, tmp_path):
     assert summary["diverged"] is True
     assert summary["heldout_loss"] is None
     assert summary["sample"]
-    assert "is finished: 8 steps, it diverged" in run(shape, 8, corpus, path)
+    assert "is finished: 8 steps, the run diverged" in run(shape, 8, corpus, path)
 
 
 @pytest.mark.slow
-def test_a_sweep_and_a_report_say_it(tmp_path, environment, tiny):
+def test_sweep_and_report_show_diverged_run(tmp_path, environment, tiny):
     words = ["-m", *tiny, "optim.lr=1e-3,100", *DIVERGES[1:], "run.sweep=rates", "steps=6"]
     swept = train(words, tmp_path, environment)
     assert swept.code == 0, swept
@@ -63,9 +63,7 @@ def test_a_sweep_and_a_report_say_it(tmp_path, environment, tiny):
     reported = tool(["report", "outputs/rates", "out=page"], tmp_path, environment)
     assert reported.code == 0, reported
     assert "1 of 1 seeds diverged" in reported.out
-    assert (
-        "outputs/rates/lr100.0 diverged: its held-out loss is not a finite number" in reported.out
-    )
+    assert "outputs/rates/lr100.0 diverged: its held-out loss is not finite" in reported.out
 
 
 def lines(result: Result, text: str) -> list[str]:
@@ -75,8 +73,8 @@ def lines(result: Result, text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lr", "decay", "warmup"), [(1e20, 1e30, 0), (1, 100, 0), (1e20, 0, 5)])
-def test_parameters_stay_finite_whatever_the_learning_rate(corpus, tmp_path, lr, decay, warmup):
-    """Where updates that are not finite are skipped, as they are unless that is turned off."""
+def test_parameters_stay_finite_at_extreme_learning_rate(corpus, tmp_path, lr, decay, warmup):
+    """By default, updates that are not finite are skipped."""
     words = [
         *(f"optim.lr={lr}", f"optim.weight_decay={decay}", f"optim.warmup_steps={warmup}"),
         *("steps=60", "precision=fp32", "train.max_consecutive_skips=1000", "log_interval=60"),
@@ -90,15 +88,16 @@ LIMIT, LOGGED = 6, 5
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_too_many_skips_in_a_row_save_and_end_the_run(corpus, tmp_path, ranks):
-    """The first update is finite and so large that no later loss is."""
+def test_too_many_consecutive_skips_save_and_stop_run(corpus, tmp_path, ranks):
+    """The first update is finite, but so large that no later loss is finite."""
     run = tmp_path / "run"
     words = (
         *("optim.lr=1e20", "optim.warmup_steps=0", "steps=60", f"log_interval={LOGGED}"),
         *(f"train.max_consecutive_skips={LIMIT}", "precision=fp32"),
     )
     output = start(corpus, run, *words, ranks=ranks).finish()
-    assert output.count("diverged: stopped after step 10, saved: 9 updates in a row") == 1
+    assert output.count("diverged: 9 updates in a row") == 1
+    assert "; stopped after step 10, saved; try a smaller optim.lr" in output
     assert "error" not in output
     assert "held-out loss not measured: the run diverged" in output
     assert "step 2: update skipped" in output
@@ -120,17 +119,18 @@ def test_too_many_skips_in_a_row_save_and_end_the_run(corpus, tmp_path, ranks):
     again = start(corpus, run, *words, ranks=ranks).finish()
     assert f"{run} diverged and stopped after step 10: 9 updates in a row were skipped" in again
     assert "continues" not in again
-    if ranks == 1:  # where more may be skipped, or what is computed is another, it goes on
+    if ranks == 1:  # the run resumes with another limit of skips or another learning rate
         output = start(corpus, run, *words, "train.max_consecutive_skips=8").finish()
         assert "continues after step 10" in output
-        assert "diverged: stopped after step 20, saved: 10 updates in a row" in output
+        assert "diverged: 10 updates in a row" in output
+        assert "; stopped after step 20, saved; try a smaller optim.lr" in output
         changed = ("optim.lr=1e-3", "run.allow_changes=[optim.lr]", "steps=60")
         output = start(corpus, run, *words, *changed).finish()
         assert "continues after step 20" in output
 
 
 @pytest.mark.slow
-def test_a_sweep_counts_it_as_ended(tmp_path, environment, tiny):
+def test_sweep_counts_diverged_run_as_finished(tmp_path, environment, tiny):
     swept = ["-m", *tiny, "optim.lr=1e-3,1e20", "optim.warmup_steps=0", "run.sweep=rates"]
     swept += ["steps=12", "log_interval=5", "train.max_consecutive_skips=3"]
     ended = train(swept, tmp_path, environment)
@@ -144,7 +144,7 @@ def test_a_sweep_counts_it_as_ended(tmp_path, environment, tiny):
 
 
 @pytest.mark.slow
-def test_loss_and_gradient_spike(tmp_path, environment):
+def test_large_lr_experiment_has_loss_and_gradient_spikes(tmp_path, environment):
     words = ["experiment=large_lr", "run.dir=run", "wandb.mode=disabled"]
     assert train(words, tmp_path, environment).code == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -1,5 +1,4 @@
-"""A corpus that was edited after its run began: the run goes on with it only where that is
-allowed."""
+"""A run whose corpus was edited resumes only with run.allow_changes."""
 
 import dataclasses
 import hashlib
@@ -25,12 +24,12 @@ def begun(tmp_path: Path) -> tuple[Path, Path]:
     return corpus, run
 
 
-def goes_on(corpus: Path, run: Path, *changed: str) -> None:
-    """The run is refused what has changed, and takes it where it is allowed."""
+def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str) -> None:
+    """Assert that a resume is refused because of `changed`, and possible with allow_changes."""
     more = [f"steps={STEPS + 2}", "eval.interval=100", "run.allow_changes=[steps]"]
     refused = start(corpus, run, *more).finish(2)
     error = the_error(refused)
-    assert "the checkpoint belongs to another order of data" in error
+    assert "the checkpoint has a different order of data" in error
     assert all(f"{key}: " in error for key in changed)
     allowed = f"run.allow_changes=[steps,{','.join(changed)}]"
     assert error.endswith(allowed)
@@ -40,17 +39,19 @@ def goes_on(corpus: Path, run: Path, *changed: str) -> None:
     assert json.loads(line)["changes"].keys() == {"steps", *changed}
 
 
-def test_an_edited_text(begun: tuple[Path, Path], tmp_path: Path) -> None:
+def test_resume_with_edited_text_requires_allow_changes(
+    begun: tuple[Path, Path], tmp_path: Path
+) -> None:
     corpus, run = begun
     lines = corpus.read_text().splitlines(keepends=True)
     corpus.write_text("".join([*lines[:9], lines[9].replace("the end", "no end"), *lines[10:]]))
     shutil.rmtree(tmp_path / "cache")
-    goes_on(corpus, run, "corpus", "tokenizer")
+    assert_resume_requires_allow_changes(corpus, run, "corpus", "tokenizer")
 
 
 @pytest.mark.slow
-def test_other_tokens_of_the_same_text(begun: tuple[Path, Path]) -> None:
-    """As another version of what cuts a text into tokens would make them."""
+def test_resume_with_different_tokens_requires_allow_changes(begun: tuple[Path, Path]) -> None:
+    """Another version of the tokenizer library could give different tokens for equal text."""
     corpus, run = begun
     data = prepare(load_config(overrides_of(corpus, run)).data)
     split = data.manifest.splits["train"]
@@ -62,4 +63,4 @@ def test_other_tokens_of_the_same_text(begun: tuple[Path, Path]) -> None:
     other = dataclasses.replace(shard, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
     splits = {**data.manifest.splits, "train": dataclasses.replace(split, shards=[other])}
     dataclasses.replace(data.manifest, splits=splits).save(data.directory)
-    goes_on(corpus, run, "tokens")
+    assert_resume_requires_allow_changes(corpus, run, "tokens")

@@ -1,4 +1,4 @@
-"""Event files of TensorBoard, traces of the profiler, and the origin in run.json, of real runs."""
+"""TensorBoard event files, profiler traces, and command and commit in run.json, of real runs."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(path: Path) -> dict[str, dict[int, float]]:
-    """Values in metrics.jsonl by name and step."""
+    """Return the values in metrics.jsonl by name and step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
         for name, value in line.items():
@@ -36,16 +36,14 @@ def written(path: Path) -> dict[str, dict[int, float]]:
 
 
 def shown(path: Path) -> dict[str, dict[int, float]]:
-    """Values that TensorBoard shows, by name and step."""
+    """Return the values that TensorBoard shows, by name and step."""
     events = EventAccumulator(str(path / "tensorboard"), purge_orphaned_data=True)
     events.Reload()
     names = events.Tags()["scalars"]
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
 
 
-def test_event_files_hold_what_metrics_jsonl_does_and_traces_the_steps_asked_for(
-    corpus, tmp_path, capfd
-):
+def test_event_files_equal_metrics_jsonl_and_trace_has_chosen_steps(corpus, tmp_path, capfd):
     path = tmp_path / "run"
     words = [*overrides_of(corpus, path), *WORDS, "data.num_workers=0"]
     words += ["metrics.tensorboard=true", "profile.steps=[2,3]"]
@@ -70,16 +68,16 @@ def test_event_files_hold_what_metrics_jsonl_does_and_traces_the_steps_asked_for
         assert values == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
 
 
-def test_event_files_that_cannot_be_written_end_no_run(tmp_path, capfd):
+def test_unwritable_event_files_only_print_warning(tmp_path, capfd):
     blocked = tmp_path / "file"
     blocked.write_text("")
     events = EventFiles(blocked / "tensorboard", 0)
     events.log({"step": 1, "train/loss": 2.0})
     events.close()
-    assert capfd.readouterr().err.startswith("warning: no more TensorBoard event files")
+    assert capfd.readouterr().err.startswith("warning: TensorBoard event files stopped")
 
 
-def test_asked_for_without_the_package_is_one_line(tmp_path, monkeypatch):
+def test_tensorboard_without_package_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cfg = load_config([*overrides_of(tmp_path, tmp_path / "run"), "metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r'pip install "diffllm\[tensorboard\]"'):
@@ -87,10 +85,10 @@ def test_asked_for_without_the_package_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_steps_that_cannot_be_profiled_are_one_line():
-    words = ["model=tiny", "max_tokens=42000"]  # 10 steps
+def test_invalid_profile_steps_are_refused():
+    words = ["model=tiny", "max_tokens=42000"]  # a run of 10 steps
     for steps in ("[3]", "[0,2]", "[3,2]", "[1,2,3]"):
         with pytest.raises(ConfigError, match=r"must be \[first,last\]"):
             load_config([*words, f"profile.steps={steps}"])
-    with pytest.raises(ConfigError, match=r"up to 10"):
+    with pytest.raises(ConfigError, match=r"last <= 10"):
         load_config([*words, "profile.steps=[2,11]"])

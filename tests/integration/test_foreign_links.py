@@ -1,4 +1,4 @@
-"""A run directory from elsewhere may hold links; nothing that they lead to is written or shown."""
+"""Links in a copied run directory: their targets are never written, printed or copied."""
 
 import json
 import os
@@ -15,11 +15,11 @@ WRITTEN = [
     "traces/rank-00000.txt", "metrics.partial", ".metrics.jsonl.{pid}",
 ]  # fmt: skip
 FEW = ["config.yaml", "metrics.jsonl", "report.html", ".lock"]
-CONTENT = "another's file, which nothing may write\n"
+CONTENT = "a file outside of the run, which must not change\n"
 
 
 @pytest.mark.parametrize("name", slow_but(FEW, WRITTEN))
-def test_what_a_link_in_place_of_a_file_leads_to_stays(
+def test_training_never_writes_through_link_in_run_directory(
     killed_run, tiny, tmp_path, environment, name
 ):
     run = killed_run
@@ -43,7 +43,7 @@ def test_what_a_link_in_place_of_a_file_leads_to_stays(
 
 @pytest.mark.parametrize("name", slow_but(["config.yaml"], ["tokenizer.model", "config.yaml"]))
 @pytest.mark.parametrize("command", ["consolidate", "generate", "attention-map", "report"])
-def test_what_a_link_in_place_of_a_file_leads_to_is_not_read(
+def test_tools_never_read_through_link_in_run_directory(
     finished_run, tmp_path, environment, name, command
 ):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
@@ -63,7 +63,7 @@ def test_what_a_link_in_place_of_a_file_leads_to_is_not_read(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_a_figure_replaces_a_link_that_lies_in_the_run(finished_run, tmp_path, environment):
+def test_figure_replaces_link_in_run_directory(finished_run, tmp_path, environment):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
     outside.write_text(CONTENT)
     (run / "figure.png").symlink_to(outside)

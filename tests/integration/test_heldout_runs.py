@@ -1,4 +1,4 @@
-"""Runs end with the loss of every held-out document, whatever interrupts them there."""
+"""Runs end with the loss of every held-out document, also after an interruption."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ WORDS = (
     *(f"steps={STEPS}", "eval.tokens=null", "micro_batch_size=1", "precision=fp32"),
     *("log_interval=1", "diagnostics.interval=0", "data.num_workers=0", "optim.warmup_steps=1"),
 )
-"""A sequence a batch: the evaluation has many of them."""
+"""Overrides with one sequence per batch, so that the evaluation has many batches."""
 SPEED = ("seconds", "tokens_per_s")
 
 
@@ -41,7 +41,7 @@ def summary_of(run: Path) -> dict:
     return {key: value for key, value in summary.items() if key not in SPEED}
 
 
-def test_a_run_ends_with_the_loss_of_every_document(corpus, straight):
+def test_run_ends_with_loss_of_every_heldout_document(corpus, straight):
     split = data_of(corpus).manifest.splits["heldout"]
     losses, summary = document_losses(straight), summary_of(straight)
     total = losses.nats.sum()
@@ -53,7 +53,9 @@ def test_a_run_ends_with_the_loss_of_every_document(corpus, straight):
     texts = [json.loads(line)["text"].encode() for line in corpus.read_text().splitlines()]
     sizes = {int.from_bytes(hashlib.sha256(t).digest()[:8], signed=True): len(t) for t in texts}
     assert losses.bytes.tolist() == [sizes[text] for text in losses.texts.tolist()]
-    assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], "it is of a sample"
+    assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], (
+        "eval/loss is the loss of a sample"
+    )
 
 
 def assert_ended_as(run: Path, straight: Path) -> None:
@@ -64,7 +66,7 @@ def assert_ended_as(run: Path, straight: Path) -> None:
     assert metric_lines(run) == metric_lines(straight)
 
 
-def test_a_run_killed_while_it_measures_does_so_when_it_continues(corpus, straight, tmp_path):
+def test_run_killed_during_heldout_evaluation_evaluates_after_resume(corpus, straight, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], 1, tmp_path)
@@ -80,22 +82,24 @@ def test_a_run_killed_while_it_measures_does_so_when_it_continues(corpus, straig
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
-def test_a_signal_while_it_measures_stops_all_ranks(corpus, straight, tmp_path, ranks, number):
+def test_signal_during_heldout_evaluation_stops_all_ranks(
+    corpus, straight, tmp_path, ranks, number
+):
     run = tmp_path / "run"
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
-    assert f"stopped by {number.name} after step {STEPS}, saved; the same command continues" in said
+    assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
     assert json.loads((run / "requeue").read_text()) == {"signal": number.name, "step": STEPS}
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)
     assert f"continues after step {STEPS}" in again
-    assert "bits a byte" in again
+    assert "bits per byte" in again
     if ranks == 1:
         assert_ended_as(run, straight)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_it_measures_is_named(corpus, tmp_path):
+def test_rank_killed_during_heldout_evaluation_is_named(corpus, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)

@@ -1,4 +1,4 @@
-"""The wheel, installed somewhere else."""
+"""The wheel, installed outside of the repository."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def run(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def test_a_wheel_brings_its_configuration(tmp_path: Path) -> None:
+def test_installed_wheel_contains_config_and_runs_commands(tmp_path: Path) -> None:
     wheels, target, elsewhere = (tmp_path / name for name in ("wheels", "target", "elsewhere"))
     elsewhere.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -1,5 +1,4 @@
-"""A loader process that dies ends its run at once, with a line that says so; one that hangs is
-named."""
+"""A killed loader process stops its run with an error; a hanging loader process is named."""
 
 import contextlib
 import os
@@ -14,10 +13,10 @@ from diffllm.checkpoint.directory import list_checkpoints
 
 
 def loader_processes(trainer: int) -> list[int]:
-    """Children that look like their parent: forked, not started anew."""
+    """Return the forked descendants of a trainer, which have its command line."""
     own, found = Path(f"/proc/{trainer}/cmdline").read_bytes(), []
     for pid in descendants(trainer):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if Path(f"/proc/{pid}/cmdline").read_bytes() == own:
                 found.append(pid)
     return found
@@ -25,10 +24,10 @@ def loader_processes(trainer: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loader_process_that_is_killed(corpus, tmp_path, ranks):
-    """SIGKILL is what the kernel sends where memory runs out.
+def test_killed_loader_process_stops_run_with_error(corpus, tmp_path, ranks):
+    """The kernel sends SIGKILL if memory runs out.
 
-    Without steps enough to use up distributed.timeout, a wait for it would outlast this test.
+    The run must not wait until distributed.timeout, which is longer than this test's time limit.
     """
     run = tmp_path / "run"
     words = ("steps=1000000", "checkpoint.interval=2", "data.num_workers=1", "log_interval=1")
@@ -52,8 +51,8 @@ def test_a_loader_process_that_is_killed(corpus, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout", "signalled"), [(20, False), (3000, True)])
-def test_a_loader_process_that_hangs(corpus, tmp_path, timeout, signalled):
-    """One process ends within distributed.timeout, and soon where somebody asks it to stop."""
+def test_stopped_loader_process_is_named_in_error(corpus, tmp_path, timeout, signalled):
+    """The run stops within distributed.timeout, or soon after a signal."""
     run = tmp_path / "run"
     words = ("steps=1000000", "checkpoint.interval=2", "data.num_workers=1", "log_interval=1")
     process = start(corpus, run, *words, f"distributed.timeout={timeout}")
@@ -61,7 +60,7 @@ def test_a_loader_process_that_hangs(corpus, tmp_path, timeout, signalled):
         process.wait_for(lambda: list_checkpoints(run / "checkpoints"), "checkpoint")
         (loader,) = loader_processes(process.pid())
         os.kill(loader, signal.SIGSTOP)
-        if signalled:  # once what it had read ahead is used up
+        if signalled:  # after the run has used all batches that the loader had read ahead
             process.wait_for(lambda: "warning: this process hangs at" in process.text(), "warning")
             process.signal(signal.SIGTERM)
         said = process.finish(1)

@@ -1,4 +1,4 @@
-"""A run whose checkpoints are gone is not begun anew in silence; one that never had any is."""
+"""A run with lost checkpoints never restarts silently; a run that never saved restarts."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from runs.command import ForkedRun, metrics, reached, refusal_of, train
 
 
 def unmounted(checkpoints: Path) -> None:
-    """The disk behind a link is not there."""
+    """Replace the checkpoints by a link to a missing disk."""
     disk = checkpoints.parent / "disk"
     shutil.move(checkpoints, disk)
     checkpoints.symlink_to(disk)
@@ -17,12 +17,12 @@ def unmounted(checkpoints: Path) -> None:
 
 
 def empty(checkpoints: Path) -> None:
-    """The disk is not mounted, and its directory is there."""
+    """Replace the checkpoints by an empty directory, as for a disk that is not mounted."""
     shutil.rmtree(checkpoints)
     checkpoints.mkdir()
 
 
-def in_the_way(checkpoints: Path) -> None:
+def replaced_by_file(checkpoints: Path) -> None:
     shutil.rmtree(checkpoints)
     checkpoints.write_text("a file")
 
@@ -31,12 +31,14 @@ LOSSES: dict[str, Callable[[Path], object]] = {
     "removed": shutil.rmtree,
     "empty": empty,
     "not mounted": unmounted,
-    "a file": in_the_way,
+    "a file": replaced_by_file,
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_run_that_had_saved_is_not_begun_anew(killed_run, tiny, tmp_path, environment, name):
+def test_run_with_lost_checkpoints_does_not_restart_from_step_0(
+    killed_run, tiny, tmp_path, environment, name
+):
     run = killed_run
     before = (run / "metrics.jsonl").read_bytes()
     words = [*tiny, "attention=standard", f"run.dir={run}"]
@@ -51,8 +53,8 @@ def test_a_run_that_had_saved_is_not_begun_anew(killed_run, tiny, tmp_path, envi
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_checkpoints_on_another_disk_are_used(killed_run, tiny, tmp_path, environment, linked):
-    """Behind a link, or named by resume=."""
+def test_checkpoints_on_second_disk_are_used(killed_run, tiny, tmp_path, environment, linked):
+    """The second disk is the target of a link, or the value of resume=."""
     words, disk = [*tiny, "attention=standard", f"run.dir={killed_run}"], tmp_path / "disk"
     shutil.move(killed_run / "checkpoints", disk)
     if linked:
@@ -65,7 +67,7 @@ def test_checkpoints_on_another_disk_are_used(killed_run, tiny, tmp_path, enviro
     assert (disk / "step-00000004").is_dir() == linked
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
+def test_run_killed_before_first_checkpoint_restarts_from_step_0(
     tiny, tmp_path, environment, monkeypatch
 ):
     monkeypatch.setenv("DIFFLLM_CACHE", environment["DIFFLLM_CACHE"])

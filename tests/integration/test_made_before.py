@@ -1,6 +1,6 @@
-"""Runs, sweeps, studies and caches that version 0.1.0 wrote are still opened and continued.
+"""Runs, sweeps, studies and caches of version 0.1.0 can still be read and resumed.
 
-tests/data_files/made_before/README.md says how they were made.
+tests/data_files/made_before/README.md describes the commands that wrote the files.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 MADE = Path(__file__).parents[1] / "data_files" / "made_before"
 EXPECTED = MADE / "expected"
 MARKS = (".lock", ".verified", "file_index.json")
-"""Ends of files that a cache may write anew; their directories change, too."""
+"""Endings of the names of files that a cache may rewrite."""
 
 GREEDY = ("prompt=Document 3: 3 times", "temperature=0", "max_new_tokens=12")
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy, as a user moves a directory; it is the current one."""
+    """Copy the files to the current directory, as if a user had moved them."""
     shutil.copytree(MADE, tmp_path, dirs_exist_ok=True)
     (tmp_path / "runs").rename(tmp_path / "outputs")
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def diffllm(place: Path, environment: dict[str, str]) -> Any:
-    """A function that runs a command to a good end and returns its standard output."""
+    """Return a function that runs a command, which must succeed, and returns its stdout."""
 
     def run(*words: str) -> str:
         result = (train if words[0] == "-m" else tool)(list(words), place, environment)
@@ -57,12 +57,12 @@ def expected(name: str) -> Any:
 
 
 ROUNDING = 5e-8
-"""A tenth of float32's spacing at a loss of 6 nats. Kernels of another CPU round two such losses
-otherwise, so that their difference is uncertain by about this much."""
+"""Tolerance of a difference of losses, a tenth of float32's spacing at 6 nats: kernels of another
+CPU round both losses differently."""
 
 
 def close(value: Any) -> Any:
-    """Return a value that equals `value` if its numbers are equal but for rounding."""
+    """Return a value that compares equal to values with the same numbers except for rounding."""
     if isinstance(value, dict):
         return {key: close(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -71,13 +71,13 @@ def close(value: Any) -> Any:
 
 
 def cached(place: Path) -> dict[str, str]:
-    """Return the identities of the tokenizer, the tokens and the packing in the cache."""
+    """Return the snapshot of tokenizer, tokens and packing in the cache."""
     files = snapshot(place / "cache").items()
     return {name: seen for name, seen in files if seen != "directory" and not name.endswith(MARKS)}
 
 
 def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
-    """Return by step the samples of all ranks and the loss."""
+    """Return the samples of all ranks and the loss, by step."""
     samples, losses = defaultdict(list), {}
     for file in files:
         for line in map(json.loads, file.read_text().splitlines()):
@@ -118,7 +118,7 @@ def test_stopped_run_resumes_with_samples_and_losses_of_undisturbed_run(
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_are_whole(diffllm: Any) -> None:
+def test_checkpoints_are_complete(diffllm: Any) -> None:
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -133,13 +133,13 @@ def test_checkpoints_are_whole(diffllm: Any) -> None:
     }
 
 
-def test_consolidated_parameters_are_those_of_the_export(diffllm: Any) -> None:
+def test_consolidated_parameters_equal_exported_parameters(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert contents("whole") == contents("exported")
 
 
 @pytest.mark.slow
-def test_export_is_the_same_and_is_imported(diffllm: Any) -> None:
+def test_export_is_unchanged_and_can_be_imported(diffllm: Any) -> None:
     diffllm("export", "run=outputs/run", "out=again")
     assert contents("again") == contents("exported")
     before, after = (json.loads(Path(p, "config.json").read_text()) for p in ("exported", "again"))
@@ -150,12 +150,12 @@ def test_export_is_the_same_and_is_imported(diffllm: Any) -> None:
 
 
 def contents(directory: str) -> list[tuple[list[int], bytes]]:
-    """Return shapes and values of all parameters, independent of their names."""
+    """Return shapes and values of all parameters, independent of parameter names."""
     tensors = load_file(f"{directory}/model.safetensors").values()
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_generated_text_outliers_and_maps_are_those_of_before(place: Path, diffllm: Any) -> None:
+def test_generated_text_outliers_and_maps_are_unchanged(place: Path, diffllm: Any) -> None:
     text = (EXPECTED / "generated.txt").read_text()
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
     assert close(expected("outliers.json")) == json.loads(
@@ -176,13 +176,13 @@ def test_evaluation_reuses_measures_of_an_older_version(place: Path, diffllm: An
 
 
 def scores(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the kept scores of step 4, by evaluation and by their name in it."""
+    """Return the stored scores of step 4, by evaluation and by name."""
     files = (run / "evaluation" / "step-00000004").glob("*.jsonl")
     first = {file.stem: json.loads(file.read_text().splitlines()[0]) for file in files}
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
-def test_finished_sweep_starts_nothing_and_is_reported(place: Path, diffllm: Any) -> None:
+def test_finished_sweep_starts_no_run_and_is_reported(place: Path, diffllm: Any) -> None:
     sweep = place / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
     words = [word for word in words_of(sweep / "standard-seed0") if not word.startswith(own)]
@@ -193,11 +193,11 @@ def test_finished_sweep_starts_nothing_and_is_reported(place: Path, diffllm: Any
     before = table(MADE / "runs" / "sweep" / "report.csv")
     reported = table(sweep / "report.csv")
     assert [{key: row.get(key) for key in before[0]} for row in reported] == close(before)
-    assert any("phonebook" in key for key in reported[0]), "results of a task that was removed"
+    assert any("phonebook" in key for key in reported[0]), "results of a removed task are missing"
 
 
 def table(file: Path) -> list[dict[str, Any]]:
-    """Read a CSV file with its numbers as float."""
+    """Read a CSV file, with numbers as float."""
     with open(file) as lines:
         return [{key: number(text) for key, text in row.items()} for row in csv.DictReader(lines)]
 
@@ -208,7 +208,7 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_starts_nothing_and_keeps_its_verdict(place: Path, diffllm: Any) -> None:
+def test_finished_study_starts_no_run_and_keeps_verdict(place: Path, diffllm: Any) -> None:
     runs = [file.parent for file in (place / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
@@ -219,7 +219,7 @@ def test_finished_study_starts_nothing_and_keeps_its_verdict(place: Path, diffll
     for key in ("hash", "arms", "learning_rates"):
         assert found[key] == close(before[key]), key
     assert found["rules"][0]["verdict"] == before["verdict"]
-    assert found["verdict"] == "not comparable", "the study declares no difference between its arms"
+    assert found["verdict"] == "not comparable", "the study does not declare the key unequal"
     assert found["reasons"][0].startswith("arms differ in parameters: 2.604k in standard; 2.644k")
     assert found["rules"][0]["gap"] == close(before["rules"][0]["gap"])
 
@@ -234,13 +234,13 @@ def test_prepare_reuses_tokens_and_packing(place: Path, diffllm: Any) -> None:
 
 
 @pytest.mark.slow
-def test_run_starts_from_weights_of_before(place: Path) -> None:
+def test_run_starts_from_weights_of_older_version(place: Path) -> None:
     new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
     ForkedRun([*words_of(place / "outputs" / "run")[:-1], *new], 1, place).finish()
 
 
 @pytest.mark.slow
-def test_runs_of_before_are_reported_together(place: Path, diffllm: Any) -> None:
+def test_runs_of_older_version_are_reported_together(place: Path, diffllm: Any) -> None:
     diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
     assert len(table(place / "all" / "report.csv")) == 12
     assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))

@@ -1,4 +1,4 @@
-"""Ranks that hang, die or differ: the others end in time, and say which rank it was."""
+"""If a rank hangs, dies or differs, the other ranks stop in time and name the rank."""
 
 import contextlib
 import signal
@@ -11,9 +11,9 @@ from runs.command import ForkedRun, overrides_of
 from runs.planted_train import Fault
 
 TIMEOUT = 12
-"""Seconds after which a rank is missing, in tests where one is."""
+"""distributed.timeout in seconds, in tests with a missing rank."""
 SLOW = pytest.mark.slow
-GONE = "killed, stopped or cut off"
+GONE = "killed, stopped or disconnected"
 
 
 @contextlib.contextmanager
@@ -31,13 +31,14 @@ def ranks(
 
 
 def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
-    """The one error that there is once all ranks other than `but` have ended with `code`."""
+    """Wait until all ranks except `but` have ended with `code`; return the only error line."""
     for rank, process in enumerate(run.processes):
         if rank not in but:
             process.join(PATIENCE_S)
             assert process.exitcode == code, (rank, process.exitcode, run.text())
     lines = [line for line in run.text().splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 or 0 in but, run.text()  # rank 0 has the store: nobody can be the first
+    # Without rank 0, which has the store, ranks cannot agree on a single rank that prints.
+    assert len(lines) == 1 or 0 in but, run.text()
     return lines[0]
 
 
@@ -51,19 +52,19 @@ def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
         pytest.param("hang", 0, "rank 0 is missing: it hangs at step 8", marks=SLOW),
         pytest.param("hang", 2, "rank 2 is missing: it hangs at step 8", marks=SLOW),
         pytest.param(
-            "start", 1, "rank 1 is missing: it hangs at the building of the model", marks=SLOW
+            "start", 1, "rank 1 is missing: it hangs at the construction of the model", marks=SLOW
         ),
     ],
 )
-def test_a_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind, rank, said):
+def test_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind, rank, said):
     run_directory = tmp_path / "run"
     with ranks(corpus, run_directory, Fault(kind, rank, 8), number=3) as run:
         error = error_of(run, *([rank] if kind in ("die", "freeze") else []))
     assert said in error
     assert "Traceback" not in run.text()
     others = {0, 1, 2} - {rank}
-    place = "step 8" if kind != "start" else "the building of the model"
-    if rank:  # the store is in rank 0's process
+    place = "step 8" if kind != "start" else "the construction of the model"
+    if rank:  # without rank 0's store, ranks cannot read where other ranks wait
         assert all(f"rank {r} waits at {place} in gloo:" in error for r in others), error
     traces = run_directory / "traces"
     assert f"stack traces in {traces}" in error
@@ -75,7 +76,7 @@ def test_a_missing_rank_is_named_with_step_and_collective(corpus, tmp_path, kind
         assert "planted_train.py" in (traces / f"rank-{rank:05d}.txt").read_text()
 
 
-def test_a_rank_that_fails_says_why_and_the_others_repeat_it(corpus, tmp_path):
+def test_error_of_failed_rank_is_repeated_by_waiting_ranks(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("raise", 1, 8)) as run:
         error = error_of(run)
     assert "rank 1 failed at step 8: ValueError: a planted error" in error
@@ -90,48 +91,48 @@ def is_stopped(pid: int) -> bool:
 
 @SLOW
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_dead_peer_does_not_block_a_stop(corpus, tmp_path, frozen):
+def test_signal_stops_rank_that_waits_for_frozen_rank(corpus, tmp_path, frozen):
     directory = tmp_path / "run"
     with ranks(corpus, directory, Fault("freeze", frozen, 8), "distributed.timeout=3000") as run:
         run.wait_for(lambda: is_stopped(run.processes[frozen].pid), "frozen rank")
         run.signal(signal.SIGTERM, 1 - frozen)
         error = error_of(run, frozen)
     assert f"rank {frozen} is missing" in error
-    assert not (directory / "requeue").exists(), "nothing was saved"
+    assert not (directory / "requeue").exists(), "no step was saved"
 
 
-# Who is slow is not missing
+# A slow rank is not missing
 
 
 @pytest.mark.slow
-def test_a_save_on_a_slow_disk_is_waited_for(corpus, tmp_path):
+def test_rank_with_slow_save_is_not_missing(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("slow save", 1), "steps=6") as run:
         assert "held-out loss" in run.finish()
     assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
 
 
 @SLOW
-def test_a_rank_may_end_after_rank_0(corpus, tmp_path):
+def test_rank_may_end_after_rank_0(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("slow end", 1), "steps=6") as run:
         assert "error" not in run.finish()
 
 
-# What the ranks have to agree on
+# Config, code, corpus and values must be equal on all ranks
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("seed", "the ranks do not agree on their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
+        ("seed", "the ranks differ in their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
         pytest.param(
             "code",
-            "the ranks do not agree on their code: diffllm is another on rank 2, ",
+            "the ranks differ in their code: diffllm is another on rank 2, ",
             marks=SLOW,
         ),
-        ("corpus", "the ranks do not agree on their corpus: tokens is others on rank 2, "),
+        ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
-def test_a_rank_that_differs_at_the_start_is_named(corpus, tmp_path, kind, said):
+def test_rank_with_different_config_code_or_corpus_is_named(corpus, tmp_path, kind, said):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
         error = error_of(run, code=2)
     assert said in error
@@ -139,9 +140,9 @@ def test_a_rank_that_differs_at_the_start_is_named(corpus, tmp_path, kind, said)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_rank_with_other_values_is_named_with_the_tensor(corpus, tmp_path):
+def test_rank_with_different_values_is_named_with_tensor(corpus, tmp_path):
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:
         error = error_of(run, code=2)
-    assert "do not hold the same values: model.layers.1.attention.wq.weight on rank" in error
+    assert "have different values: model.layers.1.attention.wq.weight on rank" in error

@@ -1,4 +1,4 @@
-"""Whole runs of a mixture of experts: a kill and a resume."""
+"""Runs of a mixture of experts that are killed and resumed."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def finished(corpus, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_and_started_again_is_bit_identical(corpus, finished, tmp_path, ranks):
+def test_killed_mixture_of_experts_resumes_bit_identically(corpus, finished, tmp_path, ranks):
     straight, broken = finished, tmp_path / "broken"
     if ranks > 1:
         straight = tmp_path / "straight"

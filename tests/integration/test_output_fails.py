@@ -1,4 +1,4 @@
-"""Saying something never ends a run, and a result that cannot be said is one line."""
+"""A failed print never stops a run; a command that cannot print its result prints one error."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PROMPT = "data.sample_prompt='naïve ∑ 雪'"
 NAME = "größe-雪"
 PAIRS = [(out, err) for out in ("", *FAULTS) for err in ("", *FAULTS) if out or err]
 SHOWN = [("full", "full"), ("ascii", "ascii")]
-"""The pairs of faults that a fast test shows."""
+"""Faults of stdout and stderr in fast tests."""
 
 
 def assert_whole(run: Path, steps: int) -> None:
@@ -36,8 +36,8 @@ def assert_whole(run: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("stdout", "stderr"), slow_but(SHOWN, PAIRS))
-def test_a_run_ends_well_whatever_its_streams(tmp_path, environment, tiny, stdout, stderr):
-    """Its name and its prompt have characters that a stream may lack."""
+def test_run_with_failing_streams_succeeds(tmp_path, environment, tiny, stdout, stderr):
+    """Name and prompt of the run contain characters that an encoding may lack."""
     words = [*tiny, PROMPT, f"run.dir='outputs/{NAME}'"]
     ended = forked_call(with_faults("train", stdout, stderr), words, tmp_path, environment)
     assert ended.code == 0, ended
@@ -49,7 +49,7 @@ def test_a_run_ends_well_whatever_its_streams(tmp_path, environment, tiny, stdou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_two_ranks_end_well_whatever_their_streams(corpus, tmp_path, fault):
+def test_two_ranks_with_failing_streams_succeed(corpus, tmp_path, fault):
     run = tmp_path / "run"
     words = overrides_of(corpus, run)
     main = with_faults("planted", fault, fault)
@@ -59,7 +59,7 @@ def test_two_ranks_end_well_whatever_their_streams(corpus, tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", slow_but(["no reader"], FAULTS))
-def test_a_sweep_ends_well_whatever_its_streams(tmp_path, environment, tiny, fault):
+def test_sweep_with_failing_streams_finishes(tmp_path, environment, tiny, fault):
     words = ["-m", *tiny, "seq_len=32,99999", "run.sweep=both", "steps=2"]
     ended = forked_call(with_faults("train", fault, fault), words, tmp_path, environment)
     assert ended.code == 1, ended
@@ -69,7 +69,7 @@ def test_a_sweep_ends_well_whatever_its_streams(tmp_path, environment, tiny, fau
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_a_preparation_ends_well_whatever_its_streams(tmp_path, environment, code_corpus, fault):
+def test_prepare_with_failing_streams_succeeds(tmp_path, environment, code_corpus, fault):
     words = [
         *("prepare", "data=files", f"data.paths=[{code_corpus}]", "data.vocab_size=400"),
         *("model=tiny", "model.vocab_size=512", f"data.cache_dir='{tmp_path / NAME}'"),
@@ -81,7 +81,7 @@ def test_a_preparation_ends_well_whatever_its_streams(tmp_path, environment, cod
 
 
 @pytest.mark.slow
-def test_a_terminal_that_goes_away_costs_a_run_nothing(corpus, tmp_path):
+def test_run_survives_closed_terminal(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=8", "log_interval=1"]
     reader, terminal = os.openpty()
@@ -106,7 +106,7 @@ RESULTS = {
     "train --help": ["train", "--help"],
     "train --cfg": ["train", "--cfg", "job", "model=tiny"],
 }
-"""Commands whose result is what they print."""
+"""Commands that print their result."""
 CASES = [(name, fault) for name in RESULTS for fault in FAULTS]
 
 
@@ -114,8 +114,10 @@ CASES = [(name, fault) for name in RESULTS for fault in FAULTS]
     ("name", "fault"),
     slow_but([("count", "full"), ("train --help", "closed"), ("count", "no reader")], CASES),
 )
-def test_a_result_that_cannot_be_said(name, fault, finished_run, tmp_path, environment):
-    """A reader that has had enough is no mistake; anything else is one, said in a line."""
+def test_failed_write_of_result_is_an_error_unless_reader_has_exited(
+    name, fault, finished_run, tmp_path, environment
+):
+    """A reader that exits early is no error; any other fault prints one error line."""
     words = [word.format(run=finished_run, out=tmp_path / "out") for word in RESULTS[name]]
     ended = forked_call(with_faults("tool", fault, ""), words, tmp_path, environment)
     assert "Traceback" not in ended.err
@@ -133,9 +135,7 @@ def test_a_result_that_cannot_be_said(name, fault, finished_run, tmp_path, envir
         pytest.param(lambda tiny: tool_command(["--help"]), 2),
     ],
 )
-def test_the_last_flush_of_an_interpreter_changes_no_exit_code(
-    tmp_path, environment, tiny, words, code
-):
+def test_failed_flush_at_exit_keeps_exit_code(tmp_path, environment, tiny, words, code):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S
@@ -144,7 +144,7 @@ def test_the_last_flush_of_an_interpreter_changes_no_exit_code(
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_an_error_that_cannot_be_said_is_an_exit_code(fault, tmp_path, environment, tiny):
+def test_error_with_failing_streams_sets_exit_code(fault, tmp_path, environment, tiny):
     for command, words in (("train", [*tiny, "steps=-1"]), ("tool", ["nonsense"])):
         ended = forked_call(with_faults(command, fault, fault), words, tmp_path, environment)
         assert ended.code == 2

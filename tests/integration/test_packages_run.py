@@ -1,4 +1,4 @@
-"""A run on `data=packages` whose packages are not those of the reference."""
+"""A run on `data=packages` whose packages differ from the reference."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from diffllm.data.text import packages
 
 
 def run_on_another_package(words: list[str]) -> int:
-    """Train on one small package, whose text the reference does not know."""
+    """Train on one small package, which is not in the reference."""
     Path("site/small").mkdir(parents=True)
     for i, text in enumerate(documents(100)):
         Path(f"site/small/module{i}.py").write_text(text)

@@ -1,4 +1,4 @@
-"""Runs on packed documents, and on tokens of which some are only context."""
+"""Runs on packed documents, and on tokens with a loss mask."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ def words(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 def shares(overrides: list[str]) -> list[float]:
-    """The share of targets that are left in each step's batch."""
+    """Return the share of targets that count in the loss, for each step's batch."""
     cfg = load_config(overrides)
     data = prepare(cfg.data)
     samples = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, STEPS * BATCH)
@@ -45,7 +45,7 @@ def shares(overrides: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_and_padding_is_told(corpus, tmp_path):
+def test_packed_run_on_two_ranks_equals_single_rank_and_reports_padding(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     overrides = words(corpus, one, *PACKED)
     said = ForkedRun(overrides, 1, one).finish()
@@ -65,7 +65,7 @@ def test_two_ranks_train_as_one_and_padding_is_told(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_packing_is_refused_or_begins_its_order(corpus, tmp_path):
+def test_changed_packing_is_refused_or_starts_new_sample_order(corpus, tmp_path):
     run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
     packed = PACKED[:1]
     ForkedRun(words(corpus, run), 1, run).finish()
@@ -86,7 +86,7 @@ def test_another_packing_is_refused_or_begins_its_order(corpus, tmp_path):
 
 
 def mask_every_third(directory: Path) -> dict[str, int]:
-    """Put masks beside all shards; return how many tokens of each split are left."""
+    """Write masks next to all shards; return the number of unmasked tokens per split."""
     manifest = json.loads((directory / "manifest.json").read_text())
     left = {}
     for name, split in manifest["splits"].items():
@@ -102,7 +102,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("packing", slow_but(["best_fit"], ["stream", "best_fit"]))
-def test_what_is_only_context_is_in_no_loss(tmp_path, packing):
+def test_masked_tokens_are_excluded_from_every_loss(tmp_path, packing):
     corpus = prepared_corpus(tmp_path)
     run = tmp_path / "run"
     overrides = words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
@@ -119,8 +119,8 @@ def test_what_is_only_context_is_in_no_loss(tmp_path, packing):
     assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
 
 
-def test_a_sample_with_nothing_to_predict_is_refused_before_the_first_step(tmp_path):
-    """One sequence lies within the first prompt; of sixteen, some have an answer."""
+def test_heldout_sample_without_targets_is_refused_before_first_step(tmp_path):
+    """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -128,7 +128,7 @@ def test_a_sample_with_nothing_to_predict_is_refused_before_the_first_step(tmp_p
     prompts += ["data.vocab_size=400", "data.heldout_fraction=0.2", "eval.interval=2"]
     refused = ForkedRun([*prompts, "eval.sequences=1"], 1, tmp_path / "said")
     assert refused.codes() == [2]
-    assert "has 1 sequences and nothing to predict" in the_error(refused.text())
+    assert "has 1 sequences but no targets" in the_error(refused.text())
     assert not run.exists()
     ForkedRun([*prompts, "eval.sequences=16"], 1, tmp_path / "said").finish()
     losses = [line["eval/loss"] for line in metric_lines(run) if "eval/loss" in line]

@@ -1,4 +1,4 @@
-"""The pages for users, followed to the letter in an empty directory: files, commands, Python."""
+"""Run the files, commands and Python of documentation pages in an empty directory."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def script_of(page: str, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("page", ["experiments", "variants", "plugins", "sweeps", "python"])
-def test_a_page_does_what_it_says(page, tmp_path, environment):
+def test_commands_of_documentation_page_succeed(page, tmp_path, environment):
     for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(ROOT))}.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir()

@@ -34,7 +34,7 @@ def mine(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def place(mine, tmp_path_factory, environment) -> tuple[Path, dict[str, str]]:
-    """The directory that commands run in, and their environment."""
+    """Return the working directory and the environment of commands."""
     path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(mine)])
     return tmp_path_factory.mktemp("elsewhere"), {**environment, "PYTHONPATH": path}
 
@@ -54,11 +54,11 @@ def trained(place, words) -> Path:
 
 
 def assert_ends(done: Result, *parts: str) -> None:
-    """Assert that a command ended in one line that has these parts, with exit code 2."""
+    """Assert that a command printed one error line with these parts and exited with code 2."""
     assert not [part for part in parts if part not in refusal_of(done)], done.err
 
 
-def test_a_run_of_a_plugin_has_what_the_plugin_brings(trained):
+def test_run_uses_variant_data_and_metric_of_plugin(trained):
     config = (trained / "config.yaml").read_text()
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
@@ -69,7 +69,7 @@ def test_a_run_of_a_plugin_has_what_the_plugin_brings(trained):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_a_plugin_continues_bit_for_bit(trained, place, words, monkeypatch):
+def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, monkeypatch):
     cwd, env = place
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
@@ -83,7 +83,7 @@ def test_a_killed_run_of_a_plugin_continues_bit_for_bit(trained, place, words, m
 
 
 @pytest.mark.slow
-def test_every_command_that_reads_a_run_takes_the_plugin(trained, place, mine):
+def test_commands_that_read_run_accept_plugin(trained, place, mine):
     cwd, env = place
     outputs = {}
     for command_words in (
@@ -107,7 +107,7 @@ def test_every_command_that_reads_a_run_takes_the_plugin(trained, place, mine):
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
-def test_without_the_plugin_every_command_names_it(trained, place, tmp_path):
+def test_commands_without_plugin_name_missing_plugin(trained, place, tmp_path):
     _, env = place
     for words in (
         ["generate", f"run={trained}", "prompt=a"],
@@ -121,8 +121,8 @@ def test_without_the_plugin_every_command_names_it(trained, place, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_yaml_alone_is_read_without_it(tmp_path, tiny, environment):
-    """An ablation of one of our variants: the run's config says of which."""
+def test_run_of_custom_yaml_is_readable_without_config_dir(tmp_path, tiny, environment):
+    """The run's config names the built-in variant of which the YAML is an ablation."""
     file = tmp_path / "mine" / "attention" / "normed.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("# @package model.attention\ndefaults: [diff_v2, _self_]\nhead_norm: true\n")
@@ -135,7 +135,7 @@ def test_a_run_of_a_yaml_alone_is_read_without_it(tmp_path, tiny, environment):
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_commands_that_compose_take_plugin_and_directory(place, mine):
+def test_commands_that_compose_accept_plugin_and_config_dir(place, mine):
     cwd, env = place
     known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
     counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)
@@ -152,7 +152,7 @@ def test_commands_that_compose_take_plugin_and_directory(place, mine):
     assert "initial: 1.0" in shown.out, shown
 
 
-def test_a_package_offers_its_plugin_by_an_entry_point(tmp_path, environment):
+def test_package_provides_plugin_by_entry_point(tmp_path, environment):
     site = write_package(tmp_path / "site")
     env = {**environment, "PYTHONPATH": str(site)}
     done = tool(["count", "--json", "plugins=[counted]", "experiment=count_up"], tmp_path, env)
@@ -165,20 +165,20 @@ def test_a_package_offers_its_plugin_by_an_entry_point(tmp_path, environment):
 ERRORS = {
     "a syntax error": ("def", "SyntaxError", 'bad.py", line 1'),
     "an error": ("x = 1\nx / 0", "ZeroDivisionError: division by zero", "bad.py, line 2"),
-    "a name of ours": (
+    "an existing variant": (
         "from diffllm.core.registry import schema\n@schema('attention', 'gated')\nclass A: ...",
         "the attention gated is registered twice, by diffllm.model.attention.gated.GatedConfig and "
         "bad.A",
     ),
-    "a metric that is there": (
+    "an existing metric": (
         "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
-        "the metric train/loss is there already",
+        "metric train/loss exists already",
     ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_plugin_that_cannot_be_imported_is_one_line(place, tmp_path, name):
+def test_plugin_import_error_prints_single_line(place, tmp_path, name):
     _, env = place
     source, *parts = ERRORS[name]
     (tmp_path / "bad.py").write_text(source)
@@ -196,11 +196,11 @@ FAILING = {
         '    return Corpus("counting", identity, lambda: [Part("counting", 9, read)])',
     ),
 }
-"""Code of the plugin, and code in its place that fails: the source fails in another process."""
+"""Code of the plugin and its failing replacement. The source fails in another process."""
 
 
 @pytest.mark.parametrize("name", slow_but(["source"], FAILING))
-def test_error_in_plugin_code_prints_one_traceback(place, tmp_path, name):
+def test_error_in_plugin_code_prints_single_traceback(place, tmp_path, name):
     _, env = place
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
     source = file.read_text().replace(*FAILING[name])
@@ -214,7 +214,7 @@ def test_error_in_plugin_code_prints_one_traceback(place, tmp_path, name):
     assert f'{file}", line' in done.err
 
 
-def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path):
+def test_unknown_plugins_and_config_dirs_print_single_line(place, mine, tmp_path):
     cwd, env = place
     ours = tmp_path / "again" / "attention" / "gated.yaml"
     ours.parent.mkdir(parents=True)
@@ -226,12 +226,12 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
     known = ["--config-dir", str(mine)]
     for words, *parts in (
         (["plugins=[not_there]"], "there is no module not_there", "PYTHONPATH"),
-        (["--config-dir=nowhere"], "nowhere: no YAML is in model/, attention/"),
-        (["--config-dir", str(mine / "attention")], "no YAML is in model/, attention/"),
-        (["--config-dir", str(ours.parents[1])], f"{ours} has the name of", "conf/attention/gated"),
+        (["--config-dir=nowhere"], "nowhere: no YAML in model/, attention/"),
+        (["--config-dir", str(mine / "attention")], "no YAML in model/, attention/"),
+        (["--config-dir", str(ours.parents[1])], "has the same name as", "conf/attention/gated"),
         (
             [*known, "attention=scaled"],
-            "attention=scaled: nothing has registered attention=scaled; plugins=[module]",
+            "attention=scaled: attention=scaled is not registered; import it with",
             "plugins=[",
         ),
         (
@@ -243,8 +243,8 @@ def test_names_and_directories_that_are_none_are_one_line(place, mine, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_sweep_finds_the_plugin_whatever_started_it(place, words, mine):
-    """The plugin's place is known from the sweep's own path alone, as with `python -m`."""
+def test_sweep_passes_python_path_to_runs_of_plugin(place, words, mine):
+    """Only sys.path of the sweep contains the plugin's directory, as with `python -m`."""
     cwd, env = place
     env = {key: value for key, value in env.items() if key != "PYTHONPATH"}
     sweep = [*words, "-m", "attention=scaled,scaled_twice,standard", "steps=2"]

@@ -1,4 +1,4 @@
-"""Training from Python, in processes that import diffllm and nothing else of ours."""
+"""Training from Python, in processes that import only the package diffllm."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def session(words: list[str]) -> int:
     cfg = diffllm.load_config([*words, "run.dir=run"])
     summary = diffllm.train(cfg)
     assert summary == json.loads(Path("run/summary.json").read_text())
-    assert diffllm.train(cfg) == summary  # it is finished
+    assert diffllm.train(cfg) == summary  # the run is finished
 
     with pytest.raises(ConfigError, match="seed: 0 there, 1 here"):
         diffllm.train(diffllm.load_config([*words, "run.dir=run", "seed=1"]))
@@ -71,7 +71,7 @@ def session(words: list[str]) -> int:
     return 0
 
 
-def test_a_session_trains_as_the_command_does(tmp_path, tiny, environment, straight):
+def test_train_function_gives_same_weights_as_command(tmp_path, tiny, environment, straight):
     done = forked_call(session, tiny, tmp_path, environment)
     assert done.code == 0, done
     assert_same_weights(straight, tmp_path / "run", 4)
@@ -89,14 +89,14 @@ def interrupted(words: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=press).start()
-        with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; the same config continues"):
+        with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT; the same config resumes"):
             diffllm.train(cfg)
         assert signal.getsignal(signal.SIGINT) is before
     return 0
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_is_a_keyboard_interrupt(tmp_path, tiny, environment):
+def test_ctrl_c_saves_and_raises_keyboard_interrupt(tmp_path, tiny, environment):
     done = forked_call(interrupted, tiny, tmp_path, environment)
     assert done.code == 0, done
     assert "outputs" not in os.listdir(tmp_path)
@@ -122,7 +122,7 @@ def notebook(words: list[str]) -> int:
         @schema(group="attention", name="cell", package="model.attention")
         @dataclass
         class CellConfig(StandardConfig):
-            """A class of the same name."""
+            """A class that is defined again with an equal name."""
 
         words = [*words, "attention=cell", "steps=1", f"run.dir=run{cell}"]
         cfg = diffllm.load_config(words, config_dir="mine")
@@ -136,7 +136,7 @@ def notebook(words: list[str]) -> int:
     return 0
 
 
-def test_a_notebook_defines_its_own_variant(tmp_path, tiny, environment):
+def test_notebook_can_define_same_variant_twice(tmp_path, tiny, environment):
     done = forked_call(notebook, tiny, tmp_path, environment)
     assert done.code == 0, done
     with pytest.raises(UserError, match=r"attention=cell.*plugins=\[module\] imports"):
@@ -144,11 +144,11 @@ def test_a_notebook_defines_its_own_variant(tmp_path, tiny, environment):
 
 
 @pytest.mark.slow
-def test_every_rank_of_torchrun_gets_the_answer(tmp_path, tiny, environment):
+def test_train_function_returns_summary_on_every_rank(tmp_path, tiny, environment):
     (tmp_path / "session.py").write_text(SESSION)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [sys.executable, *launcher, "session.py", *tiny, "run.dir=run"]
-    for _ in range(2):  # trained, then finished
+    for _ in range(2):  # the second time, the run is finished
         done = command(words, tmp_path, environment)
         assert done.code == 0, done
         answers = sorted(tmp_path.glob("answer*.json"))

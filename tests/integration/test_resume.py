@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped and continued, in real processes."""
+"""Runs that are killed, stopped and resumed, in real processes."""
 
 import json
 import os
@@ -42,9 +42,7 @@ def straight(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(
-    corpus, straight, tmp_path, ranks
-):
+def test_run_killed_after_checkpoint_resumes_bit_identically(corpus, straight, tmp_path, ranks):
     broken = tmp_path / "broken"
     gate = Gate(broken, HALF + 4)
     first = start(corpus, broken, *INTERVALS, ranks=ranks)
@@ -57,7 +55,7 @@ def test_killed_after_a_checkpoint_and_started_again_is_bit_identical(
 
 
 def assert_measured_when_due(run: Path) -> None:
-    """Each family of metrics stands in the lines of its own interval, and in no other."""
+    """Assert that each family of metrics is logged exactly at its interval."""
     cadence = {
         "hidden_top1/layer_01": set(range(4, STEPS + 1, 4)),
         "lambda_mean/layer_00": set(range(4, STEPS + 1, 4)),
@@ -72,7 +70,7 @@ def assert_measured_when_due(run: Path) -> None:
         assert {line["step"] for line in lines if name in line} == steps, name
 
 
-def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_path):
+def test_signal_saves_and_same_command_resumes(corpus, straight, tmp_path):
     stopped = tmp_path / "stopped"
     said = start(corpus, stopped, *INTERVALS).stop_at(Gate(stopped, 6))
     assert "stopped by SIGTERM after step 6" in said
@@ -84,8 +82,8 @@ def test_a_signal_saves_and_the_same_command_continues(corpus, straight, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_command_that_was_killed_continues_bit_identically(corpus, straight, tmp_path):
-    """In interpreters of their own, which share not even the imports with the undisturbed run."""
+def test_killed_command_resumes_bit_identically_in_new_interpreter(corpus, straight, tmp_path):
+    """Both processes are new interpreters, which share no imports with the undisturbed run."""
     run = tmp_path / "run"
     words = train_command([*overrides_of(corpus, run), *INTERVALS])
     first = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -99,8 +97,8 @@ def test_a_command_that_was_killed_continues_bit_identically(corpus, straight, t
 
 
 @pytest.mark.slow
-def test_resume_keeps_instruction_set_and_compilation_of_its_checkpoint(corpus, tmp_path):
-    """The first run has the values of an older version; a resume of it computes the same bits."""
+def test_resume_keeps_instruction_set_and_compilation_of_checkpoint(corpus, tmp_path):
+    """The first run has the settings of an older version; its resume is bit-identical."""
     settings = (*INTERVALS, "precision=fp32", "data.num_workers=0")
 
     def trained(name: str, *words: str, **environment: str) -> Path:
@@ -127,14 +125,14 @@ sys.exit(main(command="train"))
 
 
 @pytest.mark.slow
-def test_long_run_compiles_and_its_resume_does_too(corpus, tmp_path):
+def test_resume_of_long_run_keeps_compilation(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), *INTERVALS]
     first = subprocess.Popen([sys.executable, "-c", AS_A_LONG_RUN, *words])
     wait_for((run / "checkpoints" / HALF_WAY).exists, first, "checkpoint half way")
     first.kill()
     first.wait()
-    finish(corpus, run, *INTERVALS)  # as a short run
+    finish(corpus, run, *INTERVALS)  # a new short run would not compile
     log = (run / "run.log").read_text()
     assert log.count("compile         True (long run: ") == 1
     assert log.count("compile         True (as in the checkpoint)") == 1

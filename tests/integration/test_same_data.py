@@ -1,4 +1,4 @@
-"""Continued on other ranks and meshes, a run reads the same samples, step by step."""
+"""A run that resumes on other ranks and meshes reads the same samples in each step."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def words(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 def samples(run: Path) -> dict[int, list[str]]:
-    """Return the samples of each step over all ranks, sorted; of a step made again, the last."""
+    """Return the sorted samples of each step over all ranks, from its last execution."""
     by_rank: list[dict[int, list[str]]] = []
     for file in run.glob("samples-*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -57,9 +57,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["1, 2, 4, 3", "experts"])
-def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
-    corpus, straight, tmp_path, kind
-):
+def test_resume_on_different_mesh_reads_same_batches(corpus, straight, tmp_path, kind):
     model = ["model=moe_tiny"] if kind == "experts" else []
     undisturbed = straight / "dense"
     if model:
@@ -80,7 +78,7 @@ def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
         assert mine["train/loss"] == pytest.approx(other["train/loss"], abs=2e-4), mine["step"]
 
 
-# What would break it
+# Changes of data, batch size and model
 
 
 @pytest.mark.slow
@@ -92,7 +90,7 @@ def test_on_any_layout_the_batches_are_those_of_an_undisturbed_run(
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
-def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allowed):
+def test_data_change_is_refused_until_allowed_and_then_recorded(corpus, tmp_path, change, allowed):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(reversed(corpus.read_text().splitlines(keepends=True)[:300])))
     change = change.replace("OTHER", str(other))
@@ -105,7 +103,7 @@ def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allo
 
     longer = [*short, "steps=6", change]
     passed = ["steps"]
-    for key in allowed:  # each is asked for: first those of the config, then those of the content
+    for key in allowed:  # keys of the config are refused first, then keys of the content
         refused = ForkedRun([*longer, f"run.allow_changes=[{','.join(passed)}]"], 1, tmp_path / key)
         assert refused.codes() == [2]
         error = the_error(refused.text())
@@ -127,8 +125,8 @@ def test_a_change_of_the_data_is_refused_or_noted(corpus, tmp_path, change, allo
 
 
 @pytest.mark.slow
-def test_another_batch_size_goes_on_where_the_data_stood(corpus, straight, tmp_path):
-    """Half of the global batch: each step reads the next six samples of the same order."""
+def test_resume_with_half_batch_size_continues_sample_order(corpus, straight, tmp_path):
+    """With half of the global batch, each step reads the next six samples of the same order."""
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
@@ -141,7 +139,7 @@ def test_another_batch_size_goes_on_where_the_data_stood(corpus, straight, tmp_p
 
 
 @pytest.mark.slow
-def test_a_change_that_the_checkpoint_cannot_take_changes_nothing(corpus, tmp_path):
+def test_refused_change_of_model_changes_no_file(corpus, tmp_path):
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
@@ -150,13 +148,13 @@ def test_a_change_that_the_checkpoint_cannot_take_changes_nothing(corpus, tmp_pa
     wider = ["steps=4", "model.ffn_dim=256", "run.allow_changes=[steps,model]"]
     refused = ForkedRun([*short, *wider], 2, tmp_path / "refused")
     assert refused.codes() == [2, 2]
-    assert "is a checkpoint of another model" in refused.text()
+    assert "is a checkpoint of a different model" in refused.text()
     assert {path: path.read_bytes() for path in kept} == before
     assert not (run / "changes.jsonl").exists()
 
 
-def test_a_change_is_noted_before_anything_can_fail(corpus, tmp_path):
-    """A start that dies early leaves its note, as config.yaml is that of the change by then."""
+def test_change_is_recorded_before_model_is_built(corpus, tmp_path):
+    """If a start fails, changes.jsonl must match config.yaml, which contains the change."""
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()

@@ -1,4 +1,4 @@
-"""Pipes, directories, links, devices and endless files in place of those of a run."""
+"""Pipes, directories, links, devices and huge files in place of files of a run."""
 
 import os
 import shutil
@@ -42,14 +42,14 @@ READERS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     ),
     "report": (RECORDS, ["{run}", "out={out}"]),
 }  # fmt: skip
-"""By command: the files that it reads, and its words."""
+"""Files that a command reads, and its arguments, by command."""
 KINDS = [(command, kind) for command in READERS for kind in SPECIAL]
 
 
 @pytest.mark.parametrize(
     ("command", "kind"), slow_but([("train", "fifo"), ("generate", "loop")], KINDS)
 )
-def test_special_file_in_a_run_is_read_around_or_refused_in_one_line(
+def test_special_file_in_run_is_ignored_or_refused_in_single_line(
     finished_run, tiny, tmp_path, environment, command, kind
 ):
     (names, words), out = READERS[command], tmp_path / "out"

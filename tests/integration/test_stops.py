@@ -1,4 +1,4 @@
-"""Signals of a scheduler and Ctrl-C: every rank stops at one step, saved, ready to be resumed."""
+"""Signals of a scheduler and Ctrl-C: all ranks save, stop at the same step and can resume."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tiers import slow_but
 from diffllm import cli
 from diffllm.checkpoint.directory import list_checkpoints
 
-FIRST = "stopping after this step; press again to stop now\n"
+FIRST = "stopping after this step; press Ctrl-C again to stop now\n"
 SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(600)\n"
 HANGING = """
 import time
@@ -47,7 +47,7 @@ def hang(words):
         [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
     ),
 )
-def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, rank, marked):
+def test_signal_to_single_rank_stops_all_ranks_at_same_step(corpus, tmp_path, number, rank, marked):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=60", "log_interval=1", "checkpoint.interval=1000"]
     said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)
@@ -67,7 +67,10 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(corpus, tmp_path, number, ra
 
 @pytest.mark.parametrize(
     ("interval", "saved"),
-    [(2, "the newest checkpoint is {run}/checkpoints/step-00000002"), (1000, "nothing is saved")],
+    [
+        (2, "the newest checkpoint is {run}/checkpoints/step-00000002"),
+        (1000, "no checkpoint is saved"),
+    ],
 )
 def test_second_ctrl_c_stops_at_once_and_names_newest_checkpoint(corpus, tmp_path, interval, saved):
     run = tmp_path / "run"
@@ -80,7 +83,7 @@ def test_second_ctrl_c_stops_at_once_and_names_newest_checkpoint(corpus, tmp_pat
     process.wait_for(lambda: process.text().endswith(FIRST), "first line")
     process.signal(signal.SIGINT)
     said = process.finish(130)
-    assert said.endswith(f"{FIRST}stopped at once; {saved.format(run=run)}\n")
+    assert said.endswith(f"{FIRST}stopped immediately; {saved.format(run=run)}\n")
     assert "Traceback" not in said
 
 
@@ -89,7 +92,7 @@ def run_command(_: Fault, words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", slow_but(["prepare"], ["prepare", "report", "export", "import"]))
-def test_ctrl_c_in_command_prints_one_line(tmp_path, monkeypatch, name):
+def test_ctrl_c_in_command_prints_single_line(tmp_path, monkeypatch, name):
     module = cli.module_of_command(name).rpartition(".")[2]
     (tmp_path / "hanging.py").write_text(HANGING.format(module=module, name=name))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -105,7 +108,7 @@ def test_ctrl_c_in_command_prints_one_line(tmp_path, monkeypatch, name):
     [train_command([]), tool_command(["train"]), [sys.executable, "-m", "diffllm", "count"]],
     ids=["train.py", "console script", "module"],
 )
-def test_ctrl_c_while_modules_are_imported_prints_one_line(tmp_path, environment, words):
+def test_ctrl_c_during_imports_prints_single_line(tmp_path, environment, words):
     (tmp_path / "torch.py").write_text(SLEEP)
     path = os.pathsep.join([str(tmp_path), environment.get("PYTHONPATH", "")])
     process = subprocess.Popen(
@@ -122,18 +125,18 @@ def test_ctrl_c_while_modules_are_imported_prints_one_line(tmp_path, environment
     assert process.returncode == 130
 
 
-def test_a_finished_run_does_not_ask_to_go_on(corpus, tmp_path):
+def test_finished_run_removes_requeue_marker(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(words, 1, run).finish()
-    (run / "requeue").write_text("{}")  # left behind by something else
+    (run / "requeue").write_text("{}")  # a stale marker
     assert "is finished" in ForkedRun(words, 1, run).finish()
     assert not (run / "requeue").exists()
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_a_signal_before_the_first_step_asks_to_go_on(corpus, tmp_path, ranks):
-    """To rank 0, while it looks at checkpoints and others wait for it."""
+def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path, ranks):
+    """Rank 0 receives the signal while it searches checkpoints and other ranks wait."""
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=6"]
     process = ForkedRun(words, ranks, run, Fault("slow claim", 0))
@@ -146,7 +149,7 @@ def test_a_signal_before_the_first_step_asks_to_go_on(corpus, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_killed_during_a_save_a_run_becomes_what_it_would_have_been(corpus, tmp_path):
+def test_run_killed_during_save_resumes_bit_identically(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ("steps=12", "optim.warmup_steps=1", "checkpoint.interval=4", "log_interval=1")
     finish(corpus, straight, *words)
@@ -163,8 +166,8 @@ def test_killed_during_a_save_a_run_becomes_what_it_would_have_been(corpus, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_again_and_again_a_run_becomes_what_it_would_have_been():
-    """A short version of the benchmark, on one rank, with torchrun restarting it."""
+def test_repeatedly_killed_run_resumes_bit_identically():
+    """Run a short version of benchmarks/chaos.py on one rank."""
     words = ["--kills", "3", "--saves", "1", "--ranks", "1", "--every", "4"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words],

@@ -1,4 +1,4 @@
-"""A study that is run as a user runs it: stopped, resumed, judged."""
+"""A study from the command line: stopped, resumed and judged."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def study_file(path: Path, tiny: list[str]) -> Path:
-    """A YAML, which is JSON too: two arms, a learning rate each, two seeds."""
+    """Write a study as JSON, which is valid YAML: two arms, two learning rates, two seeds."""
     content = {
         "claim": "half is better",
         "base": [word for word in tiny if not word.startswith("run.")],
@@ -47,10 +47,10 @@ STOPS = [
     ("run 1 of ", "KILL"),
     ("run 2 of ", "TERM"),
     ("run 1 of ", "INT"),
-    ("out: 4 runs to go", "KILL"),  # the first stage has ended
+    ("out: 4 runs remain", "KILL"),  # the first stage has ended
     ("run 2 of ", "KILL"),
 ]
-"""Lines of the output, and the signals that follow."""
+"""Lines of the output, and the signal after each line."""
 
 
 def written(out: Path) -> dict[str, int]:
@@ -70,7 +70,7 @@ def test_study_resumes_after_any_stop_with_equal_results_and_is_judged(tmp_path,
         wait_for(lambda: any(out.rglob("config.yaml")), process, "begun run")
         number = getattr(signal, f"SIG{name}")
         os.kill(process.pid, number)
-        if name == "KILL":  # the run itself still saves, and holds its directory
+        if name == "KILL":  # the run still saves and locks its directory
             process.wait(PATIENCE_S)
         else:
             output = process.communicate(timeout=PATIENCE_S)[0]
@@ -104,7 +104,9 @@ def test_study_resumes_after_any_stop_with_equal_results_and_is_judged(tmp_path,
     found = json.loads(result.out)
     rates = {arm: each["losses"] for arm, each in found["learning_rates"].items()}
     at_the_end = {arm: min(losses, key=losses.get) for arm, losses in rates.items()}
-    assert found["verdict"] == "not comparable", "of two rates, the best is at an end"
+    assert found["verdict"] == "not comparable", (
+        "the best of two learning rates is at an end of the grid"
+    )
     assert {arm: f"{each['lr']:g}" for arm, each in found["arms"].items()} == at_the_end
     losses = json.loads((out / "half-seed1" / "summary.json").read_text())["heldout_loss"]
     assert found["arms"]["half"]["values"]["1"] == losses

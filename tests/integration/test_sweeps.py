@@ -1,4 +1,4 @@
-"""Sweeps that are killed, stopped and started again, here and through submitit."""
+"""Sweeps that are killed, stopped and resumed, on this machine and through submitit."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def assert_finished(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_sweeps_go_on_where_they_were(tmp_path, tiny, environment, finished_run):
+def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finished_run):
     words = ["-m", "attention=standard,diff_v2", *tiny, *LONGER, "run.sweep=mine"]
     runs = [tmp_path / "outputs" / "mine" / name for name in ("standard", "diff_v2")]
 
@@ -62,7 +62,7 @@ def test_killed_sweeps_go_on_where_they_were(tmp_path, tiny, environment, finish
     wait_for(lambda: has_saved(runs[0]), sweep, "checkpoint")
     os.kill(sweep.pid, signal.SIGKILL)
     sweep.communicate()
-    with FileLock(runs[0] / ".lock", timeout=PATIENCE_S):  # the run stops by itself, saved
+    with FileLock(runs[0] / ".lock", timeout=PATIENCE_S):  # the run saves and stops
         assert not (runs[0] / "summary.json").exists()
 
     before = started(runs[0])
@@ -90,7 +90,7 @@ def test_killed_sweeps_go_on_where_they_were(tmp_path, tiny, environment, finish
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_the_run_and_ends_the_sweep(tmp_path, tiny, environment, finished_run):
+def test_ctrl_c_saves_run_and_stops_sweep(tmp_path, tiny, environment, finished_run):
     words = ["-m", "seed=0,1", *tiny, *LONGER, "steps=5000", "run.sweep=mine"]
     sweep = start(words, tmp_path, environment)
     run = tmp_path / "outputs" / "mine" / "seed0"
@@ -106,7 +106,9 @@ def test_ctrl_c_saves_the_run_and_ends_the_sweep(tmp_path, tiny, environment, fi
 
 
 @pytest.mark.slow
-def test_a_sweep_through_submitit(tmp_path, tiny, environment, finished_run):
+def test_submitit_sweep_uses_two_ranks_and_reports_failed_run(
+    tmp_path, tiny, environment, finished_run
+):
     obstacle = tmp_path / "outputs" / "mine" / "seed1"
     obstacle.parent.mkdir(parents=True)
     obstacle.write_text("in the way")

@@ -1,4 +1,4 @@
-"""`eval.suites`: tasks that a model is asked while it is trained, through train.py."""
+"""`eval.suites`: tasks that are evaluated during training, through train.py."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_shares_stand_in_the_metrics_and_are_those_of_the_checkpoint(place, environment):
+def test_task_scores_in_metrics_equal_scores_of_the_checkpoint(place, environment):
     words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 0, result
@@ -61,7 +61,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line(place, environment, words, said):
+def test_impossible_task_setting_prints_one_error(place, environment, words, said):
     run = place / "refused"
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)

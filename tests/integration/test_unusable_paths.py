@@ -1,4 +1,4 @@
-"""Paths that lead nowhere, for every key and argument that is a path: one line that names it."""
+"""Unusable paths, for every key and argument that is a path: one error line with the name."""
 
 import dataclasses
 import importlib
@@ -23,12 +23,11 @@ NO_PATHS = {
     "data.sample_prompt", "wandb.project", "wandb.entity", "wandb.group", "wandb.mode",
     "wandb.tags", "checkpoint.interval", "eval.suites",
 }  # fmt: skip
-"""Keys of text that no path stands in; each new key belongs here, or to PATHS."""
+"""Keys of text that are not paths; each new key of text must be here or in PATHS."""
 
 
 def unusable_paths(place: Path) -> dict[str, str]:
-    """Map words for each path that cannot be read or made to the path, and make what it goes
-    through in the directory `place`."""
+    """Create files, links and directories in `place`; return unusable paths by description."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "file").write_text("a file")
     if not (place / "loop").is_symlink():
@@ -44,7 +43,7 @@ def unusable_paths(place: Path) -> dict[str, str]:
         "a loop": f"{place}/loop",
         "bytes that are no text": f"{place}/\udcff",
     }
-    if os.geteuid():  # root may enter every directory
+    if os.geteuid():  # root can enter every directory
         found["a forbidden directory"] = f"{place}/forbidden/run"
     return found
 
@@ -57,7 +56,7 @@ def keys_of_text() -> Iterator[str]:
 
 
 def arguments_of(command: str) -> list["dataclasses.Field[Any]"]:
-    """The fields of a command's arguments; none for one that takes a config."""
+    """Return the fields of a command's arguments; empty for a command that takes a config."""
     module = importlib.import_module(module_of_command(command))
     own = f"{command.title().replace('-', '')}Arguments"
     return list(dataclasses.fields(getattr(module, own))) if hasattr(module, own) else []
@@ -76,13 +75,13 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_every_key_of_text_is_a_path_or_is_none():
+def test_every_text_key_is_in_paths_or_no_paths():
     for key in keys_of_text():
         assert bool(PATHS.fullmatch(key)) != (key in NO_PATHS), key
     assert set(KEYS) > {"run.dir", "data.paths", "data.cache_dir", "data.tokenizer", "resume"}
 
 
-def test_every_argument_that_is_a_path_says_so():
+def test_every_path_argument_is_marked_as_path():
     marked = set(arguments())
     assert {("generate", "run"), ("consolidate", "out"), ("power", "pilot")} < marked
     for command in COMMANDS:
@@ -97,7 +96,7 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_paths_of_a_mixture_and_the_variable_of_the_cache_are_named(monkeypatch):
+def test_error_names_mixture_paths_and_cache_variable(monkeypatch):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
         load_config(["model=tiny", "data=mixture", mixture])
@@ -106,7 +105,7 @@ def test_paths_of_a_mixture_and_the_variable_of_the_cache_are_named(monkeypatch)
         load_config(["model=tiny"])
 
 
-def test_a_path_of_another_machine_is_no_reason_not_to_read_a_run(finished_run, tmp_path):
+def test_run_with_path_of_different_machine_is_readable(finished_run, tmp_path):
     from diffllm.config.saved import load_run_config
 
     text = (finished_run / "config.yaml").read_text()
@@ -119,9 +118,7 @@ def test_a_path_of_another_machine_is_no_reason_not_to_read_a_run(finished_run, 
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_a_run_with_one_is_refused_by_its_key_and_leaves_nothing_behind(
-    tmp_path, environment, key, rng
-):
+def test_run_with_unusable_path_names_key_and_changes_no_file(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():
@@ -146,9 +143,7 @@ def assert_refused(words, start, tmp_path, environment):
 
 
 @pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
-def test_an_argument_with_one_is_refused_by_its_name(
-    finished_run, tmp_path, environment, command, name
-):
+def test_unusable_path_argument_is_named(finished_run, tmp_path, environment, command, name):
     others = {"run": str(finished_run), **OTHERS}
     names = [field.name for field in arguments_of(command)]
     needed = [f"{other}={others[other]}" for other in names if other != name and other in others]
@@ -166,7 +161,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("name", slow_but(["report"], POSITIONS))
-def test_a_word_with_one_is_refused(tmp_path, environment, name):
+def test_unusable_positional_path_is_refused(tmp_path, environment, name):
     (tmp_path / "study.yaml").write_text(
         "claim: c\nbase: []\narms: {a: [], b: []}\nbaseline: a\nseeds: [0, 1]\n"
         "rule: {kind: difference, arm: b, against: a, below: 0}\n"

@@ -1,4 +1,4 @@
-"""Commands that read a checkpoint while its run deletes it go on with the next one, or say so."""
+"""If a run deletes a checkpoint while a command reads it, the command reads the next one."""
 
 import shutil
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from diffllm.evaluation.load import load_model
 
 @pytest.fixture
 def run(finished_run: Path, tmp_path: Path) -> Path:
-    """A run that has just saved step 8, which becomes visible when step 4 goes."""
+    """Return a run with one checkpoint of step 4, for `save_next_checkpoint`."""
     run = shutil.copytree(finished_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     return run
 
 
-def next_one(run: Path) -> None:
-    """Make the newest checkpoint that of another step, as one that was saved meanwhile."""
+def save_next_checkpoint(run: Path) -> None:
+    """Replace the checkpoint of step 4 by a checkpoint of step 8, as if saved meanwhile."""
     from runs.one_rank import sign
 
     old, new = (run / "checkpoints" / f"step-{step:08d}" for step in (4, 8))
@@ -34,13 +34,13 @@ def next_one(run: Path) -> None:
 
 
 def vanishing(monkeypatch: pytest.MonkeyPatch, run: Path, module: object, name: str) -> list[str]:
-    """Have the run delete its checkpoint just before a function of this name reads it."""
+    """Make the run replace its checkpoint just before the function `name` reads it."""
     real: Callable[..., object] = getattr(module, name)
     called: list[str] = []
 
     def late(path: Path, *args: object, **more: object) -> object:
         called.append(name)
-        next_one(run)
+        save_next_checkpoint(run)
         return real(path, *args, **more)
 
     monkeypatch.setattr(module, name, late)
@@ -58,7 +58,9 @@ PLACES = [(manifest, "verify"), (manifest, "read_state"), (reader, "read_index")
         ["generate", "consolidate", "checkpoints", "report"],
     ),
 )
-def test_the_next_one_is_read(run, tmp_path, monkeypatch, capfd, command, module, name):
+def test_reader_continues_with_next_checkpoint(
+    run, tmp_path, monkeypatch, capfd, command, module, name
+):
     words = {
         "generate": [f"run={run}", "prompt=a", "max_new_tokens=1"],
         "consolidate": [f"run={run}"],
@@ -75,7 +77,7 @@ def test_the_next_one_is_read(run, tmp_path, monkeypatch, capfd, command, module
         assert [path.name for path in (run / "consolidated").iterdir()] == ["step-00000008"]
 
 
-def test_one_that_was_asked_for_by_its_step_is_named(run, monkeypatch):
+def test_deleted_checkpoint_of_requested_step_is_named(run, monkeypatch):
     vanishing(monkeypatch, run, reader, "read_index")
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; there are"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; available steps:"):
         load_model(run, 4)

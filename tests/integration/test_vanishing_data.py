@@ -1,5 +1,7 @@
-"""Tokens that vanish or change under a run: it saves the steps it has made, says so in one line,
-and goes on once they are there again."""
+"""If tokens are lost or change during a run, the run saves and stops with one error line.
+
+With restored tokens, the run resumes.
+"""
 
 import json
 import os
@@ -50,7 +52,7 @@ FAST = [("train cut off", 1, 0)]
 
 
 def samples(run: Path, rank: int) -> dict[int, list[str]]:
-    """The last that a rank trained on, step by step."""
+    """Return the samples of a rank by step; for a repeated step, the last."""
     lines = (run / f"samples-{rank}.jsonl").read_text().splitlines()
     return {line["step"]: line["samples"] for line in map(json.loads, lines)}
 
@@ -70,7 +72,9 @@ def undisturbed(workplace: Path, ranks: int) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
-def test_tokens_that_go_while_they_are_trained_on(workplace, tmp_path, damage, ranks, workers):
+def test_tokens_lost_during_training_stop_run_and_resume_reads_same_samples(
+    workplace, tmp_path, damage, ranks, workers
+):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
@@ -82,7 +86,7 @@ def test_tokens_that_go_while_they_are_trained_on(workplace, tmp_path, damage, r
     gate.open()
     line = the_error(process.finish(2))
     made = max(samples(run, 0))
-    assert 3 <= made < STEPS  # what was read before, and what lies in what is left
+    assert 3 <= made < STEPS  # the run still uses samples that are intact or already read
     assert str(directory) in line
     assert line.endswith(f"stopped after step {made}, saved")
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{made:08d}"]
@@ -94,7 +98,7 @@ def test_tokens_that_go_while_they_are_trained_on(workplace, tmp_path, damage, r
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_tokens_that_are_damaged_before_the_first_step(workplace, tmp_path, ranks):
+def test_tokens_damaged_before_first_step_stop_run(workplace, tmp_path, ranks):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
@@ -106,7 +110,7 @@ def test_tokens_that_are_damaged_before_the_first_step(workplace, tmp_path, rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_that_go_before_the_last_evaluation(workplace, tmp_path, ranks):
+def test_heldout_tokens_damaged_before_evaluation_stop_run(workplace, tmp_path, ranks):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
@@ -115,7 +119,7 @@ def test_tokens_that_go_before_the_last_evaluation(workplace, tmp_path, ranks):
     process.wait_for(gate.reached, "the last evaluation")
     DAMAGE["heldout cut off"](directory)
     gate.open()
-    assert "heldout-00000-00000.bin: cut off" in the_error(process.finish(2))
+    assert "heldout-00000-00000.bin: truncated" in the_error(process.finish(2))
     shutil.rmtree(directory)
     shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
     finish(Path(corpus), run, *WORDS, ranks=ranks)

@@ -1,4 +1,4 @@
-"""The keys that queries see in masked documents, counted in runs, and the FLOPs that follow."""
+"""Counts of visible keys in runs with masked documents, and the FLOPs computed from the counts."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from diffllm.training import record
 BATCH, STEPS, PEAK = 8, 7, 1e12
 MASKED = ("data.mask_documents=true", "data.packing=best_fit")
 INTERVALS = {1: (0, 1), 4: (1, 4), 7: (4, 7)}
-"""Steps that a logged line covers, from 0: (first, last + 1)."""
+"""Steps counted from 0 that a logged line covers, (first, last + 1), by the line's step."""
 
 
 def main_with_known_peak(fault: Fault, words: list[str]) -> int:
@@ -39,7 +39,7 @@ def started(corpus: Path, run: Path, *more: str, ranks: int = 1) -> ForkedRun:
 
 
 def keys_in_masks(overrides: list[str]) -> list[int]:
-    """Count the visible keys of each step in explicit masks of its global batch."""
+    """Count the visible keys of each step in explicit masks of the global batch."""
     cfg = load_config(overrides)
     data = prepare(cfg.data)
     samples = training_samples(data, cfg.data, cfg.seq_len, cfg.seed, STEPS * BATCH)
@@ -49,8 +49,11 @@ def keys_in_masks(overrides: list[str]) -> list[int]:
 
 
 def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> None:
-    """Assert that lines, MFU and summary of a run follow from the masks of its batches; `ranks` is
-    the world size at each logged step."""
+    """Assert that metrics, MFU and summary of a run follow from the masks of its batches.
+
+    Args:
+        ranks: world size by logged step.
+    """
     cfg, keys = load_config(overrides), keys_in_masks(overrides)
     model, queries = without_storage(cfg.model), BATCH * cfg.seq_len
     means = {

@@ -1,4 +1,4 @@
-"""wandb in whole runs: what an offline run holds, and what is left when its service is killed."""
+"""wandb in complete runs: content of an offline run, and a killed service."""
 
 import json
 import os
@@ -30,13 +30,13 @@ def _environment(monkeypatch):
 
 
 def said_of_wandb(output: str) -> list[str]:
-    """Lines about wandb behind the head, which says where it writes."""
+    """Return the lines about wandb after the first, which names wandb's directory."""
     head, *others = [line for line in output.splitlines() if "wandb" in line]
     assert head.startswith("wandb: offline; `wandb sync ")
     return others
 
 
-def test_an_offline_run_is_metrics_jsonl_with_config_and_definitions(directory, corpus):
+def test_offline_wandb_run_contains_metrics_config_and_definitions(directory, corpus):
     run = directory / "whole"
     overrides = ("steps=6", "log_interval=2", "diagnostics.interval=3", "eval.interval=3")
     tags = ("run.sweep=a-sweep", "wandb.tags=[mine]")
@@ -81,7 +81,7 @@ def service_of(parent: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_service_killed_in_the_middle_costs_one_line_on_stderr(directory, corpus):
+def test_killed_wandb_service_prints_single_line(directory, corpus):
     run = directory / "killed"
     gate = Gate(run, 6)
     overrides = (*SMALL, "steps=12", "log_interval=1", "eval.interval=10")

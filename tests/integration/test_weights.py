@@ -1,4 +1,4 @@
-"""First values of parameters: weights of a run, checkpoint, export or import; or matched values."""
+"""Initial parameters: weights of a run, checkpoint, export or import; or matched values."""
 
 import contextlib
 import io
@@ -28,12 +28,12 @@ WORDS = (
     "log_interval=1", "precision=fp32", "diagnostics.interval=4", "data.num_workers=0",
 )  # fmt: skip
 STILL = ("optim.lr=1e-20", "optim.weight_decay=0", "steps=1")
-"""One step that changes nothing."""
+"""Overrides of one step that does not change the weights."""
 
 
 @pytest.fixture(scope="module")
 def sources(corpus, tmp_path_factory):
-    """A run of softmax attention, its checkpoint, exports and imports, and their printed text."""
+    """Return a standard run, its checkpoint, exports and imports, and all printed text."""
     place = tmp_path_factory.mktemp("out puts")
     run, converted = place / "source", place / "it's (new)"
     said = finish(corpus, run, *WORDS, "attention=standard", "model.rope.theta=5000")
@@ -53,7 +53,7 @@ def sources(corpus, tmp_path_factory):
 
 
 def weights_of(path: Path) -> str:
-    """The override that a shell passes on for the printed one."""
+    """Return the override that a shell passes for the printed override."""
     (word,) = shlex.split(printed_override("resume", f"weights:{path}"))
     return word
 
@@ -67,7 +67,7 @@ NAMES = ("run", "checkpoint", "export", "import", "converted")
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
-def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ranks):
+def test_run_starts_with_weights_of_source(corpus, sources, tmp_path, name, ranks):
     words = [*WORDS, *STILL, weights_of(sources[name]), "model.rope.theta=5000"]
     said = finish(corpus, tmp_path / "run", *words, ranks=ranks)
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
@@ -76,7 +76,7 @@ def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ra
     facts = json.loads((tmp_path / "run" / "run.json").read_text())["weights"]
     steps = {"run": 4, "checkpoint": 4, "export": None, "import": 0, "converted": 0}
     assert facts["step"] == steps[name]
-    assert "optimizer and data begin anew" in said
+    assert "optimizer and data start from the beginning" in said
     assert ("trained on an unknown corpus" in said) == (name not in ("run", "checkpoint"))
 
 
@@ -88,13 +88,13 @@ def test_a_run_starts_where_its_source_ended(corpus, sources, tmp_path, name, ra
         ("python train.py", "resume", "weights:{converted}"),
     ],
 )
-def test_printed_command_names_directory_with_blank_or_quote(sources, command, key, value):
+def test_printed_command_quotes_directory_with_space_or_quote(sources, command, key, value):
     lines = [line for line in sources["printed"].splitlines() if command in line]
     words = [word for line in lines for word in shlex.split(line) if word.startswith(f"{key}=")]
     assert value.format(**sources) in [parsed_override(word).value() for word in words]
 
 
-def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(corpus, sources, tmp_path):
+def test_weights_of_run_and_export_give_equal_runs_that_resume(corpus, sources, tmp_path):
     for name in ("run", "export"):
         words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
         finish(corpus, tmp_path / name, *words)
@@ -108,7 +108,9 @@ def test_all_sources_make_the_same_run_and_a_restart_goes_on_with_it(corpus, sou
     assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text())
 
 
-def test_the_model_and_the_tokenizer_come_from_there(environment, corpus, sources, tmp_path):
+def test_config_without_model_uses_model_and_tokenizer_of_weights(
+    environment, corpus, sources, tmp_path
+):
     words = [
         f"resume=weights:{sources['export']}", f"data.paths=[{corpus}]", *WORDS, *STILL,
         f"data.cache_dir={corpus.parent / 'cache'}", "seq_len=64", "global_batch_size=8",
@@ -127,7 +129,7 @@ def test_the_model_and_the_tokenizer_come_from_there(environment, corpus, source
         assert cfg.model == of_run.model
 
 
-def test_what_differs_is_named(corpus, sources, tmp_path):
+def test_model_setting_that_differs_from_weights_is_named(corpus, sources, tmp_path):
     words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
     said = finish(corpus, tmp_path / "run", *words)
     assert "differs: model.rope.theta: 5000.0 there, 1000.0 here;" in said
@@ -139,20 +141,24 @@ NO_FITS = {
         ["attention=diff_v2"],
         "diffllm import 'hf={run}' attention=diff_v2",
     ),
-    "layers": ("weights:{export}", ["model.n_layers=1"], "of another model: layers.1"),
+    "layers": ("weights:{export}", ["model.n_layers=1"], "of different model: layers.1"),
     "scaled": ("weights:{run}", ["model.init_match=write"], "needs model.init_match=none"),
     "tokens": (
         "weights:{run}",
         ["data.tokenizer=null", "data.vocab_size=310"],
-        "of another tokenizer than",
+        "has a different tokenizer than",
     ),
     "nothing": ("weights:{run}/none", [], "neither a run, one of its checkpoints"),
-    "parameters": ("{import}", [], "holds parameters alone; 'resume=weights:{import}/checkpoints"),
+    "parameters": (
+        "{import}",
+        [],
+        "only parameters; to start from these parameters: 'resume=weights:{import}/checkpoints",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", slow_but(["a variant", "tokens", "nothing"], NO_FITS))
-def test_weights_that_do_not_fit_are_one_line(environment, corpus, sources, tmp_path, what):
+def test_unsuitable_weights_print_single_line(environment, corpus, sources, tmp_path, what):
     resume, words, said = NO_FITS[what]
     words = [*WORDS, f"resume={resume.format(**sources)}", *words]
     ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
@@ -171,7 +177,7 @@ def factors(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_factors_depend_on_no_rank_and_stay_when_the_run_continues(corpus, tmp_path):
+def test_init_match_factors_are_independent_of_ranks_and_kept_by_resume(corpus, tmp_path):
     one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))
     finish(corpus, standard, *WORDS, *EVERY_STEP, "attention=standard")
     finish(corpus, one, *WORDS, *MATCHED)

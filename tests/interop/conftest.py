@@ -1,4 +1,4 @@
-"""A tokenizer, and runs of weights alone."""
+"""Fixtures: a tokenizer, and run directories with random weights."""
 
 import pytest
 from runs.written import small_tokenizer, write_weights
@@ -6,7 +6,7 @@ from runs.written import small_tokenizer, write_weights
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """The file of a small sentencepiece model."""
+    """Return the path of a small sentencepiece model."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     path.write_bytes(small_tokenizer())
     return path
@@ -14,5 +14,5 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def make_run(tokenizer, tmp_path):
-    """A function that makes a run directory of a config, with weights drawn for it."""
+    """Return a function that writes run directories with random weights for a config."""
     return lambda name, *words: write_weights(tmp_path / name, tokenizer.read_bytes(), *words)

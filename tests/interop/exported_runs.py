@@ -1,4 +1,4 @@
-"""Runs whose exports are looked at."""
+"""Configs of exported runs."""
 
 from pathlib import Path
 
@@ -46,4 +46,4 @@ CASES = {
          "model.rope.original_seq_len=72"),
     ),
 }  # fmt: skip
-"""The class that reads an export, and the words of the run's config."""
+"""The class that loads an export, and the overrides of the run, by case."""

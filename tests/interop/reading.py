@@ -1,9 +1,9 @@
-"""Read exports as a user without diffllm does, and save what comes of them.
+"""Read exports without diffllm, and save the results.
 
     python reading.py REQUESTS.json OUT.pt
 
-Each request is a directory and token ids; of each come logits, and greedy continuations with a
-cache, without one, and in a batch that is padded on the left.
+A request is a directory and token ids. The results are logits, and greedy continuations with a
+cache, without a cache, and in a batch with padding on the left.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-sys.modules["diffllm"] = None  # importing it fails
+sys.modules["diffllm"] = None  # makes an import fail
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging  # noqa: E402
 

@@ -1,10 +1,10 @@
-"""Generate with exports in vLLM, in an environment of its own without diffllm.
+"""Generate with exports in vLLM, in a separate environment without diffllm.
 
     python serving.py REQUESTS.json OUT.json
 
-A request is a directory, prompts of token ids, and whether vLLM compiles the model. Of each come
-the log-probabilities of all prompts' tokens and of 16 greedy ones behind each, those of a prompt
-that comes again when its tokens are cached, and the tokens that fit into the KV cache.
+A request is a directory, prompts of token ids, and whether vLLM compiles the model. The results are
+log-probabilities of the tokens of prompts and of 16 greedy tokens after each prompt. They also
+contain the log-probabilities of a repeated prompt, and the capacity of the KV cache in tokens.
 """
 
 import json
@@ -23,7 +23,7 @@ def served(request: dict) -> dict:
     llm = LLM(
         request["directory"], trust_remote_code=True, dtype="float32", max_model_len=256,
         enforce_eager=not request["compiled"], disable_log_stats=False,
-        max_num_seqs=3, max_num_batched_tokens=64,  # prompts queue, and come in chunks
+        max_num_seqs=3, max_num_batched_tokens=64,  # prompts wait, and are split
         enable_prefix_caching=True, enable_chunked_prefill=True,
     )  # fmt: skip
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]

@@ -1,4 +1,4 @@
-"""An export computes in transformers, without diffllm, the same as the run's model."""
+"""An export in transformers, without diffllm, computes the same as the model of the run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from diffllm.model.generate import generate
 transformers = pytest.importorskip("transformers", "5.4")
 
 PYTHON = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
-"""Interpreter that reads exports; `make test-transformers` names one with another version."""
+"""Interpreter that reads exports; `make test-transformers` sets another interpreter."""
 FOREIGN = [name for name, (architecture, _) in CASES.items() if "DiffLLM" not in architecture]
 TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
 
@@ -34,7 +34,7 @@ TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
     ],
 )
 @torch.no_grad()
-def test_transformers_reads_export_as_model_of_run(make_run, tmp_path, names, new):
+def test_export_in_transformers_equals_model_of_run(make_run, tmp_path, names, new):
     requests, mine = [], []
     for name in names:
         run = make_run(name, *CASES[name][1])
@@ -74,7 +74,7 @@ def test_rope_settings_for_older_transformers_describe_the_same_model(make_run, 
     run, out = make_run(name, *CASES[name][1]), tmp_path / "hf"
     assert main(["export", f"run={run}", f"out={out}"]) == 0
     config = json.loads((out / "config.json").read_text())
-    del config["rope_parameters"]  # transformers 4 ignores it
+    del config["rope_parameters"]  # transformers 4 ignores this key
     (out / "config.json").write_text(json.dumps(config))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     ids = torch.randint(2, 400, (2, 48), generator=torch.Generator().manual_seed(0))

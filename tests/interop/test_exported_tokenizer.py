@@ -1,4 +1,4 @@
-"""A fast tokenizer gives the ids of the sentencepiece model that it was made of."""
+"""A fast tokenizer gives the same ids as its sentencepiece model."""
 
 import random
 
@@ -18,7 +18,7 @@ PIECES = (
 
 
 def drawn(rng: random.Random) -> str:
-    """A text of odd pieces, of any characters, or of runs of one."""
+    """Draw a text of odd pieces, of any characters, or of repeated characters."""
     kind, size = rng.randrange(4), rng.randrange(30)
     if kind == 0:
         return "".join(rng.choices(PIECES, k=size))
@@ -31,7 +31,7 @@ def drawn(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("number", slow_but([0], range(50)))
-def test_ids_and_texts_are_the_same(tokenizer, number, rng):
+def test_fast_tokenizer_gives_same_ids_and_texts(tokenizer, number, rng):
     texts = [drawn(rng) for _ in range(5_000)]
     slow, fast = Tokenizer.from_file(tokenizer), fast_tokenizer(tokenizer)
     encoded = fast.encode_batch(texts, add_special_tokens=False)
@@ -41,12 +41,12 @@ def test_ids_and_texts_are_the_same(tokenizer, number, rng):
     assert fast.decode_batch([each.ids for each in encoded]) == texts
 
 
-def test_a_model_of_another_kind_is_refused(tmp_path):
+def test_tokenizer_that_is_not_bpe_is_refused(tmp_path):
     with (tmp_path / "unigram.model").open("wb") as model:
         SentencePieceTrainer.train(
             sentence_iterator=iter([f"words of text {i}" for i in range(200)]),
             model_writer=model, vocab_size=40, model_type="unigram", minloglevel=2,
         )  # fmt: skip
     assert SentencePieceProcessor(model_file=str(tmp_path / "unigram.model"))
-    with pytest.raises(DataError, match="only BPE models become fast tokenizers"):
+    with pytest.raises(DataError, match="only BPE models can be exported"):
         fast_tokenizer(tmp_path / "unigram.model")

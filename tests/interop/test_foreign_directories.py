@@ -1,4 +1,4 @@
-"""Directories of models from elsewhere with odd files: read, or refused with a known error."""
+"""Model directories of other libraries with odd files are read or refused with a known error."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def config_of(found: Layout) -> dict[str, Any]:
 
 
 def keys_of(found: Layout) -> Iterator[tuple[str, ...]]:
-    """List the keys of a config, of the objects inside it, and all keys that have a type."""
+    """List the keys of a config and of nested objects, and all keys with a checked type."""
     config = config_of(found)
     for key in sorted({*config, *(key for _, keys in KINDS.values() for key in keys)}):
         yield (key,)
@@ -81,18 +81,18 @@ def test_config_with_odd_value_is_read_or_refused(data, kind, odd):
         ("mlp_only_layers", True, "has mlp_only_layers=True, which must be a list of whole number"),
         ("rope_parameters", {"rope_type": ["x"]}, r"has rope_type=\['x'\], which must be text"),
         ("attention", {"variant": "diff_v2", "context_scale": "${oc.env:HOME}"}, "interpolation"),
-        ("moe", {"n_experts": "${oc.env:HOME}"}, "has an interpolation in its settings of moe"),
+        ("moe", {"n_experts": "${oc.env:HOME}"}, "has an interpolation in its moe settings"),
         ("rms_norm_eps", math.inf, "has rms_norm_eps=inf, which must be a finite number"),
         ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
     ],
 )
-def test_config_value_of_wrong_type_is_named(key, value, said):
+def test_config_value_of_wrong_type_raises_error_with_key(key, value, said):
     with pytest.raises(ValueError, match=said):
         model_of({**config_of(LAYOUTS["own"]), key: value})
 
 
 def write(directory: Path, found: Layout, **changes: Any) -> Path:
-    """Write a directory of a layout, with tensors of ones."""
+    """Write a model directory with tensors of ones."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({**config_of(found), **changes}))
     ours = dict(without_storage(model_of(config_of(found))[1]).named_parameters())
@@ -103,7 +103,7 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_damaged_model_directory_has_the_shapes_of_its_config_or_is_refused(tmp_path, name):
+def test_damaged_model_directory_has_shapes_of_config_or_is_refused(tmp_path, name):
     directory = write(tmp_path / "hf", LAYOUTS["llama"])
     file = directory / name
     whole = file.read_bytes()
@@ -125,7 +125,7 @@ def test_fifo_in_place_of_weights_is_refused(tmp_path, name):
     path = write(tmp_path / "hf", LAYOUTS["llama"])
     (path / "model.safetensors").unlink()
     os.mkfifo(path / name)
-    writer = os.open(path / name, os.O_RDWR | os.O_NONBLOCK)  # a reader would not wait
+    writer = os.open(path / name, os.O_RDWR | os.O_NONBLOCK)  # a reader must not block
     with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         ModelDirectory(path)
     os.close(writer)
@@ -150,7 +150,7 @@ def test_index_with_odd_content_is_refused(tmp_path, index, said):
         ModelDirectory(path)
 
 
-def test_files_that_are_links_are_read_as_in_the_cache_of_the_hub(tmp_path):
+def test_symbolic_links_are_read_as_in_hub_cache(tmp_path):
     path, links = write(tmp_path / "hf", LAYOUTS["llama"]), tmp_path / "links"
     links.mkdir()
     for file in path.iterdir():
@@ -164,5 +164,5 @@ def test_files_that_are_links_are_read_as_in_the_cache_of_the_hub(tmp_path):
 )
 def test_config_with_more_layers_or_experts_than_tensors_is_refused(tmp_path, kind, change, least):
     """Without this check, the names of billions of tensors could be listed."""
-    with pytest.raises(CheckpointError, match=f"not {least} or more"):
+    with pytest.raises(CheckpointError, match=f"fewer than {least}"):
         ModelDirectory(write(tmp_path / "hf", LAYOUTS[kind], **change))

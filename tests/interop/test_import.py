@@ -1,4 +1,4 @@
-"""Models of transformers come in as they are, go out again, and become DIFF V2 and back."""
+"""Import of models of transformers, export after import, and conversion to DIFF V2 and back."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ FOREIGN = {
 
 
 def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn.Module:
-    """Save a model of transformers with random weights, and its tokenizer; return it."""
+    """Save a model of transformers with random weights and a tokenizer; return the model."""
     family, settings = FOREIGN[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
@@ -64,7 +64,7 @@ def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn
 
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "diffllama"], FOREIGN))
 @torch.no_grad()
-def test_a_model_from_elsewhere_computes_the_same(tmp_path, tokenizer, name):
+def test_imported_model_computes_same_logits(tmp_path, tokenizer, name):
     theirs = saved(name, tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, text = diffllm.load_model(tmp_path / "run")
@@ -79,14 +79,14 @@ def test_a_model_from_elsewhere_computes_the_same(tmp_path, tokenizer, name):
     slow_but([{"max_shard_size": "60KB"}], [{"dtype": torch.bfloat16}, {"max_shard_size": "60KB"}]),
 )
 @torch.no_grad()
-def test_shards_and_bf16_are_read(tmp_path, tokenizer, options):
+def test_import_reads_shards_and_bf16(tmp_path, tokenizer, options):
     theirs = saved("llama", tmp_path / "hf", tokenizer, **options)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, _ = diffllm.load_model(tmp_path / "run")
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
 
 
-def test_imported_model_keeps_its_name_and_has_an_unknown_corpus(tmp_path, tokenizer, capsys):
+def test_imported_model_keeps_name_and_has_unknown_corpus(tmp_path, tokenizer, capsys):
     saved("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
     assert main(["import", f"hf={tmp_path / 'my llama'}", f"out={run}"]) == 0
@@ -111,14 +111,14 @@ def parameters(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", slow_but(["mixture"], CASES))
-def test_out_and_in_again_is_the_same_to_the_last_bit(make_run, tmp_path, name):
+def test_export_then_import_keeps_model_bit_for_bit(make_run, tmp_path, name):
     architecture, words = CASES[name]
     run, out, back = make_run(name, *words), tmp_path / "hf", tmp_path / "back"
     own = ["own=true"] if architecture == "DiffLlamaForCausalLM" else []
     assert main(["export", f"run={run}", f"out={out}", *own]) == 0
     assert main(["import", f"hf={out}", f"out={back}"]) == 0
     before, after = parameters(run), parameters(back)
-    if architecture == "Qwen3MoeForCausalLM":  # which has no place for what our routers count
+    if architecture == "Qwen3MoeForCausalLM":  # Qwen3MoE has no bias and load of routers
         before = {key: value for key, value in before.items() if ".router.load" not in key}
         before = {key: value for key, value in before.items() if ".router.bias" not in key}
     for key, tensor in before.items():
@@ -129,7 +129,7 @@ def test_out_and_in_again_is_the_same_to_the_last_bit(make_run, tmp_path, name):
 
 
 @torch.no_grad()
-def test_a_folded_head_norm_stays_in_the_output(make_run, tmp_path):
+def test_second_export_of_folded_head_norm_is_identical(make_run, tmp_path):
     run = make_run("diff_v1", "attention=diff_v1")
     for source, step in ((run, "one"), (tmp_path / "one-run", "two")):
         assert main(["export", f"run={source}", f"out={tmp_path / step}"]) == 0
@@ -150,7 +150,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", slow_but(["qk_norm"], KINDS))
 @torch.no_grad()
-def test_softmax_attention_becomes_diff_v2_and_back(make_run, tmp_path, kind):
+def test_conversion_of_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp_path, kind):
     run = make_run("source", "attention=standard", *KINDS[kind])
     two, back = tmp_path / "two", tmp_path / "back"
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
@@ -167,7 +167,7 @@ def test_softmax_attention_becomes_diff_v2_and_back(make_run, tmp_path, kind):
     "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
 )
 @torch.no_grad()
-def test_a_constant_lambda_goes_into_the_output(make_run, tmp_path, name):
+def test_conversion_of_constant_lambda_to_standard_keeps_logits(make_run, tmp_path, name):
     words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
     run = make_run(name, f"attention=diff_v2_{name}", *words)
     assert main(["import", f"hf={run}", f"out={tmp_path / 'out'}", "attention=standard"]) == 0
@@ -176,7 +176,7 @@ def test_a_constant_lambda_goes_into_the_output(make_run, tmp_path, name):
 
 
 @torch.no_grad()
-def test_noise_moves_second_queries_alone(make_run, tmp_path):
+def test_perturb_changes_only_second_queries(make_run, tmp_path):
     run, out = make_run("source", "attention=standard"), tmp_path / "out"
     words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
     assert main(["import", f"hf={run}", f"out={out}", *words]) == 0
@@ -213,13 +213,13 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: changed_config(d, rope_theta=5.0),
         "has two values of rope_theta: 5.0 and 10000.0",
     ),
-    "bias": (lambda d: changed_config(d, attention_bias=True), "only False is computed here"),
+    "bias": (lambda d: changed_config(d, attention_bias=True), "only False is supported"),
     "no size": (lambda d: changed_config(d, hidden_size=None), "has no hidden_size"),
     "no config": (lambda d: (d / "config.json").unlink(), "neither a run"),
-    "missing": (lambda d: changed_tensors(d, lambda t: t.pop(Q)), f"lacks {Q}"),
+    "missing": (lambda d: changed_tensors(d, lambda t: t.pop(Q)), f"lacks tensors: {Q}"),
     "extra": (
         lambda d: changed_tensors(d, lambda t: t.update(more=torch.ones(2))),
-        "tensors that are not known here: more",
+        "unknown tensors: more",
     ),
     "shape": (
         lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(2, 3)})),
@@ -247,7 +247,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", slow_but(["rope", "missing", "cut", "pickle"], SPOILT))
-def test_a_spoilt_directory_is_one_line(tmp_path, tokenizer, capsys, what):
+def test_damaged_directory_gives_single_error_line(tmp_path, tokenizer, capsys, what):
     source = tmp_path / "hf"
     saved("llama", source, tokenizer)
     spoil, said = SPOILT[what]
@@ -261,24 +261,22 @@ def test_a_spoilt_directory_is_one_line(tmp_path, tokenizer, capsys, what):
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_tokenizer_with_more_pieces_than_rows_is_refused(
-    tmp_path, tokenizer, capsys, monkeypatch
-):
+def test_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path, tokenizer, capsys, monkeypatch):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     saved("llama", tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
-    assert "400 pieces, more than the 300 rows" in capsys.readouterr().err
+    assert "400 pieces, more than the vocabulary of 300" in capsys.readouterr().err
 
 
-def test_arguments_that_cannot_be(make_run, tmp_path, capsys):
+def test_invalid_import_arguments_are_refused(make_run, tmp_path, capsys):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (
-        ([f"hf={run}", f"out={run}"], "is there already"),
+        ([f"hf={run}", f"out={run}"], "already exists"),
         ([f"hf={run}", out, "attention=diff_v2"], "needs softmax without a sink"),
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
-        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is for attention=diff_v2"),
+        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 needs attention=diff_v2"),
     ):
         assert main(["import", *words]) == 2
         error = capsys.readouterr().err

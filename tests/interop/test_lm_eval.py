@@ -1,5 +1,7 @@
-"""The documented commands export a run and evaluate the export with lm-eval on local task files;
-lm-eval's numbers are those that the run's model computes for one text at a time."""
+"""The documented commands export a run and evaluate the export with lm-eval on local task files.
+
+The results of lm-eval equal those of the run's model for single texts.
+"""
 
 import json
 import os
@@ -48,12 +50,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def section() -> str:
-    """The section of docs/evaluation.md about lm-eval."""
+    """Return the section of docs/evaluation.md about lm-eval."""
     return PAGE.read_text().partition("## lm-evaluation-harness\n")[2].partition("\n## ")[0]
 
 
 def command(start: str) -> list[str]:
-    """The words of the last documented command that starts like this, of this environment."""
+    """Return the last documented command with this start, as a command of this environment."""
     blocks = re.findall(r"^```\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
     name, *words = shlex.split([line for line in lines if line.startswith(start)][-1])
@@ -61,13 +63,13 @@ def command(start: str) -> list[str]:
 
 
 def write_tasks(directory: Path) -> None:
-    """Write the documented task, one of each other kind of request, and their documents."""
+    """Write the documented task, a task of each other kind of request, and their documents."""
     directory.mkdir()
     (documented,) = re.findall(r"^```yaml\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
     (directory / "mine.yaml").write_text(documented)
     for task in (TEXTS, CONTINUED):
         files = {"data_files": {"test": f"tasks/{task['task']}.jsonl"}}
-        content = json.dumps({**task, "dataset_kwargs": files})  # YAML, too
+        content = json.dumps({**task, "dataset_kwargs": files})  # JSON is valid YAML
         (directory / f"{task['task']}.yaml").write_text(content)
     for name, rows in ROWS.items():
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,27 +83,27 @@ def samples(directory: Path, task: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def log_likelihood(model: Transformer, ids: list[int], start: int) -> float:
-    """The sum of the log-probabilities of ids[start:]."""
+    """Return the sum of the log-probabilities of ids[start:]."""
     found = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
     return found.gather(1, torch.tensor(ids[1:])[:, None])[start - 1 :].sum().item()
 
 
 def choice_scores(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[float]:
-    """The log-likelihoods of a row's choices behind its question, one text at a time."""
+    """Return the log-likelihoods of the choices of a row after the question, text by text."""
     start = len(tokenizer.encode(row["question"]))
     texts = [f"{row['question']} {choice}" for choice in row["choices"]]
     return [log_likelihood(model, tokenizer.encode(text), start) for text in texts]
 
 
 def text_score(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any]) -> float:
-    """The log-likelihood of a row's text behind the end of a document."""
+    """Return the log-likelihood of a row's text after an end-of-document token."""
     ids = [tokenizer.eos_id, *tokenizer.encode(row["text"])]
     assert len(ids) < model.cfg.seq_len
     return log_likelihood(model, ids, 1)
 
 
 def continuation(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[int]:
-    """The 12 greedy tokens behind a row's prompt, or those up to the end of a document."""
+    """Return up to 12 greedy tokens after a row's prompt, up to the end of the document."""
     ids = tokenizer.encode(row["prompt"])
     (tokens,) = generate(
         model, [ids], max_new_tokens=12, temperature=0.0, vocab_size=tokenizer.vocab_size,
@@ -111,9 +113,7 @@ def continuation(model: Transformer, tokenizer: Tokenizer, row: Mapping[str, Any
 
 
 @pytest.mark.parametrize("variant", ["diff_v2", "standard"])
-def test_documented_commands_on_local_tasks_give_numbers_of_single_texts(
-    make_run, tmp_path, variant
-):
+def test_documented_commands_on_local_tasks_equal_single_texts(make_run, tmp_path, variant):
     (tmp_path / "outputs").mkdir()
     run = make_run("outputs/mine", f"attention={variant}")
     write_tasks(tmp_path / "tasks")

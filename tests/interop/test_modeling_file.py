@@ -1,5 +1,5 @@
-"""The modelling file of an export does what models of transformers do: it computes the same under
-every attention implementation, in continuous batching, exported and compiled."""
+"""The modelling file supports the features of transformers with equal results: all attention
+implementations, continuous batching, torch.export and compilation."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ NAMES = (
     "standard", "gated", "diff_v1", "diff_v2", "standard_sink", "standard_off_by_one",
     "diff_v1_clamped", "mixture",
 )  # fmt: skip
-"""Cases that differ in the code of the modelling file."""
+"""Cases that run different code of the modelling file."""
 WITH_MAPS = ("standard_sink", "standard_off_by_one", "diff_v1_clamped")
 IDS = torch.randint(2, 400, (2, 24), generator=torch.Generator().manual_seed(0))
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -42,7 +42,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
 @pytest.fixture
 def opened(make_run, tmp_path):
-    """A function that exports a run of a case and opens the export, each time anew."""
+    """Return a function that exports the run of a case and loads the export."""
 
     def make(name: str, **options: object) -> nn.Module:
         if not (tmp_path / "hf" / name).exists():
@@ -90,7 +90,7 @@ def test_implementation_that_cannot_compute_the_variant_is_refused(opened, name)
     with pytest.raises(ValueError, match="does not support Flash Attention"):
         opened(name, attn_implementation="flash_attention_2")
     model = opened(name)
-    for implementation in ("flash_attention_2", "flex_attention"):  # as a user may write it
+    for implementation in ("flash_attention_2", "flex_attention"):  # set directly, as users may do
         model.config._attn_implementation = implementation
         with pytest.raises(ValueError, match=f"attn_implementation='{implementation}' cannot"):
             model(IDS)
@@ -113,7 +113,7 @@ def test_continuous_batching_gives_tokens_of_generate(opened, name, implementati
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_attentions_have_one_map_per_head_and_key(opened, name):
+def test_attentions_have_a_map_per_head_and_key(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -124,7 +124,7 @@ def test_attentions_have_one_map_per_head_and_key(opened, name):
     ones = torch.ones_like(sums[0])
     for total in sums:
         if name in ("standard_sink", "standard_off_by_one"):
-            assert (total < 1).all()  # the rest is the sink's
+            assert (total < 1).all()  # the sink has the remaining weight
         else:
             close(total, ones, name)
     again = model.generate(IDS, **GREEDY, output_attentions=True, return_dict_in_generate=True)
@@ -135,7 +135,7 @@ def test_attentions_have_one_map_per_head_and_key(opened, name):
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_torch_export_leaves_batch_size_free(opened, name):
+def test_torch_export_keeps_batch_size_dynamic(opened, name):
     model = opened(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
@@ -147,7 +147,7 @@ def test_torch_export_leaves_batch_size_free(opened, name):
 
 
 def compiled(model: nn.Module, backend: str) -> list[list[int]]:
-    """Generate with a static cache and one graph per step, on the CPU, too."""
+    """Generate with a static cache and one graph per step, also on a CPU."""
     config = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
     torch.compiler.reset()
@@ -192,7 +192,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_tables_are_those_of_training_bit_for_bit(kind):
+def test_rotary_tables_equal_training_bit_for_bit(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
@@ -215,7 +215,7 @@ def test_missing_settings_have_defaults_of_training(variant):
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 
-def test_settings_that_do_not_exist_are_refused():
+def test_unknown_settings_are_refused():
     assert set(SETTINGS) == set(VARIANTS)
     for settings, said in (
         ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),
@@ -233,7 +233,10 @@ def test_settings_that_do_not_exist_are_refused():
             {"attention": {"variant": "diff_v2"}, "num_key_value_heads": 4},
             "num_key_value_heads=4 must divide num_attention_heads=4 / 2$",
         ),
-        ({"sliding_window": 4}, "sliding_window=4, but every layer attends to all tokens"),
+        (
+            {"sliding_window": 4},
+            "sliding_window=4 is not supported: all layers attend to all tokens",
+        ),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4' must be a number above 0"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -261,7 +264,7 @@ def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope, said):
         DiffLLMForCausalLM(config)
 
 
-def test_older_transformers_is_refused_in_one_line(opened, tmp_path):
+def test_older_transformers_is_refused_with_single_line(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
     config = json.loads((directory / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Exports and imports that cannot be: one line, and nothing left behind."""
+"""Failed exports and imports print one error line and leave no files."""
 
 import pytest
 from disks import small_disk
@@ -17,7 +17,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def test_a_full_disk(make_run, tmp_path, capsys):
+def test_export_and_import_on_full_disk_leave_no_files(make_run, tmp_path, capsys):
     run = make_run("run", "attention=diff_v2")
     assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}"]) == 0
     needed = sum(file.stat().st_size for file in (tmp_path / "hf").iterdir()) // 1024
@@ -30,11 +30,11 @@ def test_a_full_disk(make_run, tmp_path, capsys):
                 assert list(disk.iterdir()) == []
 
 
-def test_what_cannot_be_exported(make_run, tmp_path, capsys):
+def test_unsupported_exports_are_refused(make_run, tmp_path, capsys):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
     (tmp_path / "file").write_text("")
     for words, said in (
-        ([f"run={run}", f"out={run}"], "is there already"),
+        ([f"run={run}", f"out={run}"], "already exists"),
         ([f"run={run}", f"out={tmp_path / 'file' / 'hf'}"], "Not a directory"),
         ([f"run={run}", out, "step=7"], "has no checkpoint of step 7"),
         ([f"run={run}", out, "dtype=fp8"], "dtype=fp8 must be float32 or bf16"),
@@ -49,7 +49,7 @@ def test_what_cannot_be_exported(make_run, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_import_after_killed_import_removes_what_it_left(make_run, tmp_path):
+def test_import_removes_leftovers_of_killed_import(make_run, tmp_path):
     (tmp_path / "out" / ".i.partial" / "checkpoints").mkdir(parents=True)
     (tmp_path / "out" / ".i.lock").write_text("")
     run = make_run("run", "attention=diff_v2")

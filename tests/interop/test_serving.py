@@ -1,5 +1,5 @@
-"""vLLM serves exports: with continuous batching, chunked prefill and prefix caching, the tokens'
-log-probabilities are those of the run's model. `make test-vllm` sets up its environment."""
+"""vLLM serves exports with the log-probabilities of the run's model, under continuous batching,
+chunked prefill and prefix caching. `make test-vllm` creates the environment."""
 
 import json
 import os
@@ -19,10 +19,10 @@ PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no interpreter: make test-vllm"),
+    pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set: run make test-vllm"),
 ]
 UNSERVED = ("diff_v1_clamped",)
-"""Maps that no kernel of softmax attention makes."""
+"""Variants with maps that kernels of softmax attention cannot compute."""
 SERVED = [name for name in CASES if name not in UNSERVED]
 COMPILED = ("standard", "diff_v2")
 CLOSE = 3e-5
@@ -30,7 +30,7 @@ CLOSE = 3e-5
 
 @pytest.fixture
 def exported(make_run, tmp_path):
-    """A function that exports a run of a case."""
+    """Return a function that exports the run of a case."""
 
     def make(name: str) -> Path:
         architecture, words = CASES[name]
@@ -49,13 +49,13 @@ def prompts(lengths: list[int]) -> list[list[int]]:
 
 @torch.no_grad()
 def logprobs(model: Transformer, tokens: list[int]) -> torch.Tensor:
-    """The log-probability of each token but the first."""
+    """Return the log-probability of each token except the first."""
     found = model(torch.tensor([tokens]))[0, :-1].log_softmax(-1)
     return found.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-def test_log_probabilities_are_the_run_s(exported, tmp_path):
-    asked = prompts([200, 7, 100, 33, 150, 64])  # of the first a block of the cache is full
+def test_vllm_log_probabilities_equal_model_of_run(exported, tmp_path):
+    asked = prompts([200, 7, 100, 33, 150, 64])  # the first prompt fills blocks of the cache
     requests = [
         {"directory": str(exported(name)), "prompts": asked, "compiled": name in COMPILED}
         for name in SERVED
@@ -79,4 +79,4 @@ def test_log_probabilities_are_the_run_s(exported, tmp_path):
         difference = torch.tensor(again["logprobs"]) - torch.tensor(first["logprobs"][-16:])
         assert difference.abs().max() < CLOSE, name
         room[name] = result["cache_tokens"]
-    assert set(room.values()) == {room["standard"]}  # bytes of a token are the baseline's
+    assert set(room.values()) == {room["standard"]}  # same bytes per token as standard attention

@@ -1,9 +1,9 @@
-"""Train exports as a user without diffllm does: ten steps of transformers' Trainer.
+"""Train exports without diffllm: ten steps of the Trainer of transformers.
 
     python training.py DIRECTORY... OUT.json
 
-Of each directory come the losses of the ten steps, of one batch again and again, and the logits'
-largest change by gradient checkpointing, by eager attention, and by being saved and read again.
+The results per directory are the losses of ten steps on one repeated batch. They also contain the
+largest changes of logits by gradient checkpointing, eager attention, and saving and loading.
 """
 
 import json
@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 
-sys.modules["diffllm"] = None  # importing it fails
+sys.modules["diffllm"] = None  # makes an import fail
 
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging  # noqa: E402
 
@@ -44,7 +44,7 @@ def trained(directory: str) -> dict:
 
 
 def same_gradients(directory: str) -> dict:
-    """How far logits and gradients differ from those of the default implementation."""
+    """Return the differences of logits and gradients to the default implementation."""
     found = {}
     grads = {}
     for name, options in (("default", {}), ("eager", {"attn_implementation": "eager"})):

@@ -1,4 +1,4 @@
-"""launch/jobset.yaml: what its pods run."""
+"""launch/jobset.yaml: the command of its pods, and consistent numbers."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def container() -> dict:
     return only
 
 
-def test_a_pod_starts_torchrun_with_every_argument(tmp_path: Path) -> None:
+def test_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
     pod = container()
     fake(tmp_path / "bin", "torchrun", RECORD)
     env = {entry["name"]: entry["value"] for entry in pod["env"]}
@@ -45,7 +45,7 @@ def test_a_pod_starts_torchrun_with_every_argument(tmp_path: Path) -> None:
     assert "--rdzv-endpoint=diffllm-node-0-0.diffllm:29400" in heard
 
 
-def test_its_numbers_agree() -> None:
+def test_jobset_numbers_agree() -> None:
     job = job_spec()
     env = {entry["name"]: entry["value"] for entry in container()["env"]}
     assert job["completions"] == job["parallelism"] == int(env["NNODES"])
@@ -54,4 +54,4 @@ def test_its_numbers_agree() -> None:
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container()["volumeMounts"]} == volumes
     exit_codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
-    assert exit_codes == [75]  # torchrun.sh's of a run that was stopped
+    assert exit_codes == [75]  # torchrun.sh exits with 75 after a stopped run.

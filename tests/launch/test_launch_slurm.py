@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch: what it starts, and when it asks SLURM for another turn."""
+"""launch/slurm.sbatch: its srun command, and requeueing."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ SCONTROL = "import json, sys; json.dump(sys.argv[1:], open('scontrol.json', 'w')
 
 
 def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state: str = "RUNNING"):
-    """The script in `directory` as job 77: its exit code, srun's and scontrol's words."""
+    """Run the script as job 77; return its exit code, and the arguments of srun and scontrol."""
     for name, script in (("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
         fake(directory / "bin", name, script)
     env = environment_with(
@@ -37,8 +37,8 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
     return done.returncode, json.loads((directory / "srun.json").read_text()), scontrol
 
 
-def test_every_override_arrives_as_it_was_written(tmp_path):
-    (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
+def test_slurm_script_passes_overrides_unchanged(tmp_path):
+    (tmp_path / "trap.jsonl").touch()  # An unquoted * would expand to this name.
     code, srun, _ = job(tmp_path, *AWKWARD)
     assert code == 0
     begin = ["--kill-on-bad-exit=1", "python", "-m", "diffllm", "train"]
@@ -49,20 +49,20 @@ def test_every_override_arrives_as_it_was_written(tmp_path):
     ("code", "marker", "state", "requeued"),
     [
         (0, True, "RUNNING", True),
-        (0, False, "RUNNING", False),  # finished, or Ctrl-C
+        (0, False, "RUNNING", False),  # Finished, or stopped by Ctrl-C.
         (1, False, "RUNNING", False),
-        (1, True, "RUNNING", False),  # failed after an earlier stop
-        (0, True, "COMPLETING", False),  # scancel
+        (1, True, "RUNNING", False),  # Failed after an earlier stop.
+        (0, True, "COMPLETING", False),  # Cancelled by scancel.
         (0, True, "", False),
     ],
 )
-def test_requeues_only_what_was_stopped_and_saved(tmp_path, code, marker, state, requeued):
+def test_only_stopped_and_saved_job_is_requeued(tmp_path, code, marker, state, requeued):
     exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)
     assert exit_code == code
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_the_marker_is_looked_for_where_the_run_is(tmp_path):
+def test_requeue_file_is_read_from_run_directory(tmp_path):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
     _, srun, scontrol = job(tmp_path, *words, marker=True)
     assert srun[-3:] == words

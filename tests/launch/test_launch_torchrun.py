@@ -1,4 +1,4 @@
-"""launch/torchrun.sh: what it hands on, and what becomes of signals and of killed launchers."""
+"""launch/torchrun.sh: arguments, exit codes, signals, and killed launchers."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ AWKWARD = [
 
 
 def environment_with(path: Path, **variables: str) -> dict[str, str]:
-    """This environment without a launcher's variables, `path` first in PATH."""
+    """Return this environment without launcher variables, with `path` first in PATH."""
     own = ("NNODES", "MAX_RESTARTS", "NPROC_PER_NODE", "RDZV_ENDPOINT", "RDZV_ID", "LOCAL_ADDR",
            "RUN_DIR")  # fmt: skip
     kept = {name: value for name, value in os.environ.items() if name not in own}
@@ -64,20 +64,20 @@ def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s[hb]*")), ids=lambda p: p.name)
-def test_scripts_parse(script):
+def test_launch_scripts_have_valid_syntax(script):
     subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "--shell=bash", "--severity=warning", script], check=True)
 
 
 @pytest.mark.parametrize("variables", [{}, {"NNODES": "2", "RDZV_ENDPOINT": "node1:29400"}])
-def test_every_override_arrives_as_it_was_written(tmp_path, variables):
-    (tmp_path / "trap.jsonl").touch()  # what an unquoted * would become
+def test_torchrun_script_passes_overrides_unchanged(tmp_path, variables):
+    (tmp_path / "trap.jsonl").touch()  # An unquoted * would expand to this name.
     seen = recorded(tmp_path, SCRIPT, AWKWARD, **variables)
     assert seen[seen.index("train") + 1 :] == AWKWARD
 
 
-def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path):
+def test_single_node_is_standalone_and_several_nodes_use_endpoint(tmp_path):
     one = recorded(tmp_path, SCRIPT, [])
     assert one[:3] == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0"]
     assert one[3:] == ["-m", "diffllm", "train"]
@@ -100,14 +100,14 @@ def test_one_node_meets_by_itself_and_many_at_the_endpoint(tmp_path):
         ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
     ],
 )
-def test_wrong_start_fails_in_one_line_before_a_process_starts(
+def test_wrong_start_fails_with_single_line_before_any_process(
     tmp_path, script, installed, message
 ):
     seen, script = tmp_path / "seen", SCRIPT.with_name(script)
     for name in ["srun", *["torchrun"] * installed]:
         fake(tmp_path / "bin", name, RECORD)
     env = environment_with(tmp_path / "bin", NNODES="2", SEEN=str(seen))
-    env["PATH"] = f"{tmp_path / 'bin'}:/usr/bin:/bin"  # without the environment's torchrun
+    env["PATH"] = f"{tmp_path / 'bin'}:/usr/bin:/bin"  # Hides the installed torchrun.
     words = ["bash", script, "a b=1"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
@@ -126,7 +126,7 @@ def test_wrong_start_fails_in_one_line_before_a_process_starts(
         (143, False, True, 143),
     ],
 )
-def test_the_exit_code_is_torchruns_or_asks_to_go_on(tmp_path, code, marker, named, expected):
+def test_exit_code_is_torchrun_code_or_75_for_requeue(tmp_path, code, marker, named, expected):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
     run, seen = tmp_path / "a run", tmp_path / "seen"
     run.mkdir()
@@ -153,7 +153,7 @@ def started(words: list[str], **variables: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """Its output, once it has ended well; all below it is killed if it does not end."""
+    """Return the output of a process that exits with 0; kill its process tree after a timeout."""
     try:
         output, _ = process.communicate(timeout=PATIENCE_S)
     finally:
@@ -169,8 +169,8 @@ SMALL = ("seq_len=32", "model.n_layers=1", "log_interval=1", "steps=100000")
 
 
 @pytest.mark.slow
-def test_signals_reach_the_workers_which_save(tmp_path):
-    """One run, stopped by each signal in turn and continued."""
+def test_workers_save_after_signal_to_script(tmp_path):
+    """The run is stopped by each signal in turn, and resumed."""
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     last = 0
     stops = ((signal.SIGTERM, "2"), (signal.SIGUSR1, "1"), (signal.SIGINT, "1"))
@@ -188,8 +188,8 @@ def test_signals_reach_the_workers_which_save(tmp_path):
         assert (run / "checkpoints" / f"step-{last:08d}" / "state.json").exists()
 
 
-def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path):
-    """Such as while a node waits for others."""
+def test_signal_before_workers_start_ends_torchrun(tmp_path):
+    """For example during the wait for other nodes."""
     fake(
         tmp_path / "bin",
         "torchrun",
@@ -204,7 +204,7 @@ def test_a_signal_before_there_are_workers_ends_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_killed_torchrun(tmp_path):
+def test_workers_end_with_killed_torchrun(tmp_path):
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     process = started(command_line(corpus, run, *SMALL, ranks=2))
     wait_for((run / "metrics.jsonl").exists, process, "first step")

@@ -1,4 +1,4 @@
-"""A run's output: on a terminal, when piped, and in its log."""
+"""Output of a run on a terminal, in a pipe and in the log."""
 
 import io
 import itertools
@@ -14,7 +14,7 @@ STEPS = 2000
 
 
 def values(step: int, **more: float) -> dict[str, Any]:
-    """A line of metrics whose loss names its step."""
+    """Return metrics whose loss equals the step."""
     return {
         "train/loss": float(step), "train/grad_norm": 1.0, "train/lr": 1e-3,
         "perf/tokens_per_s": 1000.0, **more,
@@ -30,20 +30,20 @@ def shown(display: Display, steps: list[int], evaluated: int = 0) -> None:
 
 
 def on_terminal(log: RunLog | None = None) -> tuple[Display, io.StringIO]:
-    """A display on a terminal that nobody sees."""
+    """Return a display on a simulated terminal, and the terminal's output."""
     display, screen = Display(STEPS, log=log), io.StringIO()
     display.console = Console(file=screen, force_terminal=True, width=120, soft_wrap=True)
     return display, screen
 
 
 def staying(screen: str) -> list[int]:
-    """The steps whose lines stay on a screen, bars left out."""
+    """Return the steps whose lines remain on a screen, without bars."""
     lines = [line.rpartition("\x1b[2K")[2] for line in screen.splitlines()]
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
-def test_past_losses_stay_on_a_terminal():
-    """The first and the last, about a screen of them, denser at the beginning."""
+def test_past_losses_remain_on_terminal():
+    """About one screen of lines remains, including first and last, with more at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
     steps = staying(screen.getvalue())
@@ -54,7 +54,7 @@ def test_past_losses_stay_on_a_terminal():
     assert max(gaps) <= STEPS // 20 + 10
 
 
-def test_an_evaluated_step_stays_whatever_its_number():
+def test_every_evaluated_step_remains_on_terminal():
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())
@@ -62,15 +62,15 @@ def test_an_evaluated_step_stays_whatever_its_number():
     assert "held-out 9.000" in screen.getvalue()
 
 
-def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path, capsys):
-    """Also while a bar is drawn, when standard error goes through it."""
+def test_log_contains_every_logged_step_and_warning(tmp_path, capsys):
+    """While the bar is shown, rich replaces standard error."""
     log = RunLog()
     log.copy_stderr()
     display, _ = on_terminal(log)
     display.print("before")
     log.open(tmp_path / "run.log")
     display.start(0)
-    to_stderr("warning: beside the bar")
+    to_stderr("warning: next to the bar")
     display.show(10, values(10), 1.0)
     display.stop()
     to_stderr("warning: after it")
@@ -79,14 +79,14 @@ def test_every_logged_step_and_every_warning_is_in_the_log(tmp_path, capsys):
     lines = (tmp_path / "run.log").read_text().splitlines()
     assert lines == [
         "before",
-        "warning: beside the bar",
+        "warning: next to the bar",
         "step   10/2000  loss 10.000  grad 1.00  lr 1.0e-03  1,000 tok/s",
         "warning: after it",
     ]
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_stages_replace_each_other_on_a_terminal_and_are_lines_in_a_file(monkeypatch, capsys):
+def test_stages_share_a_line_on_terminal_and_have_separate_lines_in_file(monkeypatch, capsys):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)

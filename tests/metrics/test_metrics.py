@@ -36,7 +36,7 @@ def write(path: Path, steps: Iterator[int] | range, last_step: int = 0) -> None:
     file.close()
 
 
-def test_every_line_is_there_as_soon_as_it_is_written(tmp_path):
+def test_line_is_in_file_after_write(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
         file.write({"step": step, "train/loss": 0.5, "note": "ünïcode\n"})
@@ -49,7 +49,7 @@ def test_every_line_is_there_as_soon_as_it_is_written(tmp_path):
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_values_that_json_cannot_hold_become_null(tmp_path):
+def test_nan_and_infinity_become_null(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     values = {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1e308, "e": None}
     file.write(values)
@@ -60,7 +60,7 @@ def test_values_that_json_cannot_hold_become_null(tmp_path):
     assert math.isnan(values["a"])
 
 
-def test_a_start_from_nothing_begins_the_file_anew(tmp_path):
+def test_start_from_step_0_truncates_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 5))
     write(path, range(1, 3))
@@ -68,7 +68,7 @@ def test_a_start_from_nothing_begins_the_file_anew(tmp_path):
 
 
 @pytest.mark.parametrize("last", [1, 3, 9])
-def test_a_resume_drops_lines_past_its_step_and_appends(tmp_path, last):
+def test_resume_removes_later_lines_and_appends(tmp_path, last):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     before = lines(path)
@@ -82,8 +82,8 @@ def test_a_resume_drops_lines_past_its_step_and_appends(tmp_path, last):
     "junk",
     [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'],
 )
-def test_junk_at_the_end_of_the_file_does_not_stop_a_resume(tmp_path, junk):
-    """A kill can cut the last line short; a loss of power can leave other bytes."""
+def test_resume_ignores_invalid_bytes_at_end_of_file(tmp_path, junk):
+    """A kill can truncate the last line; a power failure can leave invalid bytes."""
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     path.write_bytes(path.read_bytes() + junk)
@@ -91,7 +91,7 @@ def test_junk_at_the_end_of_the_file_does_not_stop_a_resume(tmp_path, junk):
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
 
 
-def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
+def test_lines_on_full_disk_are_written_when_space_is_free(tmp_path, capfd):
     with small_disk(tmp_path / "disk", "64k") as disk:
         file = MetricsFile(disk / "metrics.jsonl")
         file.write({"step": 1})
@@ -100,7 +100,7 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
             file.write({"step": step, "text": "x" * 100})
         written = (disk / "metrics.jsonl").read_text().splitlines()
         assert len(written) < 199, "the disk was not full"
-        assert all(json.loads(line) for line in written), "a line cut short"
+        assert all(json.loads(line) for line in written), "a line is incomplete"
         ballast.unlink()
         file.write({"step": 200})
         file.close()
@@ -109,10 +109,10 @@ def test_lines_wait_for_a_disk_that_is_full(tmp_path, capfd):
         said = capfd.readouterr().err
         assert said.count("warning: ") == 1
         assert "metrics.jsonl" in said
-        assert "there is no room" in said or "No space left" in said
+        assert "only partly written" in said or "No space left" in said
 
 
-def test_lines_that_no_longer_fit_are_named_at_the_end(tmp_path, monkeypatch):
+def test_unwritten_lines_are_counted_in_warning_at_close(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("diffllm.metrics.sinks.to_stderr", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")
@@ -128,30 +128,30 @@ def test_lines_that_no_longer_fit_are_named_at_the_end(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert "cannot be written" in said[0]
-    assert "lacks its last 2 lines: " in said[1]
+    assert "cannot write" in said[0]
+    assert "the last 2 lines of " in said[1]
     assert len(said) == 2
 
 
 NAMES = [metric.name for metric in METRICS]
 
 
-def has_whole(metric):
-    """Whether there is a metric of all that this one tells apart: eval/loss, of eval/loss/*."""
+def has_total(metric):
+    """Return whether a metric has a total in the table, as eval/loss/* has eval/loss."""
     return metric.name.endswith("/*") and metric.quantity in NAMES
 
 
-def test_a_full_name_has_the_row_whose_pattern_covers_it():
+def test_full_name_belongs_to_row_with_matching_pattern():
     for metric in METRICS:
         for name in examples(metric.name):
             assert metric_of(name) is metric
             assert [other for other in METRICS if other.covers(name)] == [metric]
-        if not has_whole(metric):
+        if not has_total(metric):
             assert metric_of(metric.quantity) is metric
 
 
 @pytest.mark.parametrize("name", ["train/los", "hidden_top2/layer_00", "attn_entropy_2/layer_01"])
-def test_a_name_without_a_row_is_not_written(name):
+def test_name_without_row_raises_key_error(name):
     with pytest.raises(KeyError, match=r"no row in diffllm/metrics/table\.py"):
         metric_of(name)
     sinks = Sinks(None, None)

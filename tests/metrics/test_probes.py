@@ -1,4 +1,4 @@
-"""Probes of explicit maps against plain loops, and the positions that they read.
+"""Probes of explicit maps compared with plain loops, and the probed positions.
 
 Shapes: B batch, T tokens, N probed positions, h heads.
 """
@@ -47,7 +47,7 @@ def rows(size=2):
 
 
 def key_heads(attention, query_heads):
-    """Which key head each query head reads, by the definition of its variant."""
+    """Return the key head of each query head, by the definition of the variant."""
     H, K = attention.n_heads, attention.n_kv_heads
     if hasattr(attention, "lambda_q1"):  # pair i, member m: kv pair i // (H / K), member m
         return [2 * (head // 2 // (H // K)) + head % 2 for head in range(H)]
@@ -55,7 +55,7 @@ def key_heads(attention, query_heads):
 
 
 def largest_logit(attention, x, rope, allowed):
-    """Over every query head, probed position and visible key, one at a time."""
+    """Return the largest logit over all query heads, probed positions and visible keys."""
     q = apply_rope(attention.wq(x).unflatten(-1, (-1, attention.head_dim)), rope)
     k = apply_rope(attention.wk(x).unflatten(-1, (-1, attention.head_dim)), rope)
     reads = key_heads(attention, q.shape[2])
@@ -70,7 +70,7 @@ def largest_logit(attention, x, rope, allowed):
 
 
 def expected(attention, x, rope, mask, allowed):
-    """The probed numbers, query by query, from the maps of the whole sequence."""
+    """Return the expected statistics, computed per query from the maps of the whole sequence."""
     q, k, _ = attention.project(x, rope)
     maps = {n: m.double() for n, m in attention.maps(x, q, k, mask).items()}
     *parts, effective = maps.values()
@@ -125,7 +125,7 @@ def test_probes_equal_plain_loops(variant, masked):
 
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_a_probed_pass_adds_its_names_and_changes_nothing_else(variant):
+def test_probe_adds_statistics_without_changing_loss(variant):
     model, tokens = tiny(variant), rows()
     plain = model(tokens, tokens, diagnose=True)
     probed = model(tokens, tokens, diagnose=True, probe=POSITIONS)
@@ -138,7 +138,7 @@ def test_a_probed_pass_adds_its_names_and_changes_nothing_else(variant):
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
 
 
-def test_each_measurement_is_due_at_its_own_interval():
+def test_measurements_are_due_at_separate_intervals():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
     words += ["distributed.check_interval=5", "profile.steps=[12,13]"]
@@ -165,12 +165,12 @@ def test_each_measurement_is_due_at_its_own_interval():
     assert [step for step, now in steps.items() if now.save] == [14]
 
 
-def test_positions_are_spread_over_the_sequence_and_drawn_anew_each_step():
+def test_probe_positions_are_stratified_and_differ_between_steps():
     cfg = DiagnosticsConfig()
     drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
     for positions in drawn:
         parts = ((positions - 1) // 32).tolist()
-        assert parts == list(range(8)), "one from each part, without the first token"
+        assert parts == list(range(8)), "one position per part, without the first token"
     assert len({tuple(p.tolist()) for p in drawn}) == 50
     again = probe_positions(cfg, 257, seed=0, step=7)
     assert torch.equal(again, drawn[7])
@@ -179,7 +179,7 @@ def test_positions_are_spread_over_the_sequence_and_drawn_anew_each_step():
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 8, 9])
 @pytest.mark.parametrize("seed", [-5, 0, 2**63 - 1])
-def test_short_sequences_are_probed_inside(seq_len, seed):
+def test_probe_positions_are_inside_short_sequences(seq_len, seed):
     positions = probe_positions(DiagnosticsConfig(), seq_len, seed, 3)
     assert positions.min() >= 0
     assert positions.max() < seq_len

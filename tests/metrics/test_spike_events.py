@@ -1,4 +1,4 @@
-"""Spike events: the definition in plain steps, its rates on planted spikes and on noise."""
+"""Spike events: a plain recomputation, and rates on planted spikes and on noise."""
 
 import math
 import re
@@ -23,20 +23,20 @@ from diffllm.metrics.spikes import EventCounter, as_normal
 
 PAGE = (Path(__file__).parents[2] / "docs" / "spikes.md").read_text()
 NOISE = {"0.4 nats": ("micro_standard", "micro_diff_v2"), "0.2 nats": ("tiny_gated",)}
-"""The runs, by the standard deviation of their losses from step to step."""
+"""Runs by the standard deviation of losses between steps."""
 LAWS = {"normal": 500, "descent": 100, "log-normal": 100, "t(5)": 25}
-"""Noise, and the runs of 2,000 steps that its rate is taken from."""
+"""Number of simulated runs of 2,000 steps, by distribution of the noise."""
 NAN, INF = math.nan, math.inf
 
 
 def flags(values, log=False):
-    """The steps, from 0, at which a counter says that there is a spike; and the counter."""
+    """Return the steps, counted from 0, that a counter reports as spikes, and the counter."""
     counter = EventCounter(log)
     return [i for i, value in enumerate(values) if counter.update(value)], counter
 
 
 def recomputed(values):
-    """The spikes of finite values by the definition, from the whole series, step by step."""
+    """Return spikes and number of judged values of a finite series, by the definition."""
     spikes, left_out, distances, points, judged = [], [], [], [], 0
     for t, value in enumerate(values):
         distance = None
@@ -65,34 +65,34 @@ def recomputed(values):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_spikes_of_a_series_are_those_of_a_plain_recomputation(seed):
+def test_spike_events_equal_plain_recomputation(seed):
     rng = np.random.default_rng(seed)
     values = 2.5 + 6 * np.exp(-np.arange(700) / 60) + rng.normal(0, 0.05, 700)
     for at, jump in ((40, 1.0), (200, 0.4), (201, 0.35), (300, -2.0), (450, 0.35), (600, 0.8)):
         values[at] += jump
-    values[500:530] += 2  # a new level: nine spikes, then the line begins anew
+    values[500:530] += 2  # a new level: nine spikes, then a new line
     spikes, counter = flags(values.tolist())
     expected, judged = recomputed(values)
     assert spikes == expected
     assert counter.judged == judged
     assert {40, 200, 201, 600, *range(500, 509)} <= set(spikes)
     assert 300 not in spikes
-    assert 450 in spikes, "a drop hides none"
+    assert 450 in spikes, "a drop must not hide a later spike"
     assert counter.total == 5, "200 and 201 are one event, 500 to 508 another"
 
 
 @pytest.mark.parametrize("degrees", [16, 40, 256])
 @pytest.mark.parametrize("t", [0.5, 3.0, 6.0])
-def test_students_t_as_a_normal_deviation(degrees, t):
+def test_as_normal_approximates_tail_of_students_t(degrees, t):
     assert as_normal(t, degrees) == pytest.approx(-ndtri(stdtr(degrees, -t)), rel=0.003)
     assert as_normal(-t, degrees) == -as_normal(t, degrees)
 
 
-def test_spikes_with_fewer_than_eight_quiet_steps_between_them_are_one_event():
+def test_spikes_with_fewer_than_eight_quiet_steps_between_are_single_event():
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 300)
-    values[[100, 105, 113]] = 50  # 4 and 7 quiet steps apart
-    values[[150, 159]] = 50  # 8 apart: two
+    values[[100, 105, 113]] = 50  # one event: 4 and 7 quiet steps between spikes
+    values[[150, 159]] = 50  # two events: 8 quiet steps between spikes
     values[200] = NAN
     values[201] = INF
     spikes, counter = flags(values.tolist())
@@ -101,30 +101,30 @@ def test_spikes_with_fewer_than_eight_quiet_steps_between_them_are_one_event():
     assert counter.metrics() == {"total": 4, "judged": 300 - 24, "score": 4 / 276}
 
 
-def test_a_run_of_nan_is_one_event_and_all_of_it_can_be_judged():
+def test_consecutive_nan_are_single_event_and_all_judged():
     spikes, counter = flags([3.0, 2.9, *[NAN] * 50])
     assert spikes == list(range(2, 52))
     assert (counter.total, counter.judged) == (1, 50)
 
 
-def test_gradient_norms_are_taken_by_their_logarithm():
+def test_gradient_norms_use_logarithms():
     rng = np.random.default_rng(2)
     norms = np.exp(rng.normal(0, 0.3, 200))
     norms[100] *= 8
-    norms[[50, 60]] = 0.0, -1.0  # have no logarithm: left out
+    norms[[50, 60]] = 0.0, -1.0  # ignored, because they have no logarithm
     spikes, counter = flags(norms.tolist(), log=True)
     assert spikes == [100]
     assert counter.judged == 200 - 24 - 2
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 2.302585092994046, 1e-12])
-def test_a_constant_series_has_no_events_and_a_rise_behind_it_is_one(value):
+def test_constant_series_has_no_event_and_later_rise_is_an_event(value):
     assert flags([value] * 400)[0] == []
     assert flags([*[value] * 100, value + 0.1])[0] == [100]
 
 
-def test_a_descent_is_no_spike_and_hides_none():
-    """The claim that led here: +3 nats at step 200 of 400 are missed by both published ones."""
+def test_descending_loss_is_no_spike_and_hides_no_spike():
+    """Both published definitions miss a spike of 3 nats at step 200 of this series."""
     losses, _ = series("micro_standard")
     planted = [*losses[:200], losses[200] + 3, *losses[201:400]]
     assert flags(losses[:400])[0] == []
@@ -132,15 +132,17 @@ def test_a_descent_is_no_spike_and_hides_none():
 
 
 def table(title):
-    """The lines of a table of docs/spikes.md, by heading: first cell to the others."""
+    """Return a table of docs/spikes.md by the first cell of each row."""
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {first: others for first, *others in lines}
 
 
 def share_found(run_names, definition, height, kind="loss"):
-    """Percent of planted spikes of one step that are found, begun at every seventh step after
-    warm-up, which is a tenth of these runs."""
+    """Return the percentage of planted single-step spikes that are found.
+
+    A spike is planted at every seventh step after warm-up, the first tenth of a run.
+    """
     make, hits = DEFINITIONS[definition][kind == "grad"], []
     plant = times(height) if kind == "grad" else higher(height)
     for name in run_names:
@@ -152,7 +154,7 @@ def share_found(run_names, definition, height, kind="loss"):
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
 @pytest.mark.parametrize("noise", slow_but(["0.4 nats"], NOISE))
-def test_planted_loss_spikes_are_found_at_the_rates_of_the_page(noise, definition):
+def test_planted_loss_spikes_are_found_at_documented_rates(noise, definition):
     lines = table("Losses")
     column = lines["Spike"].index(f"{definition}, noise {noise}")
     told = {first: cells[column] for first, cells in lines.items() if first[0].isdigit()}
@@ -179,7 +181,7 @@ def test_planted_gradient_spikes_are_found_at_known_rates(definition):
 
 
 @pytest.mark.slow
-def test_noise_gives_the_false_alarms_of_the_page():
+def test_noise_gives_documented_rates_of_false_alarms():
     told = {
         first: float(cells[0]) for first, cells in table("False alarms").items() if first in LAWS
     }

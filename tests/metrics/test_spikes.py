@@ -1,4 +1,4 @@
-"""Both published definitions of a spike against a plain recomputation over the whole series."""
+"""Both published definitions of a spike, compared with a plain recomputation."""
 
 import json
 import math
@@ -17,7 +17,7 @@ def finite_before(series, index):
 
 
 def spikes_window128(series):
-    """Indices above mean + 6 sigma of the 128 finite values before, once there are 128."""
+    """Return indices above mean + 6 sigma of the previous 128 finite values, if 128 exist."""
     found = []
     for i, value in enumerate(series):
         window = finite_before(series, i)[-128:]
@@ -28,7 +28,7 @@ def spikes_window128(series):
 
 
 def spikes_olmo2(series):
-    """Indices 7 or more sigma from the mean of the last 1,000 finite values, from 128 on."""
+    """Return indices 7 sigma or more from the mean of the previous 128 to 1,000 finite values."""
     found = []
     for i, value in enumerate(series):
         window = finite_before(series, i)[-1000:]
@@ -41,7 +41,7 @@ def spikes_olmo2(series):
 
 
 def counted(series, start=0, monitor=None):
-    """The steps at which each total of a monitor fed (series, series) grew."""
+    """Return the steps at which the totals of a monitor with (series, series) increase."""
     monitor = monitor or SpikeMonitor()
     steps = {"spikes": [], "spikes_olmo2": []}
     for i, value in enumerate(series[start:], start):
@@ -58,7 +58,7 @@ def counted(series, start=0, monitor=None):
 
 
 def training_like(steps=1500, seed=0):
-    """A falling loss with noise, upward and downward outliers, a plateau, NaN and infinities."""
+    """Return a falling loss with noise, outliers, a plateau, NaN and infinities."""
     rng = np.random.default_rng(seed)
     series = 2.5 + 6 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.05, steps)
     for at, jump in ((600, 1.5), (601, 1.5), (640, 0.6), (1400, -4.0), (1200, 9.0), (1203, 0.9)):
@@ -71,12 +71,12 @@ def training_like(steps=1500, seed=0):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_recorded_series_give_the_spikes_of_a_plain_recomputation(seed):
+def test_spikes_equal_plain_recomputation(seed):
     series = training_like(seed=seed)
     found = counted(series)
     assert found["spikes"] == spikes_window128(series)
     assert found["spikes_olmo2"] == spikes_olmo2(series)
-    # the two definitions disagree here, so neither can stand in for the other
+    # The definitions differ on this series, so the test would detect a mix-up.
     assert set(found["spikes"]) != set(found["spikes_olmo2"])
     assert {3, 127, 600, 700, 710, 711, 1200} <= set(found["spikes"])
     assert 1400 in found["spikes_olmo2"]
@@ -84,7 +84,7 @@ def test_recorded_series_give_the_spikes_of_a_plain_recomputation(seed):
 
 
 @pytest.mark.parametrize(("definition", "window"), [("spikes", 128), ("spikes_olmo2", 1000)])
-def test_rolling_counts_are_those_of_the_last_window(definition, window):
+def test_rolling_counts_cover_last_window(definition, window):
     series = training_like()
     found = {"spikes": spikes_window128, "spikes_olmo2": spikes_olmo2}[definition](series)
     so_far = np.isin(np.arange(len(series)), found).cumsum()
@@ -97,10 +97,10 @@ def test_rolling_counts_are_those_of_the_last_window(definition, window):
         assert metrics[f"{definition}/loss_rolling_score"] == counts[i] / min(i + 1, window)
         assert metrics[f"{definition}/loss_total"] == so_far[i]
         assert metrics[f"{definition}/loss_score"] == so_far[i] / (i + 1)
-    assert counts[-1] < so_far[-1], "nothing has left the window"
+    assert counts[-1] < so_far[-1], "all spikes are in the last window"
 
 
-def test_skipped_updates_are_counted_in_all_and_in_a_row():
+def test_skipped_updates_are_counted_in_total_and_consecutively():
     monitor = SpikeMonitor()
     for skipped in (True, True, False, True):
         monitor.update(1.0, 1.0, skipped)
@@ -112,23 +112,23 @@ def test_skipped_updates_are_counted_in_all_and_in_a_row():
 
 
 def alternating(count):
-    """Mean 0 and standard deviation 1 over any even number of values."""
+    """Return values with mean 0 and standard deviation 1 over any even number of values."""
     return [1.0, -1.0] * (count // 2)
 
 
 @pytest.mark.parametrize(
     ("value", "window128", "olmo2"),
     [
-        (6.0, False, False),  # more than 6, not 6
+        (6.0, False, False),  # spikes are above 6 sigma
         (6.001, True, False),
         (6.999, True, False),
-        (7.0, True, True),  # 7 or more
+        (7.0, True, True),  # spikes_olmo2 includes exactly 7 sigma
         (-6.5, False, False),
-        (-7.0, False, True),  # two-sided
+        (-7.0, False, True),  # spikes_olmo2 is two-sided
         (-50.0, False, True),
     ],
 )
-def test_thresholds_and_sides(value, window128, olmo2):
+def test_spike_thresholds_and_sides(value, window128, olmo2):
     found = counted([*alternating(128), value])
     assert found == {
         "spikes": [128] if window128 else [],
@@ -144,16 +144,16 @@ def test_no_finite_value_is_a_spike_before_128_values(before, counts):
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 2.302585092994046, 1e-12, 3e38])
-def test_a_constant_series_has_no_spikes(value):
+def test_constant_series_has_no_spikes(value):
     assert counted([value] * 1200) == {"spikes": [], "spikes_olmo2": []}
 
 
-def test_a_rise_after_a_constant_series_is_a_spike():
+def test_rise_after_constant_series_is_a_spike():
     found = counted([*([2.0] * 128), 2.1])
     assert found == {"spikes": [128], "spikes_olmo2": [128]}
 
 
-def test_loss_and_gradient_norm_are_counted_apart():
+def test_loss_and_gradient_norm_are_counted_separately():
     monitor = SpikeMonitor()
     quiet = alternating(200)
     loss, grad = list(quiet), list(quiet)
@@ -170,11 +170,11 @@ def test_loss_and_gradient_norm_are_counted_apart():
         "spikes_olmo2/loss_total": 1,
         "spikes_olmo2/grad_total": 3,
         "spikes_detrended/loss_total": 1,
-        "spikes_detrended/grad_total": 2,  # two NaN; a norm that is not above 0 has no logarithm
+        "spikes_detrended/grad_total": 2,  # NaN counts; norms of 0 and below are ignored
     }
 
 
-def test_what_could_be_judged_is_told_beside_a_score_that_divides_by_all_steps():
+def test_judged_counts_steps_that_could_be_spikes_and_score_divides_by_all_steps():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)
@@ -190,7 +190,7 @@ def test_what_could_be_judged_is_told_beside_a_score_that_divides_by_all_steps()
 
 
 @pytest.mark.parametrize("cut", slow_but([0, 128, 701], [0, 64, 128, 600, 601, 701, 1000, 1499]))
-def test_state_survives_json_in_the_middle_of_a_series(cut):
+def test_state_restored_from_json_continues_series(cut):
     series = training_like()
     whole, first = SpikeMonitor(), SpikeMonitor()
     for value in series:
@@ -198,7 +198,7 @@ def test_state_survives_json_in_the_middle_of_a_series(cut):
     for value in series[:cut]:
         first.update(value, -value, value > 5)
     second = SpikeMonitor()
-    second.update(7.0, 7.0)  # what it held before must not matter
+    second.update(7.0, 7.0)  # load_state_dict must replace all earlier state
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     for value in series[cut:]:
         second.update(value, -value, value > 5)
@@ -208,7 +208,7 @@ def test_state_survives_json_in_the_middle_of_a_series(cut):
     assert second.longest_skip == whole.longest_skip
 
 
-def test_recent_loss_is_the_mean_of_the_last_finite_losses():
+def test_recent_loss_is_mean_of_last_finite_losses():
     monitor = SpikeMonitor()
     assert math.isnan(monitor.recent_loss(10))
     for value in [5.0, 1.0, NAN, 3.0]:

@@ -1,4 +1,4 @@
-"""wandb for real: offline runs are read back, and services are killed, stopped and refused."""
+"""Tests with the real wandb: read offline runs, and kill, stop or refuse its service."""
 
 import contextlib
 import http.server
@@ -28,7 +28,7 @@ CHOICES = {"attention": "diff_v2", "model": "tiny"}
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """An empty home directory, no wandb variable in the environment, nothing sent anywhere."""
+    """Set an empty home directory and an environment without wandb variables and reports."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -62,8 +62,8 @@ OWN = {"WANDB_BASE_URL": "https://wandb.example.org:8080"}
         ("api.wandb.ai", {"WANDB_MODE": "disabled"}, "disabled"),
     ],
 )
-def test_auto_is_online_with_a_key_of_its_server(home, monkeypatch, machine, variables, mode):
-    """A key is in the environment or in netrc; WANDB_MODE comes before any key."""
+def test_auto_is_online_with_api_key_of_server(home, monkeypatch, machine, variables, mode):
+    """The API key is in the environment or in netrc; WANDB_MODE overrides both."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if machine:
@@ -87,7 +87,7 @@ def a_run(
     return WandbRun(cfg, directory, CHOICES, sweep, config, run_id)
 
 
-def test_history_and_summary_leave_out_values_that_are_not_finite(tmp_path, capfd):
+def test_history_and_summary_skip_values_that_are_not_finite(tmp_path, capfd):
     run = a_run(tmp_path / "run", tags=["first", "second"], sweep="third")
     for step, loss in enumerate((2.5, 1.5, math.nan, -math.inf), start=1):
         run.log({"step": step, "tokens": 100 * step, "train/loss": loss})
@@ -101,7 +101,7 @@ def test_history_and_summary_leave_out_values_that_are_not_finite(tmp_path, capf
     assert "wandb" not in capfd.readouterr().err
 
 
-def test_the_same_id_continues_on_a_second_start(tmp_path):
+def test_second_start_with_id_resumes_run(tmp_path):
     first = a_run(tmp_path / "first", group="my-group")
     first.log({"step": 1, "tokens": 10, "train/loss": 2.0})
     first.finish()
@@ -115,18 +115,18 @@ def test_the_same_id_continues_on_a_second_start(tmp_path):
     assert [h.run_group for h in headers] == ["my-group", "my-group", "diff_v2"]
 
 
-def test_a_disabled_run_writes_nothing_and_starts_nothing(tmp_path, home, monkeypatch):
+def test_disabled_run_writes_no_file_and_starts_no_service(tmp_path, home, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("wandb.init was called"))
     run = a_run(tmp_path, WandbMode.disabled)
     run.log({"step": 1})
     run.finish({"x": 1})
     assert list(tmp_path.iterdir()) == [home]
-    assert run.id  # kept for a later start with wandb on
+    assert run.id  # for a later start with wandb enabled
     assert a_run(tmp_path, WandbMode.disabled, run_id=run.id).id == run.id
 
 
 class Broken:
-    """A wandb run of which some calls raise."""
+    """A wandb run in which the named calls raise."""
 
     def __init__(self, *broken: str) -> None:
         self.broken, self.calls = broken, []
@@ -142,7 +142,7 @@ class Broken:
 
 
 def only_line(capfd: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr; nothing is on stdout."""
+    """Return the only line on stderr; stdout must be empty."""
     out, err = capfd.readouterr()
     assert out == ""
     (line,) = err.splitlines()
@@ -150,7 +150,9 @@ def only_line(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("broken", ["log", "define_metric", "finish", "update"])
-def test_a_wandb_that_breaks_says_so_once_and_never_raises(tmp_path, monkeypatch, capfd, broken):
+def test_failing_wandb_call_prints_single_line_and_never_raises(
+    tmp_path, monkeypatch, capfd, broken
+):
     fake = Broken(broken)
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     run = a_run(tmp_path)
@@ -162,7 +164,7 @@ def test_a_wandb_that_breaks_says_so_once_and_never_raises(tmp_path, monkeypatch
     assert fake.calls.count(broken) == 1
 
 
-def test_wandb_that_cannot_be_imported_says_so_once_and_never_raises(tmp_path, monkeypatch, capfd):
+def test_failing_wandb_import_prints_single_line_and_never_raises(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = a_run(tmp_path)
     run.log({"step": 1})
@@ -172,17 +174,17 @@ def test_wandb_that_cannot_be_imported_says_so_once_and_never_raises(tmp_path, m
     assert run.id
 
 
-def test_a_backlog_that_is_never_taken_ends_in_one_line(tmp_path, monkeypatch, capfd):
+def test_full_backlog_prints_single_line(tmp_path, monkeypatch, capfd):
     released = threading.Event()
     fake = Broken()
     fake.log = lambda values: released.wait()
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     monkeypatch.setattr(wandb_run, "BACKLOG", 3)
     run = a_run(tmp_path)
-    for step in range(1, 9):  # would wait for ever if it waited for wandb
+    for step in range(1, 9):  # a call that waited for wandb would wait forever
         run.log({"step": step})
     run.finish()
-    assert "has not taken the last 3 lines" in only_line(capfd)
+    assert "3 lines are still queued" in only_line(capfd)
     released.set()
 
 
@@ -212,9 +214,9 @@ print("finished")
         [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
     ),
 )
-def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
-    """A stopped service takes values until the socket is full, then blocks a sender for ever."""
-    # An earlier test in this process may have set WANDB_SERVICE; the child would use its service.
+def test_killed_or_stopped_wandb_service_prints_single_line(tmp_path, name, line):
+    """A stopped service accepts values until the socket is full, then blocks the sender forever."""
+    # WANDB_SERVICE of an earlier test would make the child use that test's service.
     env = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
     done = subprocess.run(
         [sys.executable, "-c", SERVICE, str(tmp_path), name],
@@ -231,7 +233,7 @@ def test_a_real_service_killed_or_stopped_costs_one_line(tmp_path, name, line):
 
 @contextlib.contextmanager
 def refusing_server() -> Iterator[str]:
-    """A server that refuses every key; its address."""
+    """Run a server that refuses every API key; yield its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -251,11 +253,11 @@ def refusing_server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("mode", [WandbMode.auto, WandbMode.online])
-def test_a_wrong_key_ends_in_an_offline_run(tmp_path, monkeypatch, capfd, mode):
+def test_wrong_api_key_gives_offline_run(tmp_path, monkeypatch, capfd, mode):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with refusing_server() as address:
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        wandb.teardown()  # the environment has changed
+        wandb.teardown()  # restart the service with the changed environment
         capfd.readouterr()
         run = a_run(tmp_path / "run", mode)
         assert run.mode == "online"
@@ -280,14 +282,14 @@ run.finish()
 """
 
 
-def test_a_missing_key_is_not_asked_for_on_a_terminal(tmp_path):
+def test_missing_api_key_causes_no_prompt_on_terminal(tmp_path):
     terminal, side = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", ASK, str(tmp_path)], stdin=side, stdout=side, stderr=side
     ) as process:
         os.close(side)
         shown = b""
-        with contextlib.suppress(OSError):  # the other side has closed
+        with contextlib.suppress(OSError):  # the process has closed the terminal
             while part := os.read(terminal, 4096):
                 shown += part
                 if b"Enter" in part:

@@ -1,4 +1,4 @@
-"""The mixture of experts from its equations, token by token. Imports nothing of ours.
+"""A mixture of experts written from the equations, token by token; does not import diffllm.
 
 Shapes: x (N, D) tokens, router (E, D), w1 and w3 (E, F, D), w2 (E, D, F).
 """
@@ -7,13 +7,13 @@ import torch
 
 
 def swiglu(x, w1, w2, w3):
-    """x (D,) -> (D,)."""
+    """Return w2 (silu(w1 x) * w3 x) of x (D,): (D,)."""
     gate = w1 @ x
     return w2 @ (gate / (1 + torch.exp(-gate)) * (w3 @ x))
 
 
 def scores_of(logits, score):
-    """logits (E,) -> (E,)."""
+    """Return the scores (E,) of router logits (E,)."""
     if score == "sigmoid":
         return 1 / (1 + torch.exp(-logits))
     exponentials = torch.exp(logits - logits.max())
@@ -21,7 +21,7 @@ def scores_of(logits, score):
 
 
 def best(scores, top_k):
-    """Indices of the top_k largest."""
+    """Return the indices of the top_k largest values."""
     values = scores.tolist()
     return sorted(range(len(values)), key=lambda e: -values[e])[:top_k]
 
@@ -29,9 +29,9 @@ def best(scores, top_k):
 def mixture(
     x, router, bias, w1, w2, w3, top_k, score, renormalise, scaling, shared=None, chosen=None
 ):
-    """-> out (N, D), experts of each token (N lists), shares (N, E), logits (N, E).
+    """Return out (N, D), experts per token (N lists), shares (N, E) and logits (N, E).
 
-    chosen: the experts to take, where ties leave them open.
+    `chosen` gives the experts of tokens with tied scores.
     """
     outs, experts, shares, logits = [], [], [], []
     for n, token in enumerate(x):
@@ -50,12 +50,12 @@ def mixture(
 
 
 def counts_of(experts, n_experts):
-    """Tokens that each expert got: a list of E."""
+    """Count the tokens per expert: a list of E numbers."""
     return [sum(taken.count(e) for taken in experts) for e in range(n_experts)]
 
 
 def sequence_balance(shares, experts, length, top_k):
-    """Mean over sequences of sum_e f_e P_e (DeepSeek-V3, equations 17 to 20, without alpha)."""
+    """Return the mean over sequences of sum_e f_e P_e (DeepSeek-V3, equations 17 to 20)."""
     n_experts, losses = shares.shape[1], []
     for start in range(0, len(shares), length):
         counts = counts_of(experts[start : start + length], n_experts)
@@ -66,17 +66,17 @@ def sequence_balance(shares, experts, length, top_k):
 
 
 def global_balance(shares, counts):
-    """sum_e f_e P_e over these tokens, f_e from `counts` of a global batch (list of E)."""
+    """Return sum_e f_e P_e over tokens, with f_e from the `counts` of a global batch."""
     p, total = sum(shares) / len(shares), sum(counts)
     return sum(len(counts) * counts[e] / total * p[e] for e in range(len(counts)))
 
 
 def z_loss(logits):
-    """Mean over tokens of log(sum(exp(logits)))^2 (ST-MoE, equation 5)."""
+    """Return the mean over tokens of log(sum(exp(logits)))^2 (ST-MoE, equation 5)."""
     return sum(torch.log(torch.exp(row).sum()) ** 2 for row in logits) / len(logits)
 
 
 def moved_bias(bias, counts, rate):
-    """The bias after an optimizer step (Wang et al., algorithm 1), lists of E."""
+    """Return the bias after an optimizer step (Wang et al., algorithm 1), a list of E numbers."""
     mean = sum(counts) / len(counts)
     return [b + rate * ((c < mean) - (c > mean)) for b, c in zip(bias, counts, strict=True)]

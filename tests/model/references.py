@@ -1,7 +1,7 @@
-"""The attention variants written from their equations, with explicit maps. Imports nothing of ours.
+"""Attention variants written from the equations, with explicit maps; does not import diffllm.
 
-Shapes: q (B, T, H', d), k and v (B, T, K', d), as the projections make them, RoPE applied.
-A variant needs an entry in REFERENCES, at the end; everything else about it is found by its YAML.
+Shapes: q (B, T, H', d), k and v (B, T, K', d), projected, after RoPE. A variant needs an entry in
+REFERENCES at the end of this file; the tests find the rest through the YAML of the variant.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 
 
 def causal_map(q, k, extra=0.0):
-    """One head: q (T, d), k (T, d) -> weights (T, T), `extra` added to the softmax denominator."""
+    """Return the map (T, T) of a head, q and k (T, d); `extra` is added to the denominator."""
     weights = torch.exp(q @ k.T / math.sqrt(q.shape[-1])).tril()
     return weights / (weights.sum(-1, keepdim=True) + extra)
 
@@ -20,7 +20,7 @@ def rms_norm(x, weight, eps):
 
 
 def standard(q, k, v, extra=None):
-    """extra (H,): what each head's denominator holds besides its keys."""
+    """Softmax attention; `extra` (H,) is added to the softmax denominator of each head."""
     group = q.shape[2] // k.shape[2]
     extra = torch.zeros(q.shape[2], dtype=q.dtype) if extra is None else extra
     out = torch.zeros_like(q)
@@ -32,12 +32,12 @@ def standard(q, k, v, extra=None):
 
 
 def gated(q, k, v, gate):
-    """gate (B, T, H, d or 1), before the sigmoid."""
+    """Gated attention; `gate` (B, T, H, d or 1) is before the sigmoid."""
     return torch.sigmoid(gate) * standard(q, k, v)
 
 
 def diff_v1(q, k, v, lambda_vectors, lambda_init, norm_weight=None, clamp=False, eps=1e-5):
-    """-> (B, T, H/2, 2d). lambda_vectors: q1, k1, q2, k2. No head norm without its weight."""
+    """Return contexts (B, T, H/2, 2d); lambda_vectors: q1, k1, q2, k2; no weight, no head norm."""
     batch, tokens, heads, d = q.shape
     group = heads // k.shape[2]
     q1, k1, q2, k2 = lambda_vectors
@@ -56,7 +56,7 @@ def diff_v1(q, k, v, lambda_vectors, lambda_init, norm_weight=None, clamp=False,
 
 
 def clamp_and_renormalise(weights):
-    """weights (T, S): negative ones to 0, rows to sum 1, rows without a positive one to zeros."""
+    """Set negative weights (T, S) to 0 and scale rows to sum 1, or 0 without positive weights."""
     rows = []
     for row in weights:
         positive = torch.where(row > 0, row, torch.zeros_like(row))
@@ -69,7 +69,7 @@ def lambda_init_schedule(layer_idx):
 
 
 def diff_v2(q, k, v, lam, shared_kv=True):
-    """q has twice the heads; lam broadcastable to (B, T, H) -> (B, T, H, d)."""
+    """Return contexts (B, T, H, d); q has 2H heads, lam is broadcastable to (B, T, H)."""
     maps = standard(q, k, v)
     half = q.shape[2] // 2
     first, second = (
@@ -81,7 +81,7 @@ def diff_v2(q, k, v, lam, shared_kv=True):
 
 
 def rope(x, theta):
-    """x (B, T, H, d): channels c and c + d/2 turn together by t * theta^(-2c/d)."""
+    """Rotate channels c and c + d/2 of x (B, T, H, d) by the angle t * theta^(-2c/d)."""
     _, tokens, _, d = x.shape
     out = torch.empty_like(x)
     for t in range(tokens):
@@ -93,7 +93,7 @@ def rope(x, theta):
     return out
 
 
-# context (B, T, heads, width) of q, k, v, the layer's input x, its module's weights, and its index
+# Functions below return contexts (B, T, heads, width) of q, k, v, layer input x, module and index.
 
 
 def standard_context(q, k, v, x, weights, layer_idx):

@@ -1,4 +1,4 @@
-"""Heads, documents and explicit maps for tests of attention kernels, and stand-ins for a GPU's."""
+"""Random heads and documents, explicit maps, and replacements for GPU kernels in tests."""
 
 import math
 from itertools import pairwise
@@ -17,7 +17,7 @@ V4 = ("flash_attn", "flash_attn.cute")
 
 
 def heads(shape, wide=1, batch=2, length=40, dtype=torch.float32):
-    """q (B, T, H, d), k (B, T, K, d) and v (B, T, K / wide, wide * d)."""
+    """Return random q (B, T, H, d), k (B, T, K, d) and v (B, T, K / wide, wide * d)."""
     n, groups, d = shape
     return (
         torch.randn(batch, length, n, d, dtype=dtype),
@@ -33,14 +33,14 @@ def tokens_with_documents(batch=2, length=40):
 
 
 def mask_for(documents, tokens, backend, dtype, width, explicit=False):
-    """The mask of a batch, as the kernel that is chosen for it wants it."""
+    """Return the mask of a batch in the form of the chosen kernel."""
     masked = documents is not None
     kernel = training_kernel(backend, tokens.device, dtype, width, masked, explicit)
     return training_mask(kernel.value, documents, tokens)
 
 
 def explicit(q, k, v, scale):
-    """Causal attention of q (T, H, d), k (S, K, d) and v (S, K, dv), one head at a time."""
+    """Compute causal attention of q (T, H, d), k (S, K, d) and v (S, K, dv), head by head."""
     out = q.new_zeros(len(q), q.shape[1], v.shape[-1])
     for h in range(q.shape[1]):
         j = h // (q.shape[1] // k.shape[1])
@@ -51,14 +51,14 @@ def explicit(q, k, v, scale):
 
 
 def packed_attention(q, k, v, ends_q, ends_k, longest_q, longest_k, scale):
-    """Causal attention within documents, as variable-length kernels compute it.
+    """Compute causal attention within documents with the arguments of variable-length kernels.
 
-    Checks what they ask of their arguments first.
+    Checks the requirements of these kernels on their arguments first.
     """
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     assert q.ndim == k.ndim == v.ndim == 3
     assert len(q) == len(k) == len(v)
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one width for all"
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "q, k and v must have the same width"
     assert k.shape[1] == v.shape[1]
     assert q.shape[1] % k.shape[1] == 0
     for ends, longest in ((ends_q, longest_q), (ends_k, longest_k)):
@@ -83,6 +83,6 @@ def relative(mine, other):
 
 
 class Cuda(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
+    """A CPU tensor with a CUDA device attribute."""
 
     device = torch.device("cuda", 0)

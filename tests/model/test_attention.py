@@ -1,4 +1,4 @@
-"""Each variant against a float64 reference with explicit maps, and the identities it must obey."""
+"""Attention variants against a float64 reference with explicit maps."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ from diffllm.model.attention.ops import attention_weights
 def layer_of(variant, heads, kv_heads, head_dim, index=1, extra=()):
     cfg = small_config(variant, heads, kv_heads, head_dim, extra)
     model = build_model(cfg.model).double()
-    model.reset_parameters()  # tables and constants in float64
+    model.reset_parameters()  # computes RoPE tables and constants in float64
     return model.layers[index].attention, model.rope, cfg.model.rope.theta
 
 
 def reference(variant, attention, x, theta, layer_idx):
-    """The variant's output from the equations and the module's weights."""
+    """Return the output of a variant by its equations, with the weights of the module."""
     d = attention.head_dim
     q = rope((x @ attention.wq.weight.T).unflatten(-1, (-1, d)), theta)
     k = rope((x @ attention.wk.weight.T).unflatten(-1, (-1, d)), theta)
@@ -38,7 +38,7 @@ def reference(variant, attention, x, theta, layer_idx):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forward_and_every_gradient_equal_the_reference(variant, shape):
+def test_forward_and_all_gradients_equal_reference(variant, shape):
     if refused(variant, *shape[:2]):
         with pytest.raises(ConfigError, match=r"must be (even|a multiple)"):
             small_config(variant, *shape)
@@ -46,7 +46,7 @@ def test_forward_and_every_gradient_equal_the_reference(variant, shape):
     assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
 
 
-def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others():
+def test_variants_refuse_exactly_unsupported_head_counts():
     for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
         for variant in ("standard", "gated", "diff_v2"):
             assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
@@ -58,8 +58,8 @@ def test_shapes_are_refused_by_variants_that_cannot_take_them_and_by_no_others()
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_a_factor_on_the_context_is_one_on_wo(variant):
-    """And statistics see it; a factor of 1 is no operation at all."""
+def test_context_scale_scales_output_and_statistics(variant):
+    """Statistics measure the scaled context."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
     shown, scaled = {}, {}
@@ -73,20 +73,20 @@ def test_a_factor_on_the_context_is_one_on_wo(variant):
 
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_any_length_equals_the_reference(variant, length):
+def test_forward_equals_reference_at_any_length(variant, length):
     assert_equals_the_reference(variant, *layer_of(variant, 4, 2, 8), length)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
-def test_diff_v1_over_split_values_equals_the_same_reference(variant, shape):
+def test_diff_v1_with_split_values_equals_reference(variant, shape):
     layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
     assert_equals_the_reference(variant, *layer, length=7)
 
 
 def assert_equals_the_reference(variant, attention, tables, theta, length):
-    """Output and the gradients of the input and of every parameter."""
-    with torch.no_grad():  # away from values at which a wrong formula could look right
+    """Compare the output and the gradients of input and all parameters."""
+    with torch.no_grad():  # initial values could hide a wrong formula
         for name, param in attention.named_parameters():
             if param.ndim == 1:
                 param.add_(0.3 * torch.randn_like(param))
@@ -103,8 +103,8 @@ def assert_equals_the_reference(variant, attention, tables, theta, length):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
-def test_worked_example_of_the_clamped_map():
-    """Q, K, V in full, not causal, scale sqrt(2), lambda 0.4; to the four decimals given."""
+def test_clamped_map_equals_worked_example():
+    """Non-causal example with scale sqrt(2) and lambda 0.4; expected values have 4 decimals."""
     q = torch.tensor([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1.0]])
     k = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]])
     v = torch.cat((torch.eye(4), torch.full((1, 4), 0.5))).double()
@@ -127,7 +127,7 @@ def test_worked_example_of_the_clamped_map():
     torch.testing.assert_close(weights, clamp_and_renormalise(first - 0.4 * second))
 
 
-def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients():
+def test_clamped_row_without_positive_weight_is_zero_with_finite_gradients():
     weights = torch.tensor([[-0.2, -0.1], [0.5, -0.5]], dtype=torch.float64, requires_grad=True)
     out = clamped(weights)
     assert out.tolist() == [[0, 0], [1, 0]]
@@ -139,12 +139,12 @@ def test_a_clamped_row_without_a_positive_weight_is_zeros_with_finite_gradients(
     ("variant", "fields", "message"),
     [
         ("diff_v2", ["lambda_value=0.3"], "lambda_value=0.3 needs lambda_form=fixed, not sigmoid"),
-        ("diff_v1_clamped", ["values=split"], "values=split has no effect on a clamped map"),
+        ("diff_v1_clamped", ["values=split"], "values=split has no effect with clamp=true"),
         ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be positive"),
-        ("diff_v1", ["lambda_init=1"], "lambda_init=1 leaves no context"),
+        ("diff_v1", ["lambda_init=1"], "lambda_init=1 makes all contexts zero"),
         ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* must be a multiple"),
     ],
 )
-def test_fields_that_cannot_or_would_not_matter_are_refused(variant, fields, message):
+def test_invalid_or_unused_attention_fields_are_refused(variant, fields, message):
     with pytest.raises(ConfigError, match=message):
         small_config(variant, extra=tuple(f"model.attention.{field}" for field in fields))

@@ -1,7 +1,7 @@
-"""Attention backends: every adapter calls its kernel rightly.
+"""Attention backends call their kernels correctly.
 
-Kernels that need a GPU are replaced by stand-ins that check the calling convention and compute
-explicit maps; the kernels themselves run in test_kernels_on_gpu.py.
+Replacements of GPU kernels check the calling convention and compute explicit maps. The real kernels
+run in test_kernels_on_gpu.py.
 """
 
 import inspect
@@ -38,8 +38,8 @@ ADAPTED = [(shape, wide) for shape in SHAPES for wide in (1, 2) if shape[1] % wi
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("shape", "wide"), slow_but(ADAPTED[:2], ADAPTED))
-def test_flex_attends_as_sdpa_does(monkeypatch, shape, wide, masked):
-    """FlexAttention itself, uncompiled: it computes the forward pass on a CPU."""
+def test_flex_equals_sdpa(monkeypatch, shape, wide, masked):
+    """Uncompiled FlexAttention computes the forward pass on a CPU."""
     monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
     q, k, v = heads(shape, wide)
     documents = Documents.of(tokens_with_documents(), END) if masked else None
@@ -56,7 +56,9 @@ def stand_in_for_varlen_attn(calls, *args, **kwargs):
     a = bound.arguments
     assert a["window_size"] == (-1, 0), "causal"
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), "what flash-attn-4 does not stand in for"
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), (
+        "arguments that flash-attn-4 does not support"
+    )
     if "enable_gqa" in a:
         assert a["enable_gqa"] or a["query"].shape[1] == a["key"].shape[1]
     assert a["return_aux"] is None
@@ -68,7 +70,7 @@ def stand_in_for_varlen_attn(calls, *args, **kwargs):
 
 
 def stand_in_for_flash_attn(calls):
-    """flash-attn 2 as its README documents it."""
+    """Replace flash-attn 2, with the calling convention of its README."""
     module = ModuleType("flash_attn")
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
@@ -77,7 +79,7 @@ def stand_in_for_flash_attn(calls):
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16
         assert q.ndim == k.ndim == v.ndim == 4
         assert q.shape[1] == k.shape[1] == v.shape[1], "(batch, tokens, heads, width)"
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one width for all"
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1], "q, k and v must have the same width"
         assert q.shape[2] % k.shape[2] == 0
         assert k.shape[2] == v.shape[2]
         calls.append("flash_attn_func")
@@ -108,7 +110,7 @@ def stand_in_for_flash_attn(calls):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Stand-ins for torch's and flash-attn's kernels; the names of those that were called."""
+    """Replace the kernels of torch and flash-attn; return the list of called kernels."""
     calls = []
     monkeypatch.setattr(varlen, "varlen_attn", partial(stand_in_for_varlen_attn, calls))
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_for_flash_attn(calls))
@@ -120,7 +122,7 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_packed_documents_meet_the_contract_of_a_stand_in_and_equal_sdpa(
+def test_packed_documents_call_varlen_kernel_correctly_and_equal_sdpa(
     ran, shape, wide, backend, called
 ):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
@@ -133,7 +135,7 @@ def test_packed_documents_meet_the_contract_of_a_stand_in_and_equal_sdpa(
 
 
 @torch.no_grad()
-def test_packed_documents_go_through_torch_where_its_kernels_are_flash_4(ran, monkeypatch):
+def test_packed_documents_use_torch_varlen_with_active_flash_4(ran, monkeypatch):
     monkeypatch.setattr(ops, "sdpa_is_flash_4", lambda: True)
     q, k, v = heads((8, 2, 8), dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
@@ -144,7 +146,7 @@ def test_packed_documents_go_through_torch_where_its_kernels_are_flash_4(ran, mo
 
 @torch.no_grad()
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_flash_meets_the_contract_of_a_stand_in_and_equals_sdpa(ran, shape, wide):
+def test_flash_calls_package_correctly_and_equals_sdpa(ran, shape, wide):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     out = attend(q, k, v, None, Backend.flash)
     assert ran == ["flash_attn_func"]
@@ -153,7 +155,7 @@ def test_flash_meets_the_contract_of_a_stand_in_and_equals_sdpa(ran, shape, wide
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["flash", "flex", "sdpa"])
-def test_a_decoding_step_goes_through_sdpa_whatever_the_backend(ran, backend, monkeypatch):
+def test_decoding_step_uses_sdpa_for_every_backend(ran, backend, monkeypatch):
     monkeypatch.setattr(ops, "flex", lambda *_: pytest.fail("flex was called"))
     q, k, v = heads((4, 2, 8), length=9)
     out = attend(q[:, -1:], k, v, None, Backend[backend])
@@ -162,8 +164,8 @@ def test_a_decoding_step_goes_through_sdpa_whatever_the_backend(ran, backend, mo
 
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_a_gpu_gets_what_a_fused_kernel_takes(monkeypatch, masked, half, d):
-    """FlashAttention: one width, no mask, half precision. Else equally many heads."""
+def test_sdpa_on_gpu_gets_arguments_of_fused_kernels(monkeypatch, masked, half, d):
+    """FlashAttention needs equal widths, half precision and no mask. Others need equal heads."""
     seen = {}
 
     def record(q, k, v, attn_mask, enable_gqa, **rest):

@@ -1,4 +1,4 @@
-"""Every variant's block is one graph, which computes what the block does."""
+"""Blocks of all variants compile to one graph with the same results."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def _fresh_compiler():
 
 
 def forward_and_backward(block, x, *arguments):
-    """Output, statistics, every gradient and routing of a block, compiled or not; all finite."""
+    """Return output, statistics, gradients and routing of a block; check that all are finite."""
     x = x.clone().requires_grad_()
     out, stats, routed = block(x, *arguments)
     weights = torch.linspace(-1, 1, out.numel()).view_as(out)
@@ -39,7 +39,7 @@ def forward_and_backward(block, x, *arguments):
 
 
 def assert_same(found, expected):
-    """Outputs, statistics, gradients and routing of `forward_and_backward` agree."""
+    """Compare two results of `forward_and_backward`."""
     (out, stats, grads, routed), (other, other_stats, other_grads, other_routed) = found, expected
     torch.testing.assert_close(routed, other_routed)
     torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
@@ -51,8 +51,8 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FAST, CASES))
-def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant, extra):
-    """With statistics and without, with documents masked and without."""
+def test_compiled_block_has_no_graph_break_and_equals_uncompiled_block(variant, extra):
+    """Cases: with and without statistics, with and without masked documents."""
     model = build_model(small_config(variant, extra=extra).model)
     block, tokens = model.layers[1], torch.randint(0, 5, (2, 12))
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -68,8 +68,8 @@ def test_a_block_compiles_without_a_graph_break_and_computes_the_same(variant, e
 @pytest.mark.parametrize(
     "variant", slow_but(["diff_v1"], ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
 )
-def test_all_layers_share_one_graph(variant):
-    """Also where layers have constants of their own; else compiling would take longer by layer."""
+def test_all_layers_share_a_graph(variant):
+    """Constants that differ by layer do not recompile, so compile time does not grow with depth."""
     model = build_model(small_config(variant, extra=("model.n_layers=4",)).model)
     counter = CompileCounterWithBackend("eager")
     rope, mask = model.whole_sequences(torch.zeros(2, 12, dtype=torch.int64), None, torch.float32)
@@ -84,7 +84,7 @@ NUMBERS = (3, 5, 9, 2)
 
 
 def documents_of(number):
-    """A batch of two rows, with as many documents in all."""
+    """Return a batch of two rows with `number` documents in total."""
     tokens = torch.ones(2, LENGTH, dtype=torch.int64)
     tokens[0, torch.arange(number - 2) * 3 + 2] = END
     documents = Documents.of(tokens, END)
@@ -93,7 +93,7 @@ def documents_of(number):
 
 
 def weights_of(q: Tensor, k: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """Maps (H, T, T), causal within documents, of q and k (T, H, d), the rows one after another."""
+    """Return maps (H, T, T), causal within documents, of concatenated q and k (T, H, d)."""
     index = torch.arange(len(q))
     ids = torch.bucketize(index, ends[1:-1], right=True)
     mask = (ids[:, None] == ids[None, :]) & (index[:, None] >= index[None, :])
@@ -150,13 +150,13 @@ varlen.register_autograd(backward, setup_context=keep)
 
 
 def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
-    """An op that the compiler does not look into, as the kernel is, with a backward pass."""
+    """Replace the kernel by an operation that is opaque to the compiler and has a backward pass."""
     return varlen(q, k, v, ends, longest, scale)
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
-def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant):
-    """And compute what a boolean mask does, forward and backward."""
+def test_batches_with_any_number_of_documents_share_a_graph(monkeypatch, variant):
+    """Forward and backward results equal those with a boolean mask."""
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
@@ -175,7 +175,7 @@ def test_batches_of_any_number_of_documents_share_one_graph(monkeypatch, variant
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_block_masks_of_any_number_of_documents_share_one_graph():
+def test_block_masks_with_any_number_of_documents_share_a_graph():
     model = build_model(small_config("diff_v2", extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("eager")

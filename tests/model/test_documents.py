@@ -1,4 +1,4 @@
-"""Document masks: where documents begin, and that one never sees another."""
+"""Document masks: boundaries of documents, and no attention between documents."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ EVERY += [("diff_v1", SPLIT)]
 FEW = [(variant, ()) for variant in families(VARIANTS)]
 TOKENS = torch.tensor(
     [
-        # documents of 4, 1, 1, 5 and a part of 3; of 9 and 5; none that ends; three parts
+        # Rows: documents of 4, 1, 1, 5 and 3 tokens; of 9 and 5; of 14; of 1, 11 and 2.
         [5, 9, 3, END, END, END, 7, 7, 2, 8, END, 3, 4, 6],
         [1, 2, 3, 4, 5, 6, 7, 8, END, 9, 9, 1, 2, END],
         [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7],
@@ -31,7 +31,7 @@ shared_model = cache(small_model)
 
 
 def documents_of(tokens, end=END):
-    """(row, first, behind the last) of every document, one token at a time."""
+    """Return (row, start, end) of every document with a plain loop over tokens."""
     found = []
     for row, line in enumerate(tokens.tolist()):
         first = 0
@@ -51,7 +51,7 @@ def documents_of(tokens, end=END):
     ),
     st.integers(0, 4),
 )
-def test_documents_are_those_of_a_plain_loop(rows, end):
+def test_documents_equal_plain_loop(rows, end):
     tokens = torch.tensor(rows)
     batch, length = tokens.shape
     documents = Documents.of(tokens, end)
@@ -75,7 +75,7 @@ def test_documents_are_those_of_a_plain_loop(rows, end):
 
 
 def one_by_one(model, tokens, read=lambda logits: logits):
-    """Each document of each row alone, put together again."""
+    """Concatenate outputs of separate forward passes, one pass per document."""
     rows = [[] for _ in tokens]
     for row, first, last in documents_of(tokens):
         rows[row].append(read(model(tokens[row : row + 1, first:last])))
@@ -88,15 +88,15 @@ def grads_of(model, scalar):
 
 @pytest.mark.parametrize(("variant", "extra"), EVERY)
 @pytest.mark.parametrize("shape", [pytest.param((8, 2, 8), marks=pytest.mark.slow), (8, 4, 8)])
-def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape):
-    """In logits, in the loss and in every gradient of it."""
+def test_masked_documents_equal_separate_forward_passes(variant, extra, shape):
+    """Compares logits, loss and all gradients."""
     model = shared_model(variant, *shape, extra)
     targets = torch.randint(0, 64, TOKENS.shape)
     documents = Documents.of(TOKENS, END)
     masked = model(TOKENS, documents=documents)
     alone = one_by_one(model, TOKENS)
     torch.testing.assert_close(masked, alone, rtol=0, atol=1e-10)
-    assert (model(TOKENS) - masked).abs().max() > 1e-6, "nothing was masked"
+    assert (model(TOKENS) - masked).abs().max() > 1e-6, "the masks must change the logits"
     objective = model(TOKENS, targets, documents=documents).objective
     losses = torch.nn.functional.cross_entropy(
         alone.flatten(0, 1), targets.flatten(), reduction="sum"
@@ -106,13 +106,13 @@ def test_masking_documents_equals_running_them_one_by_one(variant, extra, shape)
     for name, mine, other in zip(
         names, grads_of(model, objective), grads_of(model, losses), strict=True
     ):
-        # the loss sums the output projection's gradient in float32
+        # float32, because the loss sums the gradient of the output in float32
         atol = 1e-4 if name == "output.weight" else 1e-10
         assert (mine - other).abs().max() < atol, name
 
 
-def test_positions_start_anew_in_every_document():
-    """Attention only sees differences of positions, so no output would tell."""
+def test_positions_restart_in_every_document():
+    """Check tables, because outputs depend only on differences of positions."""
     model = shared_model("diff_v2")
     documents = Documents.of(TOKENS, END)
     (cos, sin), _ = model.whole_sequences(TOKENS, documents, torch.float64)
@@ -123,8 +123,8 @@ def test_positions_start_anew_in_every_document():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("variant", "extra"), slow_but(FEW, EVERY))
-def test_explicit_maps_equal_the_kernel(variant, extra, masked):
-    """backend=reference against backend=sdpa, forward and gradients."""
+def test_explicit_maps_equal_sdpa_with_documents(variant, extra, masked):
+    """Compare forward and gradients of backend=reference with backend=sdpa."""
     documents = Documents.of(TOKENS, END) if masked else None
     weights = torch.randn(*TOKENS.shape, 64, dtype=torch.float64)
     results = []

@@ -1,4 +1,4 @@
-"""Products of experts as the device decides: grouped or not, gate and up as one product or two."""
+"""Products of experts: grouped or looped, gate and up as one or two products."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ def capability(monkeypatch, major, minor=0):
 
 
 def watched(monkeypatch, owner, name):
-    """The arguments of every call of a function, which goes on as before."""
+    """Record the arguments of all calls of a function, without changing the function."""
     calls, real = [], getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(a) or real(*a, **k))
     return calls
 
 
 def rows_and_ends(dtype):
-    """Gradients, inputs and where each expert's rows end."""
+    """Return gradients, inputs and the end index of the rows of each expert."""
     grad, x = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(ROWS, DIM).to(dtype)
     return grad, x, torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
 
@@ -43,7 +43,7 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_only_blackwells_gradients_need_filling(monkeypatch, major, minor, garbage):
+def test_only_blackwell_gradients_need_zero_fill(monkeypatch, major, minor, garbage):
     capability(monkeypatch, major, minor)
     assert leaves_garbage(CUDA) == garbage
     assert not leaves_garbage(CPU)
@@ -52,7 +52,7 @@ def test_only_blackwells_gradients_need_filling(monkeypatch, major, minor, garba
 
 
 def blackwells(monkeypatch):
-    """A grouped product that leaves garbage where a group has no rows."""
+    """Make grouped products return NaN for groups without rows, as on Blackwell."""
     real = F.grouped_mm
 
     def grouped_mm(a, b, offs):
@@ -65,7 +65,7 @@ def blackwells(monkeypatch):
 
 
 @pytest.mark.parametrize("garbage", [True, False])
-def test_garbage_is_filled_where_it_is_left_and_nowhere_else(monkeypatch, garbage):
+def test_gradients_of_empty_experts_are_zeroed_only_if_uninitialised(monkeypatch, garbage):
     inputs = rows_and_ends(HALF)
     expected = expert_weight_grad(*inputs)
     blackwells(monkeypatch)
@@ -91,12 +91,12 @@ def test_garbage_is_filled_where_it_is_left_and_nowhere_else(monkeypatch, garbag
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_what_is_grouped(device, dtype, n_experts, widths, value):
+def test_grouped_product_choice_by_device_dtype_and_widths(device, dtype, n_experts, widths, value):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
 
 
 def side_by_side(layer):
-    """Its w1 and w3 as halves of one tensor."""
+    """Replace w1 and w3 of a layer by halves of one tensor."""
     first, second = layer.adjacent
     both = torch.cat((getattr(layer, first), getattr(layer, second)), 1).detach()
     for name, half in zip(layer.adjacent, both.chunk(2, 1), strict=True):
@@ -112,7 +112,7 @@ def small_experts(dtype, adjacent=True):
     return side_by_side(layer) if adjacent else layer
 
 
-def test_only_halves_of_one_tensor_in_order_are_joined_without_a_copy():
+def test_only_ordered_halves_of_a_tensor_are_joined_without_copy():
     near, far = small_experts(HALF), small_experts(HALF)
     both = joined(near.w1, near.w3)
     assert both.data_ptr() == near.w1.data_ptr()
@@ -124,13 +124,13 @@ def test_only_halves_of_one_tensor_in_order_are_joined_without_a_copy():
 
 
 def as_on_cuda(monkeypatch):
-    """The decision that a CUDA device would take, for tensors of any device and dtype."""
+    """Choose products as on CUDA, for tensors of any device and dtype."""
     real = experts.rows_to_join
     monkeypatch.setattr(experts, "rows_to_join", lambda _, __, *w: real(CUDA, HALF, *w))
 
 
 def run(layer, x, weights):
-    """Output, and the gradients of x, of the weights of rows and of every parameter."""
+    """Return the output and the gradients of x, of row weights and of all parameters."""
     out = layer(x, weights, torch.tensor(COUNTS, device=x.device))
     direction = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype)
     inputs = [x, weights, *layer.parameters()]
@@ -143,8 +143,8 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_product_is_two(monkeypatch, dtype, adjacent):
-    """Outputs and gradients, also of experts without rows."""
+def test_joined_product_equals_two_products(monkeypatch, dtype, adjacent):
+    """Compare outputs and gradients; some experts have no rows."""
     layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
     expected = run(layer, x, weights)
     as_on_cuda(monkeypatch)
@@ -157,8 +157,8 @@ def test_one_product_is_two(monkeypatch, dtype, adjacent):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
-    """Without a copy there, too."""
+def test_joined_product_compiles_to_a_single_graph(monkeypatch, dynamic):
+    """The graph does not copy the weights."""
     torch._dynamo.reset()
     as_on_cuda(monkeypatch)
     layer, (x, weights) = small_experts(HALF), inputs(HALF)
@@ -179,8 +179,8 @@ def test_one_product_compiles_into_one_graph(monkeypatch, dynamic):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adjacent", [True, False])
-def test_on_a_gpu_one_product_equals_the_cpus_two(adjacent):
-    """With experts without rows, in memory that held something else."""
+def test_joined_product_on_gpu_equals_two_products_on_cpu(adjacent):
+    """Some experts have no rows, and the freed GPU memory contains NaN."""
     layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
     expected = run(layer, x, weights)
     held = torch.full((64, 1 << 20), torch.nan, device="cuda")

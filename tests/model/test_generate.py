@@ -1,4 +1,4 @@
-"""Decoding: batches and caches change nothing, and sampling draws from the distribution it says."""
+"""Generation: independence of batch and cache, and the distribution of samples."""
 
 import math
 from functools import cache
@@ -16,7 +16,7 @@ DRAWS = 40_000
 
 
 shared_model = cache(small_model)
-"""In float64, so that how a batch is computed does not decide between two tokens."""
+"""Float64, so that rounding in a batch cannot change the most likely token."""
 
 
 @pytest.fixture(params=MAIN)
@@ -41,7 +41,7 @@ def greedily(model, prompt, count):
 
 
 def said(prompts, texts):
-    """Every token that was added to a prompt."""
+    """Return the generated tokens of all texts in one list."""
     return [
         token for prompt, text in zip(prompts, texts, strict=True) for token in text[len(prompt) :]
     ]
@@ -52,10 +52,10 @@ def test_greedy_equals_repeated_full_forward_passes(model):
     out = generate(model, prompt, 27, temperature=0)
     assert out == [greedily(model, row, 27) for row in prompt]
     assert [len(text) for text in out] == [SEQ_LEN] * 3
-    assert len(set(said(prompt, out))) > 3  # not a constant
+    assert len(set(said(prompt, out))) > 3  # the continuation must not be constant
 
 
-def test_a_prompt_of_one_token_no_new_tokens_and_no_prompts():
+def test_generate_accepts_single_token_zero_new_tokens_and_zero_prompts():
     model, prompt = tiny(), prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
@@ -63,24 +63,24 @@ def test_a_prompt_of_one_token_no_new_tokens_and_no_prompts():
 
 
 @pytest.mark.parametrize("length", [0, SEQ_LEN + 1])
-def test_a_prompt_that_cannot_be_read_is_refused(length):
+def test_empty_or_too_long_prompt_is_refused(length):
     unreadable = [1] * length
-    with pytest.raises(ValueError, match=rf"prompt of {length} tokens; 1 to {SEQ_LEN} are read"):
+    with pytest.raises(ValueError, match=rf"prompt of {length} tokens: must have 1 to {SEQ_LEN}"):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_the_seed_decides_and_nothing_else_does():
+def test_sampling_depends_only_on_seed():
     model, prompt = tiny(), prompts()
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
     before = torch.get_rng_state()
     assert generate(model, prompt, 20, seed=3) == first
-    assert torch.equal(torch.get_rng_state(), before)  # sampling does not disturb training
+    assert torch.equal(torch.get_rng_state(), before)  # sampling must not use the global generator
     assert generate(model, prompt, 20, seed=4) != first
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_from_vocab_size_on_are_never_drawn(temperature):
+def test_tokens_beyond_vocab_size_are_never_drawn(temperature):
     model, prompt = tiny(), prompts(8)
     free = generate(model, prompt, 20, temperature)
     kept = said(prompt, generate(model, prompt, 20, temperature, vocab_size=10))
@@ -95,8 +95,8 @@ def alone(model, prompts, *args, **kwargs):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_prompts_of_any_lengths_give_what_they_give_alone(variant, temperature):
-    """Also where some have room for two tokens or for none, and some stop early."""
+def test_batched_prompts_of_any_lengths_equal_single_prompts(variant, temperature):
+    """Some prompts have room for only two or zero tokens, and some continuations stop early."""
     model, count = shared_model(variant), 12
     lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
     texts = [prompts(1, length)[0] for length in lengths]
@@ -111,7 +111,7 @@ def test_prompts_of_any_lengths_give_what_they_give_alone(variant, temperature):
     assert generate(model, texts, count, stop_token=stop, **settings) == stopped
 
 
-def test_an_identical_prompt_gets_what_it_would_get_from_the_next_seed(model):
+def test_repeated_prompt_uses_next_seed(model):
     one, other = prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]
@@ -122,7 +122,7 @@ def test_an_identical_prompt_gets_what_it_would_get_from_the_next_seed(model):
     assert len({tuple(text) for text in expected}) == 5
 
 
-def test_a_stop_token_in_the_prompt_does_not_stop():
+def test_stop_token_in_prompt_does_not_stop_generation():
     model, prompt = tiny(), prompts(2)
     free = generate(model, prompt, 8, temperature=0)
     unsaid = next(t for t in range(64) if t not in said(prompt, free))
@@ -139,7 +139,7 @@ def draws(logits, temperature=1.0, top_p=1.0, seed=0):
 
 
 def assert_drawn_from(probs, drawn):
-    """Every frequency within 5 standard deviations of its expectation; never one of weight 0."""
+    """Check that frequencies are within 5 standard deviations of `probs`, and 0 for 0."""
     counts = torch.bincount(drawn, minlength=len(probs))
     assert len(counts) == len(probs)
     total = len(drawn)
@@ -154,7 +154,7 @@ LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.5, -1.0, -30.0])
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 2.0])
-def test_temperature_divides_the_logits(temperature):
+def test_temperature_divides_logits(temperature):
     weights = [math.exp(x / temperature) for x in LOGITS.tolist()]
     probs = torch.tensor([w / sum(weights) for w in weights])
     assert_drawn_from(probs, draws(LOGITS, temperature))
@@ -173,14 +173,14 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
         (0.96, [0, 1, 2, 3, 4]),
     ],
 )
-def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, kept):
+def test_top_p_keeps_fewest_tokens_with_enough_probability(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])
     drawn = draws(torch.tensor(PROBS).log() + 3.0, top_p=top_p)
     assert_drawn_from(expected / expected.sum(), drawn)
 
 
-def test_top_p_is_taken_after_the_temperature():
-    # at temperature 2 the weights are sqrt: .387 .632 .224 .548 .316, shares .18 .30 .11 .26 .15
+def test_top_p_applies_after_temperature():
+    # At temperature 2, weights are sqrt: .387 .632 .224 .548 .316, shares .18 .30 .11 .26 .15.
     drawn = draws(torch.tensor(PROBS).log(), temperature=2.0, top_p=0.41)
     weights = torch.tensor([math.sqrt(p) if i in (1, 3) else 0.0 for i, p in enumerate(PROBS)])
     assert_drawn_from(weights / weights.sum(), drawn)
@@ -188,7 +188,7 @@ def test_top_p_is_taken_after_the_temperature():
     assert set(drawn.tolist()) == {0, 1, 3}
 
 
-def test_top_p_is_taken_in_every_row_apart():
+def test_top_p_applies_to_every_row_separately():
     logits = torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     generator = torch.Generator().manual_seed(0)
     rows = torch.stack([draw_tokens(logits, 1.0, 0.9, generator) for _ in range(200)])

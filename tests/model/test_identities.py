@@ -1,6 +1,6 @@
-"""Laws of the variants at any shape: identities between them, bounds, symmetries.
+"""Identities between variants, bounds and symmetries at any shape.
 
-All in float64 over drawn shapes, weights, layer indices and lambdas. Maps come from references.py.
+All tests draw shapes, weights, layer indices and lambdas, in float64. Maps come from references.py.
 """
 
 import math
@@ -49,7 +49,7 @@ def base_config(variant):
 
 @cache
 def allowed_heads(variant):
-    """(H, K) that the variant takes, up to 8 heads."""
+    """List the head counts (H, K) that a variant supports, up to 8 heads."""
     pairs = [(k * group, k) for k in (1, 2, 3, 4) for group in (1, 2, 3, 4) if k * group <= 8]
     taken = []
     for heads, kv_heads in pairs:
@@ -74,7 +74,7 @@ def shapes(draw, variant="standard", head_dims=(2, 4, 6, 8), tokens=(1, 9)):
 
 
 def lambdas(low, high):
-    """Exact in float32, which a constant lambda is kept in."""
+    """Draw lambdas that are exact in float32, the dtype of constant lambdas."""
     return st.floats(low, high, width=32)
 
 
@@ -98,7 +98,7 @@ def normal(shape, *size, what=0):
 
 
 def layer_of(variant, shape, **fields):
-    """An attention module in float64, its vectors away from values at which all looks right."""
+    """Build an attention module in float64, with random vectors, so no formula is trivial."""
     cfg = configured(variant, shape, **fields)
     attention = cfg.attention.build(cfg, shape.layer).double()
     init = Initializer(shape.seed, {param: name for name, param in attention.named_parameters()})
@@ -108,7 +108,7 @@ def layer_of(variant, shape, **fields):
     with torch.no_grad():
         for module in attention.modules():
             if isinstance(module, torch.nn.RMSNorm):
-                module.weight.fill_(1)  # as the decoder does
+                module.weight.fill_(1)  # like the decoder
         for param in attention.parameters():
             if param.ndim == 1:
                 param += 0.3 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
@@ -126,7 +126,7 @@ def tables(shape, start=0, length=None, theta=10_000.0):
 
 
 def projected(attention, x):
-    """q, k, v from the module's weights alone."""
+    """Compute q, k and v from the weights of the module."""
     d = attention.head_dim
     q, k, v = (
         (x @ w.weight.T).unflatten(-1, (-1, d)) for w in (attention.wq, attention.wk, attention.wv)
@@ -135,7 +135,7 @@ def projected(attention, x):
 
 
 def run(attention, x, shape):
-    """(output, what it shows)."""
+    """Return the output and the tensors for diagnostics."""
     aux = {}
     return attention(x, tables(shape), aux=aux), aux
 
@@ -146,7 +146,7 @@ def copy_weights(to, source, *names):
 
 
 def head_rows(linear, width):
-    """A view (heads, width, D) of a projection's rows."""
+    """Return the weight of a projection as a view (heads, width, D)."""
     return linear.weight.data.view(-1, width, DIM)
 
 
@@ -161,7 +161,7 @@ def close(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+def test_diff_v2_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
@@ -177,7 +177,7 @@ def test_diff_v2_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_a_standard_model_of_2h_heads_computes_diff_v2_at_any_constant_lambda(shape, lam):
+def test_standard_with_2h_heads_equals_diff_v2_at_any_constant_lambda(shape, lam):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
     wide = layer_of("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
@@ -190,8 +190,8 @@ def test_a_standard_model_of_2h_heads_computes_diff_v2_at_any_constant_lambda(sh
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_constant_lambdas_are_one_family(shape, lam):
-    """none is fixed at 1, scalar at a logit of 0 fixed at 0.5, and fixed is linear in lambda."""
+def test_forms_of_constant_lambda_agree(shape, lam):
+    """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
     x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
 
@@ -206,8 +206,8 @@ def test_constant_lambdas_are_one_family(shape, lam):
 
 @given(shape=shapes())
 @many
-def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
-    """Only then do heads i and H + i share key and value, as 2i and 2i + 1 always do."""
+def test_pairings_agree_exactly_for_a_single_kv_head(shape):
+    """With more kv heads, heads i and H + i do not share key and value."""
     assume(shape.tokens > 1)
     adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
     copy_weights(halves, adjacent, "wk", "wv", "wo", "w_lambda")
@@ -221,10 +221,10 @@ def test_the_pairings_are_one_model_exactly_when_there_is_one_kv_head(shape):
 @pytest.mark.parametrize("variant", V1)
 @given(data=st.data())
 @few
-def test_diff_v1_without_lambda_vectors_has_exactly_lambda_init(variant, data):
+def test_diff_v1_with_zero_lambda_vectors_has_exactly_lambda_init(variant, data):
     shape = data.draw(shapes(variant))
     attention = layer_of(variant, shape)
-    for name in ("lambda_q1", "lambda_k2"):  # one factor of each product is enough
+    for name in ("lambda_q1", "lambda_k2"):  # a zero factor makes each product zero
         getattr(attention, name).zero_()
     lam = run(attention, x_of(shape), shape)[1]["lambda"]
     constant = variant == "diff_v1_lambda_const"
@@ -232,7 +232,7 @@ def test_diff_v1_without_lambda_vectors_has_exactly_lambda_init(variant, data):
 
 
 def equal_pairs(variant, shape):
-    """(what a V1 layer of equal pairs shows, standard attention over either half of the values)."""
+    """Return diagnostics of V1 with equal pairs, and standard attention over both value halves."""
     attention, x = layer_of(variant, shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     make_pairs_equal(attention.wk, shape.head_dim)
@@ -244,15 +244,15 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_of_equal_pairs_is_attention_times_one_minus_lambda(shape):
+def test_diff_v1_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
     aux, halves = equal_pairs("diff_v1", shape)
     close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
-    """(1 - lambda) times a map has one sign: renormalised it is the map, or a row of zeros."""
+def test_diff_v1_clamped_of_equal_pairs_equals_attention_or_zero(shape):
+    """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
     close(aux["context"], (aux["lambda"] < 1) * torch.cat(halves, -1))
@@ -261,7 +261,7 @@ def test_diff_v1_clamped_of_equal_pairs_is_attention_or_nothing(shape):
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_a_gate_and_its_opposite_add_up_to_standard_attention(variant, data):
+def test_gate_plus_negated_gate_equals_standard_attention(variant, data):
     shape = data.draw(shapes())
     attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
     copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
@@ -273,7 +273,7 @@ def test_a_gate_and_its_opposite_add_up_to_standard_attention(variant, data):
 
 @given(shape=shapes())
 @many
-def test_a_headwise_gate_is_an_elementwise_one_repeated_over_a_heads_channels(shape):
+def test_headwise_gate_equals_elementwise_gate_repeated_over_channels(shape):
     headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
@@ -283,7 +283,7 @@ def test_a_headwise_gate_is_an_elementwise_one_repeated_over_a_heads_channels(sh
 
 
 def drawn_qk(shape, n_query_heads, scale=1.0):
-    """q and k whose scores have a standard deviation of about `scale`."""
+    """Draw q and k such that scores have a standard deviation of about `scale`."""
     q = normal(shape, shape.batch, shape.tokens, n_query_heads, shape.head_dim, what=2)
     k = normal(shape, shape.batch, shape.tokens, shape.kv_heads, shape.head_dim, what=3)
     return scale * q, k
@@ -291,7 +291,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_a_sink_of_minus_infinity_is_standard_attention_and_one_of_zero_is_off_by_one(shape):
+def test_sink_logit_minus_infinity_equals_standard_and_zero_equals_unit_sink(shape):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
         other = layer_of(variant, shape)
@@ -345,18 +345,18 @@ def test_appending_tokens_never_changes_earlier_logits(variant, data):
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(data=st.data())
 @few
-def test_shifting_all_positions_changes_nothing(variant, data):
+def test_shift_of_all_positions_does_not_change_output(variant, data):
     shape = data.draw(shapes(variant))
     start = data.draw(st.integers(1, SEQ_LEN - shape.tokens))
     attention, x = layer_of(variant, shape), x_of(shape)
     close(attention(x, tables(shape, start)), attention(x, tables(shape)))
 
 
-# context RMS: with orthogonal values of RMS 1 it is the length of the row of weights
+# With orthogonal values of RMS 1, the context RMS is the Euclidean norm of the row of weights.
 
 
 def orthogonal_values(shape, heads, width):
-    """(B, T, heads, width): over tokens orthogonal, each of RMS 1; width >= T."""
+    """Return values (B, T, heads, width) with RMS 1 that are orthogonal between tokens."""
     square = normal(shape, shape.batch, heads, width, width, what=5)
     rows = torch.linalg.qr(square).Q[:, :, : shape.tokens] * math.sqrt(width)
     return rows.transpose(1, 2)
@@ -367,7 +367,7 @@ def rms(context):
 
 
 def context_rms(variant, shape, sharpness, **fields):
-    """(B, T, heads) of the shown or returned context, before any head norm."""
+    """Return the RMS (B, T, heads) of the context before any head norm."""
     attention = layer_of(variant, shape, **fields)
     q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
     v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
@@ -387,7 +387,7 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_standard_attention_lies_between_one_over_root_n_and_one(shape, sharpness):
+def test_context_rms_of_standard_is_between_inverse_root_n_and_1(shape, sharpness):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
@@ -397,7 +397,7 @@ def test_context_rms_of_standard_attention_lies_between_one_over_root_n_and_one(
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_context_rms_with_a_gate_or_a_sink_lies_between_0_and_1(variant, data):
+def test_context_rms_with_gate_or_sink_is_between_0_and_1(variant, data):
     shape = data.draw(shapes(variant, **WIDE))
     values, _ = context_rms(variant, shape, data.draw(SHARPNESS))
     assert ((values > 0) & (values < 1)).all()
@@ -405,8 +405,8 @@ def test_context_rms_with_a_gate_or_a_sink_lies_between_0_and_1(variant, data):
 
 @given(shape=shapes(**WIDE))
 @many
-def test_context_rms_with_a_sink_falls_below_that_of_uniform_attention(shape):
-    """Which standard attention cannot do: off by one over n equal scores weighs 1 / (n + 1)."""
+def test_context_rms_with_sink_falls_below_uniform_attention(shape):
+    """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
     values, _ = context_rms("standard_off_by_one", shape, 0.0)
     n = positions(shape)
     close(values, (n.sqrt() / (n + 1)).expand_as(values))
@@ -414,7 +414,7 @@ def test_context_rms_with_a_sink_falls_below_that_of_uniform_attention(shape):
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
+def test_context_rms_of_diff_v2_is_between_0_and_root_2(shape, sharpness):
     values, aux = context_rms("diff_v2", shape, sharpness)
     lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
@@ -424,7 +424,7 @@ def test_context_rms_of_diff_v2_lies_between_0_and_root_2(shape, sharpness):
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_the_head_norm_of_diff_v1_magnifies_a_uniform_head_by_root_n(shape, lam):
+def test_head_norm_of_diff_v1_scales_uniform_head_by_root_n(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

@@ -1,4 +1,4 @@
-"""Initial values depend on (seed, name) only."""
+"""Initial values depend only on the seed and the parameter's name."""
 
 import hashlib
 
@@ -16,12 +16,12 @@ def parameters(overrides):
     return dict(build_model(load_config([*BASE, *overrides]).model).named_parameters())
 
 
-def test_variants_share_every_parameter_of_the_same_name_and_shape():
+def test_variants_share_initial_values_of_equal_names_and_shapes():
     standard = parameters(["attention=standard"])
     for variant in ("gated", "diff_v1", "diff_v2"):
         other = parameters([f"attention={variant}"])
         same = [n for n in standard if n in other and standard[n].shape == other[n].shape]
-        assert len(same) >= len(standard) - 2  # diff_v2 has wider wq
+        assert len(same) >= len(standard) - 2  # wq of diff_v2 has another shape
         for name in same:
             assert torch.equal(standard[name], other[name]), name
 
@@ -36,18 +36,18 @@ def test_variants_share_every_parameter_of_the_same_name_and_shape():
         (slice(5, 5), slice(0, 90), slice(0, 500)),
     ],
 )
-def test_rank_that_holds_a_block_draws_the_values_of_one_process(block):
-    full = torch.empty(5, 90, 500)  # four blocks of generators
+def test_rank_with_local_block_draws_values_of_single_process(block):
+    full = torch.empty(5, 90, 500)  # four blocks, each with a generator
     Initializer(0, {full: "w"}).normal_(full, 0.02, truncate=3)
     part = torch.empty_like(full[block], memory_format=torch.contiguous_format)
     first = tuple(part.start for part in block)
     init = Initializer(0, {part: "w"}, lambda p: (p, first, full.shape))
     init.normal_(part, 0.02, truncate=3)
     assert torch.equal(part, full[block])
-    assert full.unique().numel() > 0.9 * full.numel(), "blocks repeat each other"
+    assert full.unique().numel() > 0.9 * full.numel(), "blocks must have different values"
 
 
-def test_truncated_normal_with_depth_scaled_outputs():
+def test_matrices_are_truncated_normal_with_depth_scaled_outputs():
     params = parameters(["model.n_layers=8", "model.init_std=0.05"])
     w1 = params["layers.0.ffn.w1.weight"]
     assert w1.abs().max() <= 3 * 0.05
@@ -64,7 +64,7 @@ def drawn(shape, dtype=torch.float32, truncate=3):
 
 
 def by_definition(shape, truncate):
-    """Block by block, all of a block redrawn until nothing is missing."""
+    """Draw block by block; redraw full blocks to replace values beyond the bound."""
     rows = max(1, BLOCK // shape[-1])
     values = []
     for block, part in enumerate(torch.empty(shape).flatten(0, -2).split(rows)):
@@ -80,14 +80,14 @@ def by_definition(shape, truncate):
 
 @pytest.mark.parametrize("truncate", [None, 3, 1])
 @pytest.mark.parametrize("shape", [(300, 300), (5, 90, 500), (2, 100_003), (3, 4)])
-def test_every_thread_count_draws_what_one_generator_a_block_gives(shape, truncate):
+def test_initial_values_equal_definition_for_any_thread_count(shape, truncate):
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         assert torch.equal(drawn(shape, truncate=truncate), by_definition(shape, truncate))
         assert torch.get_num_threads() == threads
 
 
-def test_embeddings_can_have_a_standard_deviation_of_their_own():
+def test_embed_init_std_sets_standard_deviation_of_embeddings():
     words = ["model=micro", "attention=diff_v2"]
     plain = build_model(load_config(words).model).state_dict()
     own = build_model(load_config([*words, "model.embed_init_std=1"]).model).state_dict()
@@ -96,13 +96,13 @@ def test_embeddings_can_have_a_standard_deviation_of_their_own():
     assert own[changed[0]].std() == pytest.approx(0.987, abs=0.01)  # truncated at 3
 
 
-def test_building_draws_nothing_from_the_global_generator():
+def test_build_model_leaves_global_generator_unchanged():
     before = torch.get_rng_state()
     build_model(load_config(["model=micro", "attention=diff_v2"]).model)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_parameter_that_nothing_fills_is_named():
+def test_unfilled_parameter_raises_error_with_name():
     one, other = torch.nn.Parameter(torch.empty(2, 2)), torch.nn.Parameter(torch.empty(3))
     init = Initializer(0, {one: "wq.weight", other: "layers.0.attention.scale"})
     init.matrices_(0.02, 0.02)

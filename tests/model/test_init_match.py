@@ -1,4 +1,4 @@
-"""`model.init_match=write`: at first, attention of any variant writes what `standard` writes."""
+"""`model.init_match=write`: initial attention of any variant writes the RMS of `standard`."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WORDS += ["model.vocab_size=64", "data.vocab_size=64", "model.n_layers=3"]
 
 
 def writes(model, tokens, documents=None):
-    """RMS of what each layer's attention adds to the residual stream."""
+    """Return the RMS that attention adds to the residual stream in each layer."""
     return model(tokens, tokens, diagnose=True, documents=documents).stats["attn_write_rms"]
 
 
@@ -38,7 +38,7 @@ FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 
 @pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
-def test_with_the_factors_every_layer_writes_what_standards_does(variant, more):
+def test_scaled_wo_writes_rms_of_standard_in_every_layer(variant, more):
     cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
     expected = writes(build_model(config("standard", *more)), tokens)
@@ -49,7 +49,7 @@ def test_with_the_factors_every_layer_writes_what_standards_does(variant, more):
         assert factors == pytest.approx([2.0, 2.0, 2.0], rel=1e-6)
 
 
-def test_documents_are_seen_as_in_training():
+def test_write_factors_mask_documents():
     cfg, tokens = config("diff_v2"), torch.randint(12, (8, 24))
     documents = Documents.of(tokens, 7)
     factors = write_factors(cfg, variant_config("standard"), tokens, documents)
@@ -60,7 +60,7 @@ def test_documents_are_seen_as_in_training():
     )
 
 
-def test_an_attention_that_writes_nothing_is_named(monkeypatch):
+def test_attention_with_zero_write_raises_error_with_layer(monkeypatch):
     cfg = config("standard")
     cfg.attention.context_scale = 1e-30
     with pytest.raises(ConfigError, match=r"attention of layer 0 writes .* no factor matches"):

@@ -1,6 +1,6 @@
-"""Which kernel attends, decided in one place, and the masks and layouts that follow from it.
+"""Choice of the attention kernel, and the resulting masks and layouts.
 
-The device's type, its capability and what is installed are made up; no kernel of a GPU runs.
+Tests fake the device, its compute capability and the installed packages; no GPU kernel runs.
 """
 
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes up a GPU and its packages, as far as a choice asks; lists what flash-attn-4 is told."""
+    """Return a function that fakes a GPU and packages, and returns a log of flash-attn actions."""
 
     def make(capability=HOPPER, packages=("triton",), fails=None, torch_takes_it=True):
         def try_flash(device, width, documents):
@@ -68,7 +68,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
     ],
 )
-def test_the_kernel_follows_from_backend_device_dtype_and_width(
+def test_kernel_choice_by_backend_device_dtype_and_width(
     machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
@@ -93,14 +93,14 @@ def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
         ((12, 0), ("triton", *V4), 128, Kernel.varlen, "documents"),
         (BLACKWELL, ("triton",), 64, Kernel.flex, "not measured"),
         (HOPPER, ("triton", *V2), 128, Kernel.flex, "flash-attn-4 is not installed"),
-        (HOPPER, ("triton",), 256, Kernel.varlen, "heads 256 wide"),
-        (HOPPER, ("triton",), 16, Kernel.varlen, "heads 16 wide"),
+        (HOPPER, ("triton",), 256, Kernel.varlen, "head width 256"),
+        (HOPPER, ("triton",), 16, Kernel.varlen, "head width 16"),
         (HOPPER, (), 128, Kernel.varlen, "triton is not installed"),
         (HOPPER, ("triton", *V4), 128, Kernel.varlen_4, "not measured"),
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
     ],
 )
-def test_masked_documents_get_the_better_kernel_that_is_there(
+def test_masked_documents_use_best_available_kernel(
     machine, capability, packages, width, expected, reason
 ):
     done = machine(capability, packages)
@@ -111,7 +111,7 @@ def test_masked_documents_get_the_better_kernel_that_is_there(
     assert done == (["activated", ("tried", width, True)] if tried else [])
 
 
-def test_flash_4_is_tried_once_and_put_away_when_it_fails(machine):
+def test_failing_flash_4_is_tried_once_and_deactivated(machine):
     done = machine(packages=("triton", *V4), fails="no kernel\nfor this")
     for _ in range(3):
         found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
@@ -120,16 +120,16 @@ def test_flash_4_is_tried_once_and_put_away_when_it_fails(machine):
     assert done == ["activated", ("tried", 128, True), "restored"]
 
 
-def test_flash_4_is_left_alone_where_torch_cannot_mask_documents_with_it(machine):
+def test_flash_4_stays_inactive_if_torch_cannot_mask_documents(machine):
     done = machine(packages=("triton", *V4), torch_takes_it=False)
     found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
     assert found.value is Kernel.flex
-    assert "from torch 2.12 on" in found.reason
+    assert "needs torch >= 2.12" in found.reason
     assert done == []
 
 
 class Blocks:
-    """Stands for a block mask."""
+    """Replacement of BlockMask."""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ class Blocks:
         ("reference", CUDA, BF16, False, torch.Tensor),
     ],
 )
-def test_documents_come_in_the_form_the_kernel_reads(
+def test_training_mask_has_form_of_chosen_kernel(
     machine, monkeypatch, backend, device, dtype, explicit, kind
 ):
     machine(AMPERE)
@@ -152,7 +152,9 @@ def test_documents_come_in_the_form_the_kernel_reads(
         monkeypatch.setattr(kernels, maker, lambda *_: Blocks())
     tokens = tokens_with_documents()
     documents = Documents.of(tokens, END)
-    batch = SimpleNamespace(shape=tokens.shape, device=device)  # all that is asked of tokens
+    batch = SimpleNamespace(
+        shape=tokens.shape, device=device
+    )  # the only attributes of tokens in use
     mask = mask_for(documents, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(mask, kind)
     if kind is Packed:
@@ -164,7 +166,7 @@ def test_documents_come_in_the_form_the_kernel_reads(
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
-def test_the_width_that_a_kernel_gets_is_the_variants():
+def test_kernel_width_follows_variant_and_layout():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
         return cfg.model.attention.kernel_width(cfg.model, device)
@@ -181,7 +183,7 @@ def test_the_width_that_a_kernel_gets_is_the_variants():
 
 @pytest.fixture
 def enabled(monkeypatch):
-    """Whether cuDNN was enabled at each call of SDPA; x counts as on `device`."""
+    """Return a function that fakes a device and records if cuDNN is enabled in SDPA calls."""
 
     def watch(device):
         real, entered = ops.sdpa_for_any_length, []
@@ -206,8 +208,8 @@ def enabled(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_nothing_with_a_cache_goes_through_cudnn(enabled, variant, device):
-    """Neither prompts nor single tokens; training does as ever, and so does the CPU."""
+def test_forward_pass_with_cache_disables_cudnn(enabled, variant, device):
+    """Prompts and single tokens disable cuDNN on a GPU; training and the CPU do not."""
     seen, entered = enabled(device)
     model = build_model(small_config(variant).model)
     tokens = torch.randint(0, 64, (2, 12))
@@ -222,8 +224,8 @@ def test_nothing_with_a_cache_goes_through_cudnn(enabled, variant, device):
             model(part, caches=caches)
             assert seen
             assert not any(seen) if device is CUDA else all(seen)
-    assert len(entered) == 3, "once a forward pass, not once a layer"
-    assert torch.backends.cuda.cudnn_sdp_enabled(), "put back"
+    assert len(entered) == 3, "once per forward pass, not per layer"
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "cuDNN must be enabled again"
 
 
 def on(backend):
@@ -233,17 +235,17 @@ def on(backend):
 @pytest.mark.parametrize(
     ("variant", "refused", "reason"),
     [
-        ("diff_v1_clamped", ("flash", "flex"), "no clamped map; choose sdpa"),
-        ("standard_sink", ("flex",), "no sink=learned; choose sdpa, flash"),
-        ("standard_off_by_one", ("flex",), "no sink=one; choose sdpa, flash"),
+        ("diff_v1_clamped", ("flash", "flex"), "clamp=true; choose sdpa"),
+        ("standard_sink", ("flex",), "sink=learned; choose sdpa, flash"),
+        ("standard_off_by_one", ("flex",), "sink=one; choose sdpa, flash"),
     ],
 )
-def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reason):
+def test_backend_without_support_for_variant_is_refused(variant, refused, reason):
     for backend in Backend:
         if backend.name not in refused:
             small_config(variant, extra=on(backend.name))
             continue
-        with pytest.raises(ConfigError, match=rf"backend={backend.name} has {reason}"):
+        with pytest.raises(ConfigError, match=rf"backend={backend.name} does not support {reason}"):
             small_config(variant, extra=on(backend.name))
 
 
@@ -258,27 +260,27 @@ def test_backend_without_the_maps_of_a_variant_is_refused(variant, refused, reas
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_takes_the_newest_version_that_the_gpu_runs(machine, packages, capability, activated):
+def test_flash_uses_newest_version_for_gpu(machine, packages, capability, activated):
     calls = machine(capability, packages)
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
     assert calls == [*activated, ("tried", 64, False)]
 
 
-def test_flash_4_is_refused_for_documents_where_torch_has_no_backward_pass_for_it(machine):
-    """torch 2.11 raises there for any window, and being causal is one."""
+def test_flash_4_with_documents_is_refused_if_torch_lacks_backward_pass(machine):
+    """Torch 2.11 raises for any window in this backward pass, and causal attention is a window."""
     calls = machine(packages=V4, torch_takes_it=False)
-    expected = r"backend=flash with data.mask_documents=true: flash-attn-4 masks documents from"
+    expected = r"backend=flash with data.mask_documents=true: flash-attn-4 with document masks"
     with pytest.raises(ConfigError, match=expected) as caught:
         prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
     assert "\n" not in str(caught.value)
     assert calls == []
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
-    calls = machine(packages=V2)  # version 2 has its own functions
+    calls = machine(packages=V2)  # version 2 does not use torch's dispatcher
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
     assert calls == [("tried", 64, True)]
 
 
-NOT_INSTALLED = "needs the flash-attn package, which is not installed"
+NOT_INSTALLED = "needs the flash-attn package: install version 2"
 
 
 @pytest.mark.parametrize(
@@ -289,9 +291,7 @@ NOT_INSTALLED = "needs the flash-attn package, which is not installed"
         (V2, HOPPER, FLOAT32, "backend=flash needs precision=bf16"),
     ],
 )
-def test_flash_without_its_package_or_in_float32_is_refused(
-    machine, packages, capability, dtype, said
-):
+def test_flash_without_package_or_in_float32_is_refused(machine, packages, capability, dtype, said):
     machine(capability, packages)
     with pytest.raises(ConfigError, match=said):
         prepare_backend(Backend.flash, CUDA, 64, dtype)
@@ -299,8 +299,8 @@ def test_flash_without_its_package_or_in_float32_is_refused(
         prepare_backend(backend, CUDA, 512, FLOAT32)
 
 
-def test_a_flash_package_that_cannot_be_imported_is_refused_with_its_reason(monkeypatch, tmp_path):
-    """As one built for another torch."""
+def test_flash_package_with_import_error_is_refused_with_reason(monkeypatch, tmp_path):
+    """For example, a package built for another version of torch."""
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The kernels themselves, on a GPU: against each other and against explicit maps in float32."""
+"""Attention kernels on a GPU, against explicit maps in float32."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LAYOUTS = [f"model.attention.values={values}" for values in ("auto", "wide", "sp
 
 
 def available(backend, width=64, documents=False):
-    """Skip where this machine lacks the package or the GPU that a backend needs."""
+    """Skip a test if the package or the GPU of a backend is missing."""
     try:
         prepare_backend(Backend[backend], CUDA, width, torch.bfloat16, documents)
     except ConfigError as error:
@@ -30,7 +30,7 @@ def available(backend, width=64, documents=False):
 
 
 def bf16_model(variant, head_dim, *extra):
-    """A model whose parameters have the dtypes of a training run in bf16."""
+    """Build a model with the parameter dtypes of a bf16 training run."""
     extra = ("model.dim=256", "model.init_std=0.05", "seq_len=256", *extra)
     model = build_model(small_config(variant, 8, 4, head_dim, extra).model).to(CUDA)
     for parameter in set(model.parameters()) - fp32_parameters(model):
@@ -39,7 +39,7 @@ def bf16_model(variant, head_dim, *extra):
 
 
 def through(backend, model, tokens, documents, weights):
-    """Logits and every gradient, float32."""
+    """Return logits and all gradients in float32."""
     for layer in model.layers:
         layer.attention.backend = Backend[backend]
     model.zero_grad(set_to_none=True)
@@ -49,21 +49,21 @@ def through(backend, model, tokens, documents, weights):
 
 
 def agrees_with_explicit_maps(backend, model, masked, compiled):
-    """Forward and every gradient."""
+    """Compare logits and all gradients with explicit maps."""
     torch._dynamo.reset()
     tokens = tokens_with_documents(2, 256)
     documents = Documents.of(tokens, END).to(CUDA) if masked else None
     arguments = tokens.to(CUDA), documents, torch.randn(2, 256, 64, device=CUDA)
     expected, expected_grads = through("reference", model, *arguments)
     if compiled:
-        for layer in model.layers:  # functions of flash-attn 2 may break the graph
+        for layer in model.layers:  # flash-attn 2 may break the graph
             layer.forward = torch.compile(layer.forward, fullgraph=backend != "flash")
     logits, grads = through(backend, model, *arguments)
     assert relative(logits, expected) < 0.03
     lambdas = [name for name in grads if "lambda_q" in name or "lambda_k" in name]
     for name in grads.keys() - set(lambdas):
         assert relative(grads[name], expected_grads[name]) < 0.1, name
-    if lambdas:  # multiples of one small difference of large sums a layer
+    if lambdas:  # gradients of lambda vectors are small differences of large sums
         mine, other = (torch.cat([g[name] for name in lambdas]) for g in (grads, expected_grads))
         assert relative(mine, other) < 0.3
 
@@ -72,7 +72,7 @@ def agrees_with_explicit_maps(backend, model, masked, compiled):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("variant", MAIN)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compiled):
+def test_all_backends_agree_with_explicit_maps(backend, variant, masked, compiled):
     available(backend, documents=masked)
     agrees_with_explicit_maps(backend, bf16_model(variant, 64), masked, compiled)
 
@@ -83,8 +83,8 @@ def test_every_backend_agrees_with_explicit_maps(backend, variant, masked, compi
     [("standard", ()), ("diff_v2", ()), *(("diff_v1", (layout,)) for layout in LAYOUTS)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
-    """V1's values are 256 wide there, or lie in halves."""
+def test_head_width_128_agrees_with_explicit_maps(backend, variant, extra, masked):
+    """Values of V1 have width 256, or two halves of width 128."""
     model = bf16_model(variant, 128, *extra)
     available(backend, model.cfg.attention.kernel_width(model.cfg, CUDA), masked)
     agrees_with_explicit_maps(backend, model, masked, compiled=False)
@@ -92,14 +92,14 @@ def test_heads_of_128_agree_with_explicit_maps(backend, variant, extra, masked):
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex])
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_either_kernel_for_documents_agrees_with_explicit_maps(monkeypatch, variant, kernel):
-    """Those that the default backend could choose where flash-attn-4 is missing."""
+def test_document_kernels_agree_with_explicit_maps(monkeypatch, variant, kernel):
+    """Kernels that backend=sdpa may choose without flash-attn-4."""
     monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
 
 
 def long_heads(wide):
-    """q (1, 4096, 4, 128), k (1, 4096, 2, 128), v (1, 4096, 2 / wide, 128 wide), bf16."""
+    """Draw bf16 q (1, 4096, 4, 128), k (1, 4096, 2, 128), v (1, 4096, 2 / wide, 128 * wide)."""
     made = torch.Generator(CUDA).manual_seed(0)
 
     def draw(heads, width):
@@ -111,7 +111,7 @@ def long_heads(wide):
 
 
 def long_documents():
-    """Documents of 100 to 1,100 tokens, the last one cut off."""
+    """Draw documents of 100 to 1,100 tokens; the last document is truncated."""
     tokens = torch.ones(1, 4096, dtype=torch.int64)
     tokens[0, torch.tensor([100, 700, 1800, 2300, 3300])] = END
     return Documents.of(tokens, END).to(CUDA)
@@ -128,7 +128,7 @@ def out_and_grads(parts, run):
 @pytest.mark.parametrize("wide", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
-    """With heads of 128 and with V1's values of 256; in bf16 but for the explicit maps."""
+    """Head width 128, and values of width 256 as in V1; kernels use bf16."""
     width = 128 * wide
     available(backend, width, masked)
     parts = long_heads(wide)
@@ -144,8 +144,8 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
-def test_documents_of_any_number_share_one_graph(monkeypatch, kernel):
-    """Forward and backward, compiled for the GPU; None: the kernel that is chosen here."""
+def test_any_number_of_documents_shares_a_graph(monkeypatch, kernel):
+    """Compile forward and backward for the GPU; None is the kernel chosen for this machine."""
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     torch._dynamo.reset()
@@ -164,7 +164,7 @@ def test_documents_of_any_number_share_one_graph(monkeypatch, kernel):
 
 
 def kernels_run(run):
-    """The names of all ops and kernels during `run`."""
+    """Return the names of all operations and kernels during `run`."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -173,8 +173,8 @@ def kernels_run(run):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", MAIN)
-def test_generation_makes_no_plan_of_cudnn(variant):
-    """For a prompt and for single tokens, which get what a whole forward pass gives."""
+def test_generation_does_not_use_cudnn(variant):
+    """Prompts and single tokens; logits equal those of a full forward pass."""
     model = bf16_model(variant, 128)
     tokens = torch.randint(0, 64, (2, 80), device=CUDA)
     logits = []

@@ -1,4 +1,4 @@
-"""The KV cache: what it holds and forgets, and that decoding reads it in place, once."""
+"""The KV cache: contents, truncation, and decoding steps that read the cache once, in place."""
 
 from functools import cache
 
@@ -21,7 +21,7 @@ shared_model = cache(small_model)
 
 
 def filled(lengths=(4, 4), room=6):
-    """A cache of 3 key heads of width 2 and 1 value head of width 5, and what went in."""
+    """Return a cache (3 key heads of width 2, 1 value head of width 5) and the appended tensors."""
     batch, length = len(lengths), max(lengths)
     held = KVCache((batch, 3, room, 2), (batch, 1, room, 5), torch.float64)
     k, v = new(batch, length)
@@ -37,7 +37,7 @@ def new(batch, tokens):
     )
 
 
-def test_heads_come_before_positions_and_nothing_is_copied_on_reading():
+def test_cache_is_heads_first_and_reads_are_views():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
     assert held.v.shape == (2, 1, 6, 5)
@@ -50,7 +50,7 @@ def test_heads_come_before_positions_and_nothing_is_copied_on_reading():
     assert all_v.data_ptr() == held.v.data_ptr()
 
 
-def test_what_is_appended_is_kept_in_the_dtype_of_the_cache():
+def test_appended_values_have_dtype_of_cache():
     held = KVCache((2, 3, 6, 2), (2, 1, 6, 5), torch.bfloat16)
     k, v = new(2, 2)
     all_k, _ = held.append(k.float(), v.float())
@@ -62,7 +62,7 @@ def test_what_is_appended_is_kept_in_the_dtype_of_the_cache():
     assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
 
 
-def test_a_chunk_that_does_not_fit_leaves_the_cache_as_it_was():
+def test_too_long_chunk_leaves_cache_unchanged():
     held, k, _ = filled((4, 4))
     with pytest.raises(ValueError, match="is full"):
         held.append(*new(2, 3))
@@ -78,7 +78,7 @@ FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
 
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
-def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, shape, extra):
+def test_decoding_in_chunks_and_ragged_rows_equals_full_forward(variant, shape, extra):
     model = shared_model(variant, *shape, extra)
     tokens = torch.randint(0, 64, (3, 16))
     whole = model(tokens)
@@ -88,7 +88,7 @@ def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, sha
     lengths = torch.tensor([9, 2, 12])
     for held in caches:
         held.truncate(lengths.tolist())
-    others = torch.randint(0, 64, (3, 16))  # what was read behind the cut must not matter
+    others = torch.randint(0, 64, (3, 16))  # positions after the cut must not matter
     tokens = torch.where(torch.arange(16) < lengths[:, None], tokens, others)
     whole = model(tokens)
     for _ in range(3):
@@ -105,8 +105,8 @@ def test_decoding_in_chunks_and_ragged_rows_equals_the_full_forward(variant, sha
     cuts=st.data(),
 )
 @torch.no_grad()
-def test_decoding_after_truncation_equals_the_full_forward(variant, lengths, cuts):
-    """Rows are read, cut at any place and continued with other tokens, some of them dropped."""
+def test_decoding_after_truncation_equals_full_forward(variant, lengths, cuts):
+    """Truncate rows at any position, drop some rows, and continue with other tokens."""
     model, batch = shared_model(variant), len(lengths)
     read = torch.randint(0, 64, (batch, max(lengths)))
     caches = model.new_caches(batch, 16)
@@ -128,7 +128,7 @@ def test_decoding_after_truncation_equals_the_full_forward(variant, lengths, cut
             torch.testing.assert_close(logits[row, 0], alone, rtol=0, atol=1e-10)
 
 
-def test_positions_beyond_the_models_are_refused():
+def test_positions_beyond_seq_len_are_refused():
     model = shared_model("diff_v2")
     caches = model.new_caches(2, 40)
     model(torch.zeros(2, 31, dtype=torch.int64), caches=caches)
@@ -136,7 +136,7 @@ def test_positions_beyond_the_models_are_refused():
         held.truncate([31, 5])
     step = torch.zeros(2, 1, dtype=torch.int64)
     model(step, caches=caches)
-    with pytest.raises(ValueError, match=r"33 positions, but model\.seq_len is 32"):
+    with pytest.raises(ValueError, match=r"33 positions exceed model\.seq_len=32"):
         model(step, caches=caches)
 
 
@@ -147,7 +147,7 @@ def held_bytes(variant, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_cache_holds_more_than_the_baselines(shape):
+def test_no_variant_has_larger_cache_than_standard(shape):
     baseline = held_bytes("standard", shape)
     assert baseline == 2 * 2 * 2 * 9 * shape[1] * shape[2] * 4  # layers, k and v, rows, float32
     measured = {v: held_bytes(v, shape) for v in VARIANTS if not refused(v, *shape[:2])}
@@ -158,7 +158,7 @@ def test_no_cache_holds_more_than_the_baselines(shape):
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """(q, k, v, other arguments) of every call of the kernel."""
+    """Record (q, k, v, other arguments) of all kernel calls."""
     calls = []
     kernel = F.scaled_dot_product_attention
 
@@ -171,7 +171,7 @@ def kernel_calls(monkeypatch):
 
 
 def decoding(model, ragged, batch=3):
-    """Caches behind seven tokens, of which rows hold different numbers where `ragged`."""
+    """Return caches after seven tokens; with `ragged`, rows have different lengths."""
     caches = model.new_caches(batch, 12)
     model(torch.randint(0, 64, (batch, 7)), caches=caches)
     for held in caches:
@@ -180,7 +180,7 @@ def decoding(model, ragged, batch=3):
 
 
 def assert_read_in_place(part, cached, heads, width, positions):
-    """A view of the cache: of these heads and positions, each once, no position copied."""
+    """Check that a tensor is a view of the cache without repeated heads or positions."""
     assert part.shape == (3, heads, positions, width)
     assert part.untyped_storage().data_ptr() == cached.untyped_storage().data_ptr()
     assert part.stride() == cached.stride()
@@ -189,7 +189,7 @@ def assert_read_in_place(part, cached, heads, width, positions):
 @torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
-def test_a_decoding_step_reads_each_groups_keys_and_values_once(
+def test_decoding_step_reads_keys_and_values_of_every_group_once(
     kernel_calls, variant, shape, ragged
 ):
     heads, kv_heads, d = shape
@@ -201,7 +201,7 @@ def test_a_decoding_step_reads_each_groups_keys_and_values_once(
     assert queries == {"diff_v2": 2 * heads, "standard_1p5x_heads": 1.5 * heads}.get(
         "diff_v2" if variant.startswith("diff_v2") else variant, heads
     )
-    assert len(kernel_calls) == len(caches), "more than one kernel call a layer"
+    assert len(kernel_calls) == len(caches), "more than one kernel call per layer"
     for held, (q, k, v, options) in zip(caches, kernel_calls, strict=True):
         assert q.shape == (3, kv_heads, queries // kv_heads, d)
         assert_read_in_place(k, held.k, kv_heads, d, 8)
@@ -215,7 +215,7 @@ def test_a_decoding_step_reads_each_groups_keys_and_values_once(
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("values", ["wide", "split"])
 @pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 8), (8, 2, 8)])
-def test_a_decoding_step_of_v1_attends_twice_each_map_reading_its_own_keys(
+def test_decoding_step_of_diff_v1_calls_kernel_per_map_with_separate_keys(
     kernel_calls, shape, values, ragged
 ):
     heads, kv_heads, d = shape

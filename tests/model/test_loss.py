@@ -25,7 +25,7 @@ def torch_objective(hidden, weight, targets, z_weight):
 
 
 def problem(n, vocab, dim, dtype, device="cpu"):
-    """Hidden states, weight and targets, of which every fifth is ignored."""
+    """Return hidden states, weight and targets; every fifth target is ignored."""
     hidden = torch.randn(n, dim, dtype=dtype, device=device).requires_grad_()
     weight = torch.randn(vocab, dim, dtype=dtype, device=device).requires_grad_()
     targets = torch.randint(0, vocab, (n,), device=device)
@@ -34,14 +34,14 @@ def problem(n, vocab, dim, dtype, device="cpu"):
 
 
 def exact(hidden, weight, targets, z_weight, scale):
-    """Objective, and the gradients of `scale` times it, in float64."""
+    """Return the objective and the gradients of scale * objective, in float64."""
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     objective, _, _ = torch_objective(*wide, targets, z_weight)
     return objective.detach(), torch.autograd.grad(objective * scale, wide)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 37, 1000])
-def test_float64_is_exact_whatever_the_chunk(chunk):
+def test_float64_loss_is_exact_for_any_chunk(chunk):
     hidden, weight, targets = problem(37, 23, 8, torch.float64)
     total, parts = chunked_cross_entropy(hidden, weight, targets, 1e-2, chunk)
     expected, theirs = exact(hidden, weight, targets, 1e-2, 0.3)
@@ -55,8 +55,8 @@ def test_float64_is_exact_whatever_the_chunk(chunk):
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])
-def test_bf16_gradients_keep_a_scale_that_bf16_cannot_hold(chunk):
-    """0.3349 is 0.3340 in bf16: gradients that are 0.3% too small everywhere."""
+def test_bf16_gradients_are_scaled_in_float32(chunk):
+    """The scale 0.3349 rounds to 0.3340 in bf16, so all gradients would be 0.3% too small."""
     hidden, weight, targets = problem(512, 32, 16, torch.bfloat16)
     total, _ = chunked_cross_entropy(hidden, weight, targets, 1e-3, chunk)
     once = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
@@ -85,7 +85,7 @@ def test_compiled_and_uncompiled_chunks_agree(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("chunk", [300, 512, 2048])
-def test_on_a_gpu_the_loss_and_its_gradients_are_those_of_float64(chunk, compiled):
+def test_loss_and_gradients_on_gpu_equal_float64(chunk, compiled):
     hidden, weight, targets = problem(2048, 1024, 64, torch.bfloat16, "cuda")
     with torch.no_grad():
         weight.mul_(0.1)
@@ -99,7 +99,7 @@ def test_on_a_gpu_the_loss_and_its_gradients_are_those_of_float64(chunk, compile
         assert (mine.double() - other).norm() < 0.01 * other.norm()
 
 
-def test_the_chunk_is_what_is_asked_for_or_suits_the_device():
+def test_loss_chunk_follows_config_or_device():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert loss_chunk(7, gpu, 8, 8) == (7, "asked for")
     assert loss_chunk(None, gpu, 8, 8).value == GPU_CHUNK == 4096

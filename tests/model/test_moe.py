@@ -25,8 +25,10 @@ DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def layer(dtype=torch.float64, dim=DIM, biased=False, **fields):
-    """An MoE with weights large enough that every option shows; biased: experts chosen otherwise
-    than by their scores."""
+    """Build an MoE with weights large enough that every option changes the output.
+
+    With `biased`, the bias changes the choice of experts.
+    """
     options = {"n_experts": EXPERTS, "top_k": TOP_K, "expert_dim": WIDTH, **fields}
     moe = MoE(dim, MoEConfig(**options))
     with torch.no_grad():
@@ -37,12 +39,12 @@ def layer(dtype=torch.float64, dim=DIM, biased=False, **fields):
         moe.router.load.uniform_(0.2, 2)
     moe = moe.to(dtype)
     if dtype == torch.bfloat16:
-        moe.router.float()  # as FSDP2 leaves it
+        moe.router.float()  # the dtype under FSDP2
     return moe
 
 
 def reference(moe, x, chosen=None):
-    """(N, D) and what the reference says of each token."""
+    """Return the output (N, D) and the routing of the reference."""
     cfg, w = moe.cfg, moe.experts
     shared = moe.shared and (moe.shared.w1.weight, moe.shared.w2.weight, moe.shared.w3.weight)
     return mixture(
@@ -62,7 +64,7 @@ def reference(moe, x, chosen=None):
 
 
 def gradients(moe, x, out):
-    """Return gradients, by x and all parameters, of a loss that weighs every output differently."""
+    """Return gradients of x and all parameters for a loss with different weights per output."""
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     names = dict(moe.named_parameters())
     return dict(
@@ -103,7 +105,7 @@ def test_every_routing_option_equals_the_reference(score, renormalise, scaling, 
 
 
 @pytest.mark.parametrize("score", Score)
-def test_experts_without_tokens_get_gradients_of_zero(score):
+def test_experts_without_tokens_get_zero_gradients(score):
     moe = layer(score=score, n_experts=9)
     moe.router.bias[[0, 4, 8]] = -100
     counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
@@ -111,15 +113,15 @@ def test_experts_without_tokens_get_gradients_of_zero(score):
 
 
 @pytest.mark.parametrize("favourite", [0, 2, 4])
-def test_one_expert_takes_everything(favourite):
+def test_single_expert_gets_all_tokens(favourite):
     moe = layer(top_k=1, renormalise=False)
     moe.router.bias[favourite] = 100
     counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
     assert counts.tolist() == [10 * (e == favourite) for e in range(EXPERTS)]
 
 
-def test_ties_go_to_distinct_experts_the_same_each_time():
-    """Which of equal experts is open; the output is that of the ones that were taken."""
+def test_ties_choose_distinct_experts_deterministically():
+    """The choice among equal experts is free; the output must be that of the chosen experts."""
     moe = layer(n_experts=6, top_k=3)
     with torch.no_grad():
         moe.router.weight[1:] = moe.router.weight[0]
@@ -137,7 +139,7 @@ def test_ties_go_to_distinct_experts_the_same_each_time():
 
 
 def both_ways(monkeypatch, moe, x):
-    """Output, counts and gradients, grouped and looped; grouped products are really taken."""
+    """Return output, counts and gradients, grouped and looped; check that both were used."""
     calls, real, results = [], torch.nn.functional.grouped_mm, []
 
     def counted(*args, **options):
@@ -164,8 +166,8 @@ def assert_close(found, wanted, tolerance, name="", floor=0.1):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_products_equal_looped_ones(monkeypatch, dtype, crowded):
-    """Also with experts that get nothing, and with one that gets all it can."""
+def test_grouped_products_equal_looped_products(monkeypatch, dtype, crowded):
+    """Cases include experts without tokens, and an expert with the maximum number of tokens."""
     moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
     if crowded:
         moe.router.bias[[1, 2, 7]] = -100
@@ -193,7 +195,7 @@ def test_grouped_products_equal_looped_ones(monkeypatch, dtype, crowded):
     data=st.data(),
 )
 def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_experts, data):
-    """Widths that grouped products take, and widths that they do not."""
+    """Widths with and without support by grouped products."""
     top_k = data.draw(st.integers(1, n_experts))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     moe = layer(
@@ -209,14 +211,14 @@ def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_
     assert_close(out, expected, 1e-5)
     wanted = gradients(exact, x64, expected)
     for name, grad in wanted.items():
-        # One renormalised weight is 1: the router's gradient is what two large terms leave.
+        # A single renormalised weight is 1: the router's gradient is a difference of large terms.
         floor = wanted["experts.w2"].abs().max() if name == "router.weight" else 0.1
         assert_close(found[name], grad, 1e-4, name, floor)
 
 
 @pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
 @pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
-def test_losses_and_their_gradients_equal_the_formulas(loss, score, biased):
+def test_router_losses_and_gradients_equal_formulas(loss, score, biased):
     weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}
     over = Balance.global_batch if loss == "z" else Balance(loss)
     moe = layer(score=score, biased=biased, balance_over=over, **weights)
@@ -231,15 +233,15 @@ def test_losses_and_their_gradients_equal_the_formulas(loss, score, biased):
         "z": lambda: z_loss(logits),
     }[loss]()
     found, other = (routed.z, routed.balance) if loss == "z" else (routed.balance, routed.z)
-    assert not other.any(), "what has no weight is not computed"
-    torch.testing.assert_close(found / 21, expected, rtol=1e-6, atol=0)  # the load is float32
+    assert not other.any(), "losses without weight must be 0"
+    torch.testing.assert_close(found / 21, expected, rtol=1e-6, atol=0)  # the load is in float32
     inputs = [x, moe.router.weight]
     grads = torch.autograd.grad(found / 21, inputs)
     for mine, grad in zip(grads, torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
 
 
-def test_the_bias_moves_by_its_rate_towards_balance_and_a_skipped_step_moves_nothing():
+def test_bias_moves_towards_balance_except_in_skipped_steps():
     router = Router(DIM, MoEConfig(n_experts=EXPERTS, top_k=TOP_K, bias_update_rate=0.25))
     router.bias.zero_()
     router.load.fill_(1)

@@ -31,7 +31,7 @@ def test_every_parameter_gets_a_gradient(variant):
             assert grad.flatten(1).any(1).all(), name
 
 
-def test_the_objective_is_the_cross_entropy_and_each_weighted_loss():
+def test_objective_sums_cross_entropy_and_weighted_router_losses():
     model, tokens = mixture("standard", *LOSSES), torch.randint(0, 64, (2, 17))
     out = model(tokens[:, :-1], tokens[:, 1:])
     assert out.routed.balance > 0
@@ -40,7 +40,7 @@ def test_the_objective_is_the_cross_entropy_and_each_weighted_loss():
     torch.testing.assert_close(out.objective.double(), expected.double(), rtol=1e-6, atol=0)
 
 
-def test_the_first_layers_are_dense():
+def test_first_layers_are_dense():
     extra = ("model.n_layers=4", "model.moe.n_dense_layers=3", *LOSSES)
     model = mixture("diff_v2", *extra)
     assert [type(layer.ffn) for layer in model.layers] == [SwiGLU] * 3 + [MoE]
@@ -53,8 +53,8 @@ def test_the_first_layers_are_dense():
     assert out.stats["router_entropy"].shape == (1,)
 
 
-def test_what_a_mixture_shares_with_the_dense_model_starts_alike():
-    """Also where only the number of experts differs: an expert's values are its own."""
+def test_mixture_and_dense_model_share_initial_values():
+    """The number of experts does not matter; experts of one layer have different values."""
     dense, four, six = (
         dict(build_model(small_config("diff_v2", extra=extra).model).named_parameters())
         for extra in ((), MIXTURE, (*MIXTURE, "model.moe.n_experts=6"))

@@ -1,4 +1,4 @@
-"""The same weights in the transformers library's models: independent implementations."""
+"""Models of transformers, independent implementations, with the same weights."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def ours(variant, heads, kv_heads, *extra):
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("norm.weight") and "head_norm" not in name:
-                param.copy_(torch.rand_like(param) + 0.5)  # so that a norm left out would show
+                param.copy_(torch.rand_like(param) + 0.5)  # a missing norm must change the output
             if "lambda_" in name:
                 param.normal_(0, 0.3)
     return model
@@ -60,11 +60,11 @@ def peer_config(kind, heads, kv_heads, tied=False, **settings):
 
 
 PARTS = {".attention.lambda_": ".self_attn.lambda_", ".ffn.router.": ".mlp.gate."}
-"""Parts of names here, and of peers' names, beside those of Llama."""
+"""Parts of parameter names in diffllm and in transformers, in addition to those of Llama."""
 
 
 def even_heads_first(weight):
-    """Rows of adjacent head pairs (0, 1), (2, 3), ... -> all first members, then all second."""
+    """Reorder rows of adjacent head pairs (0, 1), (2, 3), ...: first members, then second."""
     pairs = weight.unflatten(0, (-1, 2, HEAD_DIM))
     return pairs.transpose(0, 1).flatten(0, 2)
 
@@ -73,7 +73,7 @@ def copy_into(peer, model, permute):
     weights = {}
     for name, value in model.state_dict().items():
         if "head_norm" in name:
-            assert (value == 1).all()  # the peer's has no weight
+            assert (value == 1).all()  # the norm in transformers has no weight
             continue
         if permute and any(f".{w}." in name for w in ("wq", "wk", "wv")):
             value = even_heads_first(value)
@@ -88,7 +88,7 @@ def compare(model, peer, permute):
     copy_into(peer.eval(), model, permute)
     tokens = torch.randint(0, VOCAB, (3, 24))
     mine, theirs = model(tokens), peer(tokens).logits
-    assert theirs.std() > 0.5  # logits that say something
+    assert theirs.std() > 0.5  # logits must not be trivial
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 
@@ -96,14 +96,14 @@ def compare(model, peer, permute):
     ("heads", "kv_heads"), slow_but([HEADS[0], (3, 1)], [*HEADS, (4, 1), (3, 1)])
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_standard_is_llama_by_renaming(heads, kv_heads, tied):
+def test_standard_equals_llama_after_renaming(heads, kv_heads, tied):
     model = ours("standard", heads, kv_heads, f"model.tie_embeddings={tied}")
     config = peer_config(transformers.LlamaConfig, heads, kv_heads, tied)
     compare(model, transformers.LlamaForCausalLM(config), permute=False)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_diff_v1_is_diffllama_with_its_heads_reordered(heads, kv_heads):
+def test_diff_v1_equals_diffllama_after_reordering_heads(heads, kv_heads):
     model = ours("diff_v1", heads, kv_heads)
     config = peer_config(transformers.DiffLlamaConfig, heads, kv_heads)
     compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)
@@ -128,7 +128,7 @@ def our_mixture(renormalise, *extra):
     with torch.no_grad():
         for layer in model.layers:
             if layer.routes:
-                layer.ffn.router.weight.normal_()  # so that weights differ between experts
+                layer.ffn.router.weight.normal_()  # different weights per expert
     return model
 
 
@@ -147,7 +147,7 @@ def qwen(renormalise, dense_layers=()):
 
 
 def as_qwens(tensors):
-    """Our tensors by our names -> by the peer's."""
+    """Rename tensors from the names of diffllm to the names of Qwen3MoE."""
     given = {}
     for name, value in tensors.items():
         head, _, last = name.partition(".ffn.experts.")
@@ -163,8 +163,8 @@ def as_qwens(tensors):
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_a_mixture_of_experts_is_qwen3moe_by_renaming(renormalise, dense_layers):
-    """Logits, the loss and every gradient."""
+def test_mixture_of_experts_equals_qwen3moe_after_renaming(renormalise, dense_layers):
+    """Compare logits, loss and all gradients."""
     model = our_mixture(renormalise, f"model.moe.n_dense_layers={dense_layers}")
     peer = qwen(renormalise, range(dense_layers))
     peer.load_state_dict(as_qwens(dict(model.named_parameters())), strict=True)

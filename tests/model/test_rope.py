@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies of every scaling against the transformers library's."""
+"""Rotary embedding: frequencies of all scalings against transformers."""
 
 import pytest
 import torch
@@ -18,14 +18,14 @@ SCALINGS = {
         {"factor": 16.0, "original_seq_len": 4096},
         {"factor": 4.0, "original_seq_len": 64, "beta_fast": 8.0, "beta_slow": 2.0},
         {"factor": 2.0, "original_seq_len": 2048, "attention_factor": 1.3},
-        {"factor": 2.0, "original_seq_len": 7},  # every channel pair turns less than once
+        {"factor": 2.0, "original_seq_len": 7},  # less than one turn for every channel pair
     ],
 }
 CASES = [(name, fields) for name, cases in SCALINGS.items() for fields in cases]
 
 
 def theirs(scaling, fields, theta, head_dim):
-    """(frequencies, factor on cos and sin) of the transformers library, float32."""
+    """Return frequencies and the factor on cos and sin of transformers, float32."""
     names = {"original_seq_len": "original_max_position_embeddings"}
     parameters = {"rope_type": scaling, "rope_theta": theta, "low_freq_factor": 1.0}
     parameters |= {"high_freq_factor": 4.0} if scaling == "llama3" else {}
@@ -44,7 +44,7 @@ def theirs(scaling, fields, theta, head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize(("scaling", "fields"), CASES)
-def test_frequencies_equal_those_of_transformers(scaling, fields, theta, head_dim):
+def test_frequencies_equal_transformers(scaling, fields, theta, head_dim):
     cfg = RopeConfig(theta=theta, scaling=RopeScaling[scaling], **fields)
     expected, factor = theirs(scaling, fields, theta, head_dim)
     ours = frequencies(cfg, head_dim)
@@ -57,13 +57,15 @@ def test_frequencies_equal_those_of_transformers(scaling, fields, theta, head_di
     torch.testing.assert_close(tables.sin, angles.sin() * factor, rtol=1e-5, atol=1e-5)
 
 
-def test_even_rows_first_turns_interleaved_rope_into_ours():
-    """docs/interop.md converts the papers' query and key weights by this reordering."""
+def test_even_rows_first_converts_interleaved_rope_to_rotate_half():
+    """docs/interop.md converts query and key weights of the papers by this reordering."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 8, 3, 16, generator=generator, dtype=torch.float64)
     angles = torch.outer(torch.arange(8.0, dtype=torch.float64), frequencies(RopeConfig(), 16))
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.exp(1j * angles)[:, None]
-    expected = torch.view_as_real(turned).flatten(-2)  # channels 2c and 2c + 1 turn together
+    expected = torch.view_as_real(turned).flatten(
+        -2
+    )  # interleaved layout: rotates channels 2c and 2c + 1
     order = torch.cat((torch.arange(0, 16, 2), torch.arange(1, 16, 2)))
     both = angles.repeat(1, 2).unsqueeze(1)
     found = apply_rope(x[..., order], (both.cos(), both.sin()))

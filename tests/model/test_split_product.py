@@ -1,4 +1,4 @@
-"""The router's product on bf16 units against float64; CUDA's product has a stand-in here."""
+"""The router's product on bf16 units against float64; tests without a GPU replace the product."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TOKENS, DIM, EXPERTS, TOP_K = 4096, 512, 64, 8
 
 
 def stand_in(a, b):
-    """bf16 products are exact in float32."""
+    """Multiply in float32, where bf16 products are exact."""
     assert a.dtype == b.dtype == torch.bfloat16
     return a.float() @ b.float()
 
@@ -39,7 +39,7 @@ values = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
 
 
 @given(st.lists(values, min_size=1, max_size=20))
-def test_three_bf16_numbers_hold_a_float32(numbers):
+def test_three_bf16_numbers_represent_a_float32(numbers):
     x = torch.tensor(numbers)
     parts = split(x)
     assert [part.dtype for part in parts] == [torch.bfloat16] * 3
@@ -47,7 +47,7 @@ def test_three_bf16_numbers_hold_a_float32(numbers):
 
 
 def test_logits_are_as_exact_as_float32_and_choose_the_same_experts(no_cuda):
-    """A weight rounded to bf16, the cheaper way, sends one token in a hundred elsewhere."""
+    """With a weight rounded to bf16, 1% of tokens would choose other experts."""
     x, weight = tokens_and_weight()
     exact = x.double() @ weight.double().T
     ways = {
@@ -69,8 +69,8 @@ def chosen_of(logits):
     return logits.topk(TOP_K).indices.sort().values
 
 
-def test_gradients(no_cuda):
-    """The weight's as float32 gives it; that of x as a product of bf16 numbers does."""
+def test_weight_gradient_is_exact_and_input_gradient_is_bf16_product(no_cuda):
+    """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()
     weight.requires_grad_()
@@ -85,8 +85,8 @@ def test_gradients(no_cuda):
 
 
 @pytest.mark.slow
-def test_a_compiler_leaves_the_parts_as_they_are(no_cuda):
-    """It drops a rounding to bf16 and back, which would make all parts but the first zero."""
+def test_compiled_split_equals_uncompiled_split(no_cuda):
+    """Compilers drop a conversion to bf16 and back, which would make later parts zero."""
     torch._dynamo.reset()
     x, weight = tokens_and_weight()
     x, weight = x[:64].requires_grad_(), weight.requires_grad_()
@@ -98,7 +98,7 @@ def test_a_compiler_leaves_the_parts_as_they_are(no_cuda):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch):
+def test_logits_without_split_equal_float32_product_bit_for_bit(dtype, monkeypatch):
     monkeypatch.setattr(router, "float32_mm", None)
     x, weight = torch.randn(9, DIM).to(dtype), torch.randn(EXPERTS, DIM)
     wide = torch.promote_types(dtype, torch.float32)
@@ -107,7 +107,7 @@ def test_elsewhere_logits_are_the_float32_product_bit_for_bit(dtype, monkeypatch
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_logits_and_gradients_are_as_exact_as_float32():
+def test_logits_and_gradients_on_gpu_are_as_exact_as_float32():
     x, weight = (value.cuda().requires_grad_() for value in tokens_and_weight())
     logits = router_logits(x, weight)
     grad = torch.randn_like(logits)

@@ -1,4 +1,4 @@
-"""In-block statistics: values of theory, dtypes, and NaN on one of two ranks."""
+"""Block statistics: theoretical values, dtypes, and NaN on one of two ranks."""
 
 import math
 
@@ -31,7 +31,7 @@ def batch(size=4):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_statistics_are_detached_and_float32_from_bf16():
+def test_statistics_of_bf16_tensors_are_detached_float32():
     x = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     shown = {"context": x.view(1, 4, 2, 4) * 1, "lambda": x.mean(-1)}
     for name, value in block_stats(x, shown).items():
@@ -66,7 +66,7 @@ def test_diagnosing_changes_neither_objective_nor_gradients(variant):
 
 
 def reduced_with_nan(values):
-    """Reduce a statistic of each kind over two ranks, NaN on one of them only."""
+    """Reduce a statistic of each kind over two ranks, with NaN on one rank."""
     own = torch.tensor(values[torch.distributed.get_rank()])
     stats = {
         name: own.clone()
@@ -76,7 +76,7 @@ def reduced_with_nan(values):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_nan_on_one_rank_is_seen_on_all(rank, tmp_path):
+def test_nan_on_a_single_rank_reaches_all_ranks(rank, tmp_path):
     values = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     values[rank][0] = values[rank][2] = math.nan
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):

@@ -1,4 +1,4 @@
-"""Every attention YAML at small shapes."""
+"""All attention YAMLs at small shapes."""
 
 from copy import deepcopy
 from functools import cache
@@ -25,12 +25,12 @@ LOSSES = (
     "model.moe.balance_over=sequence",
     "model.moe.router_z_loss=0.01",
 )
-"""Words of a mixture of experts, and of its losses."""
+"""Overrides for a mixture of experts with router losses."""
 
 
 @cache
 def composed(variant, extra) -> TrainConfig:
-    """Composing takes longer than most tests."""
+    """Cache composed configs, because composing takes longer than most tests."""
     return load_config(
         [
             "model=tiny",
@@ -54,15 +54,15 @@ def small_config(variant, heads=4, kv_heads=2, head_dim=8, extra=()) -> TrainCon
 
 
 def small_model(variant, heads=4, kv_heads=2, head_dim=8, extra=()) -> Transformer:
-    """In float64, tables and constants too."""
+    """Build a model in float64, including RoPE tables and constants."""
     model = build_model(small_config(variant, heads, kv_heads, head_dim, extra).model).double()
     model.reset_parameters()
     return model
 
 
 def refused(variant, heads, kv_heads):
-    """Whether a variant cannot take so many heads, by its own word."""
-    composed(variant, ())  # has to be possible
+    """Return whether the variant refuses these head counts."""
+    composed(variant, ())  # must not raise
     try:
         small_config(variant, heads, kv_heads)
     except ConfigError:
@@ -71,5 +71,5 @@ def refused(variant, heads, kv_heads):
 
 
 def allowed(variants, shapes):
-    """(variant, shape) of everything that can be built."""
+    """List (variant, shape) of all supported combinations."""
     return [(v, shape) for v in variants for shape in shapes if not refused(v, *shape[:2])]

@@ -1,4 +1,4 @@
-"""Bytes that a compiled function holds, counted by hand."""
+"""Memory of compiled functions against counts by hand."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from diffllm.plan.compiled import compiling
 from diffllm.plan.memory import Observer
 
 N, D, H = 512, 256, 1024
-"""Rows, width and inner width; two bytes a number."""
+"""Rows, width and inner width; values have two bytes."""
 
 
 def gated(x, w1, w3, w2):
@@ -20,15 +20,17 @@ def gated(x, w1, w3, w2):
 
 
 def held(function, *shapes):
-    """Compile a function without data, and return its bytes beyond the inputs: the most at once in
-    its forward pass, those kept for the backward pass with the result, the most at once in the
-    backward pass with the result's gradient; and the shapes of result and gradients."""
+    """Compile a function without data, and measure its memory in bytes, without the inputs.
+
+    Returns the peak of the forward pass, the bytes kept after it (result included), the peak of the
+    backward pass (gradient of the result included), and the shapes of result and gradients.
+    """
     observer = Observer()
     memory = observer.memory
     with compiling(), FakeTensorMode(), memory.patched(), observer:
         compiled = torch.compile(function, fullgraph=True)
         inputs = [torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
-        compiled(*inputs)  # makes the graphs
+        compiled(*inputs)  # compiles the graphs
         there, start = sum(block.size for block in memory.live.values()), memory.now()
         out = compiled(*inputs)
         forward = memory.peak(start).total - there
@@ -39,31 +41,31 @@ def held(function, *shapes):
     return forward, kept, backward, (out.shape, [i.grad.shape for i in inputs])
 
 
-def test_only_what_products_read_is_kept_and_nothing_of_what_kernels_fuse():
+def test_backward_keeps_inputs_of_products_but_no_fused_results():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
     forward, kept, backward, found = held(gated, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])
     product, out, weight = 2 * N * H, 2 * N * D, 2 * D * H
-    assert kept == 3 * product + out  # x @ w1, x @ w3, their product behind silu; x is an input
-    assert forward == kept  # the sum with x is written where the last product was
-    # Behind the gradient of x through w3: the first two products and both of their gradients, of
-    # which one is still to be made into the other's place; gradients of w2 and w3; the result, its
-    # gradient, and that of x.
+    assert kept == 3 * product + out  # x @ w1, x @ w3, silu(x @ w1) * (x @ w3); x is an input
+    assert forward == kept  # the sum with x reuses the memory of the last product
+    # The peak is after the gradient of x through w3. It contains the first two products, memory for
+    # both of their gradients, the gradients of w2 and w3, the result, the result's gradient, and
+    # the gradient of x.
     assert backward == 4 * product + 2 * weight + 3 * out
 
 
-def test_what_is_computed_elementwise_takes_no_memory_on_the_way():
+def test_elementwise_chain_allocates_no_intermediate_results():
     def chain(x, w):
         return (((x.float() * 2).sin() + 1).exp().bfloat16()) @ w
 
     forward, kept, _, _ = held(chain, (N, D), (D, D))
-    assert forward == kept == 2 * N * D + 2 * N * D  # what the product reads, and its result
+    assert forward == kept == 2 * N * D + 2 * N * D  # input and result of the product
 
 
 def kept_by_a_block(cfg, x, rope):
-    """Bytes that a compiled block keeps for its backward pass, its parameters aside."""
+    """Return the bytes that a compiled block keeps for backward, without parameters."""
     block = Block(cfg, 0)
-    for module in block.modules():  # Module.to does not take tensors without data
+    for module in block.modules():  # Module.to fails for tensors without data
         for name, param in list(module.named_parameters(recurse=False)):
             module._parameters[name] = torch.nn.Parameter(param.detach().bfloat16())
     there = {p.untyped_storage()._cdata for p in block.parameters()}
@@ -84,7 +86,7 @@ def kept_by_a_block(cfg, x, rope):
     "overrides",
     [["model=small_125m", "attention=diff_v2"], ["model=moe_tiny", "attention=standard"]],
 )
-def test_a_block_keeps_what_the_default_backend_keeps(overrides):
+def test_block_keeps_same_bytes_as_default_backend(overrides):
     cfg = load_config([*overrides, "seq_len=256", "data.vocab_size=512"]).model
     x = torch.randn(1, 256, cfg.dim, dtype=torch.bfloat16, requires_grad=True)
     rotary = RotaryEmbedding(cfg.head_dim, cfg.seq_len, cfg.rope)
@@ -94,4 +96,4 @@ def test_a_block_keeps_what_the_default_backend_keeps(overrides):
     with compiling(), FakeTensorMode() as mode:
         cos, sin = map(mode.from_tensor, rope)
         planned = kept_by_a_block(cfg, mode.from_tensor(x), (cos, sin))
-    assert planned == pytest.approx(real, rel=5e-3)  # which scalars and rows it keeps differs
+    assert planned == pytest.approx(real, rel=5e-3)  # the kept scalars and rows may differ

@@ -1,4 +1,4 @@
-"""A plan on a cluster: nearest changes that fit, and the cost of shared nodes."""
+"""Plans on a cluster: nearest changes that fit, and times of collectives across nodes."""
 
 import pytest
 from tiers import slow_but
@@ -17,7 +17,7 @@ ONE = "micro_batch_size=1"
 
 
 def limited(gib, overrides, words=(), gpus=2):
-    """A plan on GPUs of that much memory, with the words of a change."""
+    """Plan a run on GPUs with `gib` of memory, with the overrides of a change."""
     changed = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     gpus = int(changed.pop("gpus", gpus))
     kept = [word for word in overrides if word.partition("=")[0] not in changed]
@@ -32,7 +32,7 @@ CHANGES = [
     (2, [*EAGER, "micro_batch_size=8"], ("micro_batch_size=4", "global_batch_size=16")),
     (2, [], ("gpus=8",)),
     (2, ["parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
-    (  # the batch is enough for eight
+    (  # the batch has sequences for eight GPUs
         4,
         ["parallel.shard=2", "parallel.replicate=2", "global_batch_size=8", ONE],
         ("parallel.replicate=1", "parallel.shard=-1", "gpus=8"),
@@ -43,7 +43,7 @@ CHANGES = [
         ["global_batch_size=8", ONE, "parallel.shard=2"],
         ("gpus=8", "parallel.shard=-1"),
     ),
-    # Alone, more GPUs would have half a micro-batch each; 32 of them not one sequence.
+    # More GPUs alone would get less than one micro-batch of 4 sequences each.
     (
         2,
         ["global_batch_size=8", "micro_batch_size=4"],
@@ -53,7 +53,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("gpus", "overrides", "words"), slow_but(CHANGES[:1], CHANGES))
-def test_plan_that_does_not_fit_names_the_nearest_change_that_does(gpus, overrides, words):
+def test_plan_that_does_not_fit_suggests_nearest_change_that_fits(gpus, overrides, words):
     overrides = [*SMALL, *overrides]
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9
     made = limited(room, overrides, gpus=gpus)
@@ -65,7 +65,7 @@ def test_plan_that_does_not_fit_names_the_nearest_change_that_does(gpus, overrid
     assert change.words == words
 
 
-def test_what_cannot_be_is_not_what_is_too_big():
+def test_invalid_change_differs_from_change_that_does_not_fit():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_not_what_is_too_big():
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_an_uneven_group_waits_for_the_node_with_the_fewest_of_its_ranks():
+def test_time_of_uneven_group_follows_node_with_fewest_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4
@@ -82,7 +82,7 @@ def test_an_uneven_group_waits_for_the_node_with_the_fewest_of_its_ranks():
     def seconds(kind):
         return cluster.seconds(Call(kind, 12 * 10**9, ranks))
 
-    # Four cards carry the rings of the smaller node, whose ranks send 8 of 12 parts out of it.
+    # The smaller node has 4 network cards; each of its ranks sends 8 of 12 parts out of the node.
     assert seconds(Collective.all_gather) == pytest.approx(11 / (4 * 50))
     assert seconds(Collective.all_to_all) == pytest.approx(8 / 50)
 

@@ -1,4 +1,4 @@
-"""The plan against what a GPU measures."""
+"""Planned peak memory against a measurement on a GPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BATCH = ["global_batch_size=4", "micro_batch_size=2", "steps=200"]
 
 
 def measured_peak(cfg):
-    """Most bytes that tensors had at once during a step, from a process with nothing else."""
+    """Measure the peak bytes of tensors during a step, without earlier allocations."""
     device = torch.device("cuda", torch.cuda.current_device())
     before = torch.cuda.memory_allocated(device)
     t = build(cfg, device)
@@ -26,7 +26,7 @@ def measured_peak(cfg):
         while True:
             yield torch.randint(0, cfg.model.vocab_size, shape, generator=generator).unbind()
 
-    train_step(t, batches(), 0, EVERYTHING)  # compiles, and tries kernels out
+    train_step(t, batches(), 0, EVERYTHING)  # compiles and tunes kernels
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
     train_step(t, batches(), 1, EVERYTHING)
@@ -38,9 +38,7 @@ def measured_peak(cfg):
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model", [DENSE, MOE])
-def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(
-    model, checkpointing, compiled, tmp_path
-):
+def test_planned_peak_is_within_a_tenth_of_measured_peak(model, checkpointing, compiled, tmp_path):
     words = [f"activation_checkpointing={checkpointing}", f"compile={compiled}"]
     cfg = load_config([*model, *BATCH, *words])
     planned = simulate(cfg, 1).peak

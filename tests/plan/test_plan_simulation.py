@@ -1,4 +1,4 @@
-"""A simulated step against the real one: bytes of every rank, the peak, what is sent."""
+"""Simulated steps against real steps: bytes of every rank, peak, and traffic."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ def random_batches(cfg):
 
 
 def real_bytes(overrides):
-    """(parameters, gradients, optimizer state) that this rank holds, in a run without observers."""
+    """Return bytes of parameters, gradients and optimizer state of this rank, without observers."""
     cfg = load_config(overrides)
     t = build(cfg, CPU)
     grads = []
@@ -84,7 +84,7 @@ def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp
 
 
 def observed(cfg):
-    """A rank's step with data, seen by the same observer."""
+    """Observe a step of a rank with real data."""
     observer = Observer()
     sharded = sharded_model(cfg, CPU, balanced_splits)
     with gpu_kernels(), observer.memory.patched(), observer:
@@ -105,7 +105,7 @@ def activations_and_calls(overrides):
     return step.activations, counted(step.calls)
 
 
-REAL_STEPS = [  # of one and two micro-batches
+REAL_STEPS = [  # one and two micro-batches
     [*SMALL, "attention=diff_v2", "global_batch_size=4"],
     [*SMALL, "activation_checkpointing=true", "global_batch_size=2"],
     [*MOE, "parallel.replicate=2", "global_batch_size=4"],
@@ -114,10 +114,10 @@ REAL_STEPS = [  # of one and two micro-batches
 
 
 @pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
-def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
+def test_peak_equals_step_on_real_tensors(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
-    with fake_world(0, 2):  # gloo makes copies of its own, which no GPU would have
+    with fake_world(0, 2):  # gloo would make copies that do not exist on a GPU
         real = observed(cfg)
     assert step.peak.total == real.peak.total
     assert (step.peak.by_kind, step.when) == (real.peak.by_kind, real.when)
@@ -126,7 +126,7 @@ def test_the_peak_is_that_of_a_step_on_real_tensors(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_path):
+def test_activations_and_collectives_equal_real_processes(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
@@ -134,7 +134,7 @@ def test_activations_and_collectives_are_those_of_real_processes(overrides, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCE)
-def test_two_micro_batches_stand_for_any_number(reduce, monkeypatch):
+def test_two_simulated_micro_batches_represent_any_number(reduce, monkeypatch):
     reduce = f"parallel.reduce={reduce}"
     overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
     cfg = load_config(overrides)
@@ -149,19 +149,19 @@ def sent(step, kind):
     return sum(
         call.kind.on_the_wire(call.size, len(call.ranks))
         for call in step.calls
-        if call.kind is kind and call.size > 500  # scalars aside: losses and norms
+        if call.kind is kind and call.size > 500  # ignore scalars: losses and norms
     )
 
 
 @pytest.mark.parametrize(("reduce", "times"), [("every", 3), ("last", 1)])
-def test_what_a_small_sharded_model_sends_is_what_a_hand_computes(reduce, times):
+def test_traffic_of_small_sharded_model_equals_hand_computation(reduce, times):
     words = ["model.vocab_size=100", "global_batch_size=12", f"parallel.reduce={reduce}"]
     cfg = load_config([*SMALL, "attention=standard", *words])
     step = simulate(cfg, 4)  # three micro-batches
     layer = 2 * 44 * 128 + 2 * 44 * 64 + 3 * 44 * 72 + 2 * 44
     root = 2 * 100 * 44 + 44
-    gathered = 2 * (2 * 2 * layer + root)  # bf16; layers in both passes, the rest once
-    reduced = 4 * (2 * layer + root)  # float32, once
+    gathered = 2 * (2 * 2 * layer + root)  # bf16; layers are gathered in both passes, the rest once
+    reduced = 4 * (2 * layer + root)  # float32; reduced once
     assert sent(step, Collective.all_gather) == 3 * gathered * 3 / 4
     assert sent(step, Collective.reduce_scatter) == times * reduced * 3 / 4
     assert sent(step, Collective.all_reduce) == 0

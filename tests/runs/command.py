@@ -1,14 +1,14 @@
-"""Forked command lines: real processes of the real `train.py` and `diffllm`.
+"""Forked command lines: run the real `train.py` and `diffllm` in forked processes.
 
-    result = train([*tiny, "run.name=a"], tmp_path, environment)      # how the command ends
-    run = start(corpus, directory, "steps=9", ranks=2)                # a run on its way, and its
-    run.signal(signal.SIGTERM); run.finish()                          # signals, faults and end
+    result = train([*tiny, "run.name=a"], tmp_path, environment)      # exit code and output
+    run = start(corpus, directory, "steps=9", ranks=2)                # a run in the background
+    run.signal(signal.SIGTERM); run.finish()
 
-They are forked from a process that has imported them already, with signals, exit codes and output
-of their own, without the seconds that an interpreter, torchrun and imports take. `ForkedRun` takes
-a planted `Fault`, a `Gate` holds a run before a step, `with_faults` breaks its streams, and
-`forked_call` runs any function as a command. What depends on an interpreter starts `command` or
-`command_line`, and says so.
+The processes are forked from a server that has imported all modules, so a start takes no seconds
+for interpreter, torchrun and imports. Each process has separate signals, exit code and output.
+`ForkedRun` accepts a planted `Fault`, `Gate` stops a run before a step, `with_faults` breaks
+streams, and `forked_call` runs any function as a command. Tests that need a new interpreter use
+`command` or `command_line`.
 """
 
 import atexit
@@ -51,7 +51,7 @@ PERF = ("perf/",)
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -59,10 +59,10 @@ class Result:
 
 
 class ForkedRun:
-    """A run of train.py on `ranks` processes, with its samples recorded and perhaps a fault.
+    """A run of train.py on `ranks` processes, with recorded samples and an optional fault.
 
-    `run.dir=` has to be among its words. What the ranks say goes to said-<rank>.txt in `directory`,
-    unless `said` names a file for each.
+    `words` must contain `run.dir=`. The output of a rank is written to said-<rank>.txt in
+    `directory`, or to its file in `said`.
     """
 
     def __init__(
@@ -96,22 +96,24 @@ class ForkedRun:
     def wait_for(
         self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S
     ) -> None:
-        """Poll until `condition()`; no rank may end before."""
+        """Poll until `condition()`; fail if a rank ends first."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert all(p.is_alive() for p in self.processes), f"ended before {what}: {self.text()}"
-            assert time.monotonic() < deadline, f"no {what}: {self.text()}"
+            assert all(p.is_alive() for p in self.processes), (
+                f"a rank ended before {what}: {self.text()}"
+            )
+            assert time.monotonic() < deadline, f"{what} not in {seconds} s: {self.text()}"
             time.sleep(0.005)
 
     def stop_at(self, gate: "Gate", number: int = signal.SIGTERM, *ranks: int) -> str:
-        """Signal some ranks, or all, while the run waits at a gate; return the output."""
+        """Signal ranks (default: all) while the run waits at a gate; return the output."""
         self.wait_for(gate.reached, "gate")
         self.signal(number, *ranks)
         gate.open()
         return self.finish()
 
     def kill_at(self, gate: "Gate", saved: Path | None = None) -> None:
-        """Kill the run at a gate, once a checkpoint has been saved."""
+        """Kill the run at a gate, after the checkpoint `saved` exists."""
         self.wait_for(gate.reached, "gate")
         if saved:
             self.wait_for(saved.exists, "checkpoint")
@@ -124,21 +126,21 @@ class ForkedRun:
                 os.kill(self.processes[rank].pid, number)
 
     def codes(self, seconds: float = PATIENCE_S) -> list[int]:
-        """Exit codes, once all have ended; a frozen one has to be killed first."""
+        """Wait for all ranks and return their exit codes; a stopped rank must be killed before."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            assert process.exitcode is not None, f"does not end: {self.text()}"
+            assert process.exitcode is not None, f"still running after {seconds} s: {self.text()}"
         return [process.exitcode for process in self.processes]
 
     def finish(self, code: int = 0) -> str:
-        """Wait until all have ended with this exit code; return their output."""
+        """Wait until all ranks have ended with this exit code; return their output."""
         codes = self.codes()
         assert set(codes) == {code}, f"{codes}: {self.text()}"
         return self.text()
 
     def kill(self) -> None:
-        """SIGKILL to every rank."""
+        """Send SIGKILL to every rank."""
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
@@ -149,8 +151,10 @@ class ForkedRun:
 
 
 class Gate:
-    """A step, or the first batch of the "heldout" documents, that no rank of a run begins before
-    the gate is opened."""
+    """A point at which all ranks of a run wait until `open`.
+
+    The point is before step `place`, or before the first held-out batch if `place` is "heldout".
+    """
 
     def __init__(self, run: Path, place: int | str):
         run.mkdir(parents=True, exist_ok=True)
@@ -165,7 +169,7 @@ class Gate:
 
 
 def said_files(ranks: int, directory: Path | None) -> list[str]:
-    """A file for each rank; without a directory, one that nothing else knows of."""
+    """Create an output file for each rank; without a directory, in a new temporary directory."""
     if directory is None:
         directory = Path(tempfile.mkdtemp(prefix="said-"))
     directory.mkdir(parents=True, exist_ok=True)
@@ -176,29 +180,29 @@ def said_files(ranks: int, directory: Path | None) -> list[str]:
 
 
 def start(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> ForkedRun:
-    """A small run of train.py, on its way."""
+    """Start a small run of train.py."""
     return ForkedRun([*overrides_of(corpus, run), *overrides], ranks)
 
 
 def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
-    """Run train.py small to a good end; return its output."""
+    """Run train.py with small settings to exit code 0; return its output."""
     return start(corpus, run, *overrides, ranks=ranks).finish()
 
 
 def train(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
-    """How `python train.py words` ends, started in `cwd`."""
+    """Run `python train.py words` in `cwd`; return its exit code and output."""
     return forked_call(run_train, words, cwd, environment)
 
 
 def tool(words: list[str], cwd: Path, environment: Mapping[str, str]) -> Result:
-    """How `diffllm words` ends, started in `cwd`."""
+    """Run `diffllm words` in `cwd`; return its exit code and output."""
     return forked_call(run_tool, words, cwd, environment)
 
 
 def forked_call(
     main: Callable[[list[str]], int], words: list[str], cwd: Path, environment: Mapping[str, str]
 ) -> Result:
-    """How a call of `main` ends, a function of a module, as a command that is started in `cwd`."""
+    """Call the module-level function `main` as a command in `cwd`; return exit code and output."""
     with tempfile.TemporaryDirectory(prefix="said-") as folder:
         files = [f"{folder}/out", f"{folder}/err"]
         process = forked(_process, (main, (words,), dict(environment), str(cwd), files))
@@ -207,7 +211,7 @@ def forked_call(
         out, err = (Path(file).read_text() for file in files)
         if process.exitcode is None:
             process.kill()
-            raise AssertionError(f"does not end: {out}{err}")
+            raise AssertionError(f"still running after {PATIENCE_S} s: {out}{err}")
         return Result(process.exitcode, out, err)
 
 
@@ -229,11 +233,11 @@ def _process(
     cwd: str,
     said: list[str],
 ) -> None:
-    """The process: `main` in its directory, its output in two files or twice the same."""
+    """Call `main` in the directory `cwd`, with stdout and stderr in the two files `said`."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # as an interpreter would
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # like a new interpreter
     sys.path[:0] = [path for path in given if path and path not in sys.path]
     for descriptor, file in zip((1, 2), said, strict=True):
         opened = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -242,7 +246,7 @@ def _process(
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     torch.set_num_threads(1)
-    # Of the loader's processes; one that forkserver started would go on when this one is killed.
+    # Start method of the data loader. Workers of a forkserver would survive this process.
     multiprocessing.set_start_method("fork", force=True)
     code = 1
     try:
@@ -251,7 +255,7 @@ def _process(
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
-    # What an interpreter does as it exits; multiprocessing would wait for the loader's processes.
+    # Exit like an interpreter. multiprocessing would wait for the workers of the data loader.
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -259,16 +263,16 @@ def _process(
     os._exit(code)
 
 
-# Streams that fail
+# Failing streams
 
 FAULTS = ("full", "closed", "no reader", "no terminal", "ascii")
-"""Faults of a stream: it has no room, is closed before the start, is a pipe or a terminal that
-nobody reads any more, or lacks characters."""
+"""Faults of a stream: full disk, closed before the start, pipe without a reader, closed terminal,
+or an encoding without all characters."""
 COMMANDS = {"train": run_train, "tool": run_tool, "planted": planted_train.main}
 
 
 def break_stream(number: int, fault: str) -> None:
-    """Have this process start with a fault in its standard output, 1, or standard error, 2."""
+    """Plant a fault in this process's standard output (1) or standard error (2)."""
     name, encoding = ("stdout", "stderr")[number - 1], "ascii" if fault == "ascii" else "utf-8"
     stream: Any = None
     if fault == "closed":
@@ -285,7 +289,7 @@ def break_stream(number: int, fault: str) -> None:
 
 
 def failing(fault: str) -> int:
-    """Open a descriptor that cannot be written."""
+    """Open a descriptor whose writes fail."""
     if fault == "full":
         return os.open("/dev/full", os.O_WRONLY)
     reader, writer = os.openpty() if fault == "no terminal" else os.pipe()
@@ -294,7 +298,7 @@ def failing(fault: str) -> int:
 
 
 def faulty(command: str, stdout: str, stderr: str, *args: Any) -> int:
-    """Run a command with these faults, "" for none."""
+    """Run a command with faults in stdout and stderr; "" plants no fault."""
     for number, fault in ((1, stdout), (2, stderr)):
         if fault:
             break_stream(number, fault)
@@ -302,15 +306,15 @@ def faulty(command: str, stdout: str, stderr: str, *args: Any) -> int:
 
 
 def with_faults(command: str, stdout: str, stderr: str) -> partial[int]:
-    """Return the same as a function of the command's arguments."""
+    """Return `faulty` as a function of the command's arguments."""
     return partial(faulty, command, stdout, stderr)
 
 
-# Small runs: corpora, overrides, and what they leave behind
+# Small runs: corpora, overrides, and results
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
-    """Distinct small functions that fill a vocabulary of 512 pieces."""
+    """Return documents of distinct small functions, enough for a vocabulary of 512 pieces."""
     rng = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(rng.choices(letters, k=rng.randint(3, 7))) for _ in range(120)]
@@ -323,14 +327,11 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 
 def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]]]:
-    """Return the samples and the loss of each step, once for each time that the step was made.
-
-    The keys are the name of a rank's file and the step.
-    """
+    """Return samples and loss of every execution of a step, by (name of a rank's file, step)."""
     seen: dict[tuple[str, int], list[tuple[object, ...]]] = {}
     for file in directory.glob("samples-*.jsonl"):
         for line in file.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a kill cut the line; the step is made again
+            with contextlib.suppress(ValueError):  # a kill cut the line, and the step is repeated
                 entry = json.loads(line)
                 found = (*entry["samples"], entry["loss"])
                 seen.setdefault((file.name, entry["step"]), []).append(found)
@@ -338,21 +339,21 @@ def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]
 
 
 def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
-    """One {"<column>": ..., "n": ...} a line."""
+    """Write one {"<column>": ..., "n": ...} per line."""
     lines = [json.dumps({column: text, "n": i}) for i, text in enumerate(texts)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl; none before its first step."""
+    """Return the complete lines of a run's metrics.jsonl; empty before the first step."""
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half done
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def write_corpus(directory: Path) -> Path:
-    """A few hundred documents of arithmetic prose, as jsonl."""
+    """Write 400 documents of arithmetic prose as JSON lines."""
     path = directory / "corpus.jsonl"
     with open(path, "w") as file:
         for i in range(400):
@@ -362,14 +363,14 @@ def write_corpus(directory: Path) -> Path:
 
 
 def prepared_corpus(directory: Path) -> Path:
-    """The same, with its tokens in the cache."""
+    """Write the corpus of `write_corpus`, with its tokens in the cache."""
     path = write_corpus(directory)
     prepare(load_config(overrides_of(path, directory / "none")).data)
     return path
 
 
 def command_line(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    """The command line of a small run, for what cannot be forked."""
+    """Return the command line of a small run, for tests that cannot fork."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -397,7 +398,7 @@ def overrides_of(corpus: Path, run: Path) -> list[str]:
 
 
 def descendants(parent: int, deep: bool = True) -> list[int]:
-    """Process ids of children, and if `deep` of grandchildren and so on."""
+    """Return the process ids of children and, if `deep`, of all descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -410,7 +411,7 @@ def descendants(parent: int, deep: bool = True) -> list[int]:
 
 
 def wait_for(condition, process: subprocess.Popen, what: str) -> None:
-    """Poll until `condition()`; the process must not end before."""
+    """Poll until `condition()`; fail if the process ends first."""
 
     def met() -> bool:
         found = bool(condition())
@@ -421,12 +422,12 @@ def wait_for(condition, process: subprocess.Popen, what: str) -> None:
 
 
 def metric_lines(run: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the machine's speed."""
+    """Return the lines of metrics.jsonl without metrics of the machine's speed."""
     return [{k: v for k, v in line.items() if not k.startswith(PERF)} for line in metrics(run)]
 
 
 def checkpoint_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every parameter of a checkpoint, whole."""
+    """Return the unsharded tensor of every parameter of a checkpoint."""
     path = run / "checkpoints" / f"step-{step:08d}"
     shapes = read_state(path)["parameters"]
     tensors = {f"model.{name}": torch.empty(shape) for name, shape in shapes.items()}
@@ -450,7 +451,7 @@ def the_error(text: str) -> str:
 
 
 def refusal_of(result: Result) -> str:
-    """Return all that a refused command says on stderr, which is one line."""
+    """Return the stderr of a command that failed with exit code 2, which must be one error line."""
     assert result.code == 2, result
     (line,) = result.err.splitlines()
     assert line.startswith("error: "), result
@@ -458,7 +459,7 @@ def refusal_of(result: Result) -> str:
 
 
 def unfinish(run: Path, step: int) -> None:
-    """Leave a finished run as it was before its checkpoint of the last step."""
+    """Remove a finished run's last checkpoint, held-out losses and summary."""
     shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
     shutil.rmtree(run / "heldout", ignore_errors=True)
     (run / "summary.json").unlink()
@@ -469,15 +470,15 @@ def steps_logged(run: Path) -> list[int]:
 
 
 def reached(run: Path, step: int) -> bool:
-    """Whether a step's line has been written."""
+    """Return whether metrics.jsonl contains a step."""
     return step in steps_logged(run)
 
 
-# Commands in this process and in new interpreters, and what they left alone
+# Commands in this process and in new interpreters, and snapshots of files
 
 
 def call(main: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> Result:
-    """Run `main` here as its process would: an exception is a traceback and exit code 1."""
+    """Call `main` in this process; return its exit code (also of SystemExit) and output."""
     capfd.readouterr()
     try:
         code = main()
@@ -490,7 +491,7 @@ def call(main: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> Result:
 def command(
     words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: int = PATIENCE_S
 ) -> Result:
-    """Run a real command; its output is piped."""
+    """Run a real command with piped output."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
@@ -504,24 +505,24 @@ def command(
 
 
 def train_command(words: Sequence[str]) -> list[str]:
-    """`python train.py ...` with this interpreter."""
+    """Return the command `python train.py ...` with this interpreter."""
     return [sys.executable, str(TRAIN), *words]
 
 
 def tool_command(words: Sequence[str]) -> list[str]:
-    """`diffllm ...`: the console script beside this interpreter."""
+    """Return the command `diffllm ...`, with the console script next to this interpreter."""
     return [str(Path(sys.executable).with_name("diffllm")), *words]
 
 
 def clean_environment(cache_dir: Path) -> dict[str, str]:
-    """This environment without what a launcher would have set, with a cache of its own."""
+    """Return this environment without the variables of a launcher, with a separate cache."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     return {**kept, "DIFFLLM_CACHE": str(cache_dir), "OMP_NUM_THREADS": "1"}
 
 
 def snapshot(*roots: Path) -> dict[str, str]:
-    """Every file and directory under `roots`, with its times: whatever is written changes one.
+    """Return a description of every file and directory under `roots`, which any write changes.
 
     Size and times of a lock file are ignored, because its content names the last holder.
     """
@@ -533,7 +534,7 @@ def snapshot(*roots: Path) -> dict[str, str]:
 
 
 def describe(path: Path) -> str:
-    """The kernel sets the time of the last change; no program can set it back."""
+    """Describe a path; the kernel sets ctime, which no program can restore."""
     if path.is_symlink():
         return f"link to {os.readlink(path)}"
     if not path.exists():
@@ -547,7 +548,7 @@ def describe(path: Path) -> str:
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """List entries that appeared, vanished or changed between two snapshots."""
+    """List entries that were added, removed or changed between two snapshots."""
     return [
         f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
         for name in sorted(before.keys() | after.keys())

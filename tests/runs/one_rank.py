@@ -1,6 +1,6 @@
-"""One rank in this process: train a few steps, save, damage and resume a checkpoint.
+"""One rank in this process: train a few steps; save, damage and resume a checkpoint.
 
-with gloo_group():                                    # what FSDP and DCP need
+with gloo_group():                                    # required by FSDP and DCP
     logits, values = trained_run(path, ["attention=diff_v2"])
     loop = resume(build(cfg, device), path / "checkpoints" / "step-00000003")
 """
@@ -42,7 +42,7 @@ TOKENS = torch.arange(16).view(2, 8) % 64
 
 @contextmanager
 def gloo_group() -> Iterator[None]:
-    """Hold a process group of one rank, without ports or files."""
+    """Initialise a process group of one rank, without ports or files."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -51,7 +51,7 @@ def gloo_group() -> Iterator[None]:
 
 
 def trained_run(run: Path, overrides: list[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Train a few steps, save, and say what the trained model answers and consists of."""
+    """Train three steps and save; return the model's logits and its unsharded tensors."""
     cfg = load_config([*SMALL, *overrides])
     t = build(cfg, torch.device("cpu"))
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
@@ -80,7 +80,7 @@ def write_run(run: Path, cfg: TrainConfig) -> None:
 
 
 def resume(t: Training, path: Path) -> LoopState:
-    """Check a checkpoint, fill `t` from it, and return where its run stood."""
+    """Check a checkpoint, load it into `t`, and return its loop state."""
     saved = read_state(path)
     check_loop(path, saved)
     check_parameters(path, saved, t.params)
@@ -90,10 +90,10 @@ def resume(t: Training, path: Path) -> LoopState:
 
 
 def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
-    """A whole checkpoint of a run directory's `checkpoints/`, as far as its manifest goes.
+    """Write a checkpoint with a valid manifest, but without tensors, into `directory`.
 
     Args:
-        parts: of state.json, over those of an empty run.
+        parts: fields of state.json that replace those of an empty run.
     """
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)
@@ -105,21 +105,21 @@ def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
 
 
 def loop_of(step: int) -> dict[str, object]:
-    """The loop state of a run that has seen no data."""
+    """Return the loop state of a run that has read no data."""
     spikes = SpikeMonitor().state_dict()
     run = {"wandb_id": None, "seconds": 0.0, "compiled": False, "mkl_mode": "AVX2,STRICT"}
     return {"step": step, "data": {}, "order": {}, "spikes": spikes, **run}
 
 
 def sign(path: Path) -> None:
-    """Make the manifest agree with the files, as whoever forges a checkpoint would."""
+    """Write a manifest that matches the files, as in a forged checkpoint."""
     files = file_records(file for file in path.iterdir() if file.name != "manifest.json")
     step = int(path.name.removeprefix("step-"))
     write_manifest(path, step, files)
 
 
 def flip_bit(file: Path) -> None:
-    """One bit in the middle; size and time of the file stay."""
+    """Flip one bit in the middle of a file, but keep size and time."""
     about, content = file.stat(), bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -1,9 +1,9 @@
-"""train.py with a fault planted and its samples recorded.
+"""Run train.py with a planted fault, and record its samples.
 
-As a command: `python planted_train.py FAULT RANK STEP overrides...`. The fault strikes that rank as
-it begins that step; `none` plants nothing. Every rank appends what it trained on to
-samples-<rank>.jsonl in the directory given by run.dir=, or by the variable SAMPLES: the step, a
-hash of each sequence, and the loss.
+Usage: `python planted_train.py FAULT RANK STEP overrides...`. The fault happens on that rank at the
+start of that step; `none` plants no fault. Every rank appends a line per step to the file
+samples-<rank>.jsonl in the directory $SAMPLES (default: run.dir): the step, a hash of each
+sequence, and the loss.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Fault(NamedTuple):
-    """A fault: its kind, the rank that it strikes, and the step."""
+    """Kind, rank and step of a fault."""
 
     kind: str = "none"
     rank: int = 0
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 
 def entry_module() -> ModuleType:
-    """train.py as a module."""
+    """Return train.py as a module."""
     spec = importlib.util.spec_from_file_location("entry", ROOT / "train.py")
     assert spec
     assert spec.loader
@@ -45,7 +45,7 @@ def entry_module() -> ModuleType:
 
 
 def main(fault: Fault, words: list[str]) -> int:
-    """Run train.py with these overrides, the fault planted; its exit code."""
+    """Run train.py with a planted fault and overrides; return its exit code."""
     entry = entry_module()
     import diffllm.cli.run as command
     import diffllm.training.loop as trainer
@@ -70,7 +70,7 @@ def main(fault: Fault, words: list[str]) -> int:
         out = real_step(t, noted(batches, seen), step, *args)
         line = {"step": step + 1, "samples": seen, "loss": out.nll.item()}
         with (
-            contextlib.suppress(FileNotFoundError),  # the directory has been removed
+            contextlib.suppress(FileNotFoundError),  # a test may remove the run directory
             open(samples / f"samples-{rank}.jsonl", "a") as log,
         ):
             log.write(json.dumps(line) + "\n")
@@ -112,25 +112,25 @@ def main(fault: Fault, words: list[str]) -> int:
     try:
         return entry.main()
     finally:
-        # Without a trained step, a signal ended the run before the fault.
+        # Without a trained step, a signal stopped the run before the fault.
         if fault.kind != "none" and rank == fault.rank and trained.is_set() and not STRUCK:
-            os.write(2, b"planted_train.py: the fault did not strike\n")
+            os.write(2, b"planted_train.py: the planted fault did not happen\n")
             os._exit(99)
 
 
 STRUCK: list[bool] = []
-"""Holds an item once the planted fault has struck in this process."""
+"""Contains an item after the planted fault has happened in this process."""
 
 
 def strike(result: Any = None) -> Any:
-    """Note that the fault has struck, and return `result`."""
+    """Record that the fault has happened, and return `result`."""
     STRUCK.append(True)
     return result
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Replace an existing attribute; fail if code has moved, or the fault would vanish."""
-    assert hasattr(owner, name), f"{owner} has no {name}"
+    """Replace an existing attribute; fail if the attribute has moved, so that no fault is lost."""
+    assert hasattr(owner, name), f"{owner} has no attribute {name}"
     setattr(owner, name, value)
 
 
@@ -142,7 +142,7 @@ def noted(batches: Iterator[Any], seen: list[str]) -> Iterator[Any]:
 
 
 def wait_at_gate(gate: Path) -> None:
-    """Stay before a step as long as the test keeps this file there, and write that into it."""
+    """Write "reached" into the gate's file, and wait until a test removes the file."""
     while gate.exists():
         with contextlib.suppress(FileNotFoundError), open(gate, "r+") as file:
             file.write("reached")
@@ -150,7 +150,7 @@ def wait_at_gate(gate: Path) -> None:
 
 
 def slow(owner: Any, name: str, seconds: float) -> None:
-    """Have a method begin late."""
+    """Delay every call of a method."""
     real = getattr(owner, name)
 
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ def slow(owner: Any, name: str, seconds: float) -> None:
 
 
 def endless_second_call(owner: Any, name: str) -> None:
-    """Have a method work once, and then never come back."""
+    """Make the second call of a method hang."""
     real, calls = getattr(owner, name), itertools.count()
 
     def once(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def sleep(*_: Any) -> None:
 
 
 def perturb(t: Any) -> None:
-    """Another lowest bit in one value of a tensor that other ranks hold too."""
+    """Flip the lowest bit of one value in a tensor that is replicated on other ranks."""
     tensor = t.params["layers.1.attention.wq.weight"].to_local()
     with torch.no_grad():
         tensor.view(torch.int32)[0, 0] ^= 1

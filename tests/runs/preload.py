@@ -1,4 +1,4 @@
-"""Imports that forked processes share, and the set-up that the first use of some of them does."""
+"""Imports shared by forked processes, and set-up that otherwise happens at first use."""
 
 import gc
 
@@ -12,5 +12,5 @@ import torch._dynamo  # noqa: F401
 
 from diffllm.config import load_config
 
-load_config(["model=tiny"])  # Hydra looks for its plugins, and its parser learns the grammar
+load_config(["model=tiny"])  # the first call searches for Hydra's plugins and builds its parser
 gc.freeze()

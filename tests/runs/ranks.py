@@ -1,8 +1,8 @@
-"""Several ranks: run a function in real processes over gloo.
+"""Several ranks: call a function in several processes over gloo.
 
     losses = run_ranks(train, 2, tmp_path, overrides)  # one result per rank
 
-Processes are forked from a server that has imported `runs.preload`, so they start quickly.
+Processes are forked from a server that has imported `runs.preload`, so a start is fast.
 """
 
 import multiprocessing
@@ -22,11 +22,11 @@ CONTEXT.set_forkserver_preload(["runs.preload"])
 
 
 def forked(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
-    """A process of `target(*args)`, to be started; it shares the imports of `runs.preload`."""
+    """Return an unstarted process for `target(*args)` with the imports of `runs.preload`."""
     found = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TESTS, found]))
     try:
-        multiprocessing.forkserver.ensure_running()  # the server finds its modules by this path
+        multiprocessing.forkserver.ensure_running()  # the server imports modules from this path
     finally:
         if found is None:
             del os.environ["PYTHONPATH"]
@@ -38,8 +38,8 @@ def forked(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
 def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *args: Any) -> list:
     """Return the result of `function(*args)` on each rank, inside a gloo process group.
 
-    The ranks meet through a file in `directory`, so no port can be taken. `function` must be
-    importable and its arguments and result picklable.
+    The rendezvous uses a file in `directory`, so no port is needed. `function` must be importable;
+    its arguments and result must be picklable.
     """
     store = directory / f"store-{len(list(directory.glob('store-*')))}"
     results: Any = CONTEXT.SimpleQueue()

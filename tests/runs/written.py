@@ -1,9 +1,9 @@
-"""Run directories without training: as a run leaves them, those of a study, and untrained models.
+"""Run directories without training: finished runs, runs of studies, and untrained models.
 
 write_run(path, "attention=gated", "seed=1", loss=4.2)   # config, facts, metrics and a summary
-write_ended(study, planned, out, 4.2)                    # the same for a run of a study
-write_weights(path, small_tokenizer(), "attention=diff_v2")   # a model with drawn weights
-cfg, data = made(path, *data_words(directory))           # the same with prepared data
+write_ended(study, planned, out, 4.2)                    # a finished run of a study
+write_weights(path, small_tokenizer(), "attention=diff_v2")   # a model with random weights
+cfg, data = made(path, *data_words(directory))           # a random model and prepared data
 """
 
 import json
@@ -47,7 +47,7 @@ def composed(words: tuple[str, ...]) -> TrainConfig:
 
 
 def config_of(words: tuple[str, ...]) -> TrainConfig:
-    """Compose the config of a run, once for all seeds and directories, for composing takes long."""
+    """Compose the config of a run; composing is slow and happens once for all seeds and run.dir."""
     own = {word.partition("=")[0]: word for word in words if word.startswith(("seed=", "run.dir="))}
     cfg = composed(tuple(word for word in words if word not in own.values()))
     if "seed" in own:
@@ -75,7 +75,7 @@ def parameters(overrides: tuple[str, ...]) -> int:
 
 
 def facts_of(*overrides: str) -> dict[str, Any]:
-    """run.json of a run on one CPU."""
+    """Return the run.json of a run on one CPU."""
     count = parameters(overrides)
     return {
         "parameters": count,
@@ -93,7 +93,7 @@ def facts_of(*overrides: str) -> dict[str, Any]:
 
 
 def metric_lines(steps: int, tokens: int, loss: float, layers: int = 2) -> list[dict[str, Any]]:
-    """Lines at step 1, 10, 20, ...: loss falls to `loss`, statistics rise with step and layer."""
+    """Return lines for steps 1, 10, 20, ...: losses fall to `loss`, statistics change with step."""
     lines = []
     for step in (1, *range(10, steps + 1, 10)):
         line = {
@@ -124,12 +124,12 @@ def write_run(
     summary: dict[str, Any] | None = None,
     written: float | None = None,
 ) -> Path:
-    """A run directory; finished with held-out loss `loss`, unfinished after step 10 for None.
+    """Write a run directory: finished with held-out loss `loss`, or at step 10 if `loss` is None.
 
     Args:
-        lines: instead of `metric_lines`.
-        facts: over those of `facts_of`; None as a value leaves one out.
-        summary: over the usual one.
+        lines: lines of metrics.jsonl; default: `metric_lines`.
+        facts: values that replace those of `facts_of`; None removes a key.
+        summary: values that replace the default values of summary.json.
         written: modification time of summary.json and metrics.jsonl.
     """
     cfg = config(overrides)
@@ -165,7 +165,11 @@ def write_run(
 
 
 def sweep(root: Path, losses: dict[str, list[float]], *overrides: str, **facts: Any) -> list[Path]:
-    """A run for every variant and seed: {"standard": [loss of seed 0, of seed 1, ...], ...}."""
+    """Write a run for every variant and seed.
+
+    Args:
+        losses: by variant, the held-out losses of seeds 0, 1, ...
+    """
     return [
         write_run(
             root / f"{variant}-seed{seed}",
@@ -209,7 +213,7 @@ HASHES: dict[str, str] = {}
 
 
 def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts: Any) -> Path:
-    """A run that has ended with this held-out loss; NaN for one that diverged."""
+    """Write a finished run of a study with this held-out loss; NaN for a diverged run."""
     path = out / planned.name
     if study.hash not in HASHES:
         HASHES[study.hash] = study_hash(study, planned_digests(study))
@@ -241,7 +245,7 @@ def write_ended(study: Study, planned: Planned, out: Path, loss: float, **facts:
 
 
 def write_arms(study: Study, out: Path, losses: dict[str, list[float]], **facts: Any) -> None:
-    """The runs that decide, by arm, in order of the study's seeds."""
+    """Write the deciding runs; `losses` has one loss per seed of the study, by arm."""
     for arm, values in losses.items():
         for seed, loss in zip(study.seeds, values, strict=False):
             (planned,) = deciding_runs(study, arm, seed, None)
@@ -249,7 +253,7 @@ def write_arms(study: Study, out: Path, losses: dict[str, list[float]], **facts:
 
 
 def write_rates(study: Study, out: Path, arm: str, losses: dict[float, float]) -> None:
-    """The runs that choose the learning rate of an arm, all seeds alike."""
+    """Write the runs that choose an arm's learning rate; all seeds have equal losses."""
     for lr, loss in losses.items():
         for seed in study.lr.seeds if study.lr else ():
             write_ended(study, rate_run(study, arm, seed, lr), out, loss)
@@ -259,7 +263,7 @@ def write_rates(study: Study, out: Path, arm: str, losses: dict[float, float]) -
 
 
 def small_tokenizer() -> bytes:
-    """A sentencepiece model of 400 pieces, trained on functions and some prose."""
+    """Train a sentencepiece model of 400 pieces on functions and some prose."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(60)]
     texts = [
@@ -271,7 +275,7 @@ def small_tokenizer() -> bytes:
 
 
 def write_weights(run: Path, tokenizer: bytes, *words: str) -> Path:
-    """Make a run directory of a config, with weights drawn for it."""
+    """Write a run directory with random weights."""
     cfg = load_config(
         [
             *("model=tiny", "model.vocab_size=416", "seq_len=288", "model.init_std=0.1"),
@@ -282,21 +286,21 @@ def write_weights(run: Path, tokenizer: bytes, *words: str) -> Path:
     tensors = {**{n: p.detach() for n, p in model.named_parameters()}, **model.router_state()}
     for key, tensor in tensors.items():
         if key.endswith("norm.weight"):
-            tensor.copy_(torch.rand_like(tensor) + 0.5)  # so that a norm left out would show
+            tensor.copy_(torch.rand_like(tensor) + 0.5)  # makes a missing norm detectable
         elif "lambda_" in key or key.endswith(".sink"):
             tensor.normal_(0, 0.3)
         elif key.endswith("router.bias") and cfg.model.moe.bias_update_rate:
             tensor.normal_(0, 0.1)
     for key in ("output.weight", "tok_embeddings.weight"):
         if key in tensors:
-            tensors[key][400:] = 0  # ids without a piece, which never win
+            tensors[key][400:] = 0  # ids without a piece must never be generated
     write_untrained(run, cfg, model, {})
     (run / "tokenizer.model").write_bytes(tokenizer)
     return run
 
 
 def write_untrained(run: Path, cfg: TrainConfig, model: Transformer, facts: dict[str, str]) -> None:
-    """Write a run that has a config, facts and a model, but neither metrics nor a tokenizer."""
+    """Write a run with config, facts and model, but without metrics and tokenizer."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
     (run / "run.json").write_text(json.dumps(facts))
@@ -306,7 +310,7 @@ def write_untrained(run: Path, cfg: TrainConfig, model: Transformer, facts: dict
 
 
 def write_repeating(directory: Path, documents: int = 120) -> Path:
-    """Documents that repeat words, from a few to a few hundred tokens long."""
+    """Write documents with repeated words, a few to a few hundred tokens long."""
     rng = random.Random(0)
     path = directory / "corpus.jsonl"
     with open(path, "w") as file:
@@ -318,7 +322,7 @@ def write_repeating(directory: Path, documents: int = 120) -> Path:
 
 
 def data_words(directory: Path) -> list[str]:
-    """Write a corpus; return the overrides of a run on it."""
+    """Write a corpus; return the overrides of a run with this corpus."""
     return [
         "data=files",
         f"data.paths=[{write_repeating(directory)}]",
@@ -329,7 +333,7 @@ def data_words(directory: Path) -> list[str]:
 
 
 def made(run: Path, *words: str) -> tuple[TrainConfig, TokenData]:
-    """Make a run that has not been trained; weights are large, so that no two tokens are alike."""
+    """Write an untrained run with prepared data; large weights make all tokens different."""
     sizes = ("model=tiny", "model.vocab_size=320", "model.init_std=0.2", "run.name=x")
     cfg = load_config([*sizes, *words])
     data = prepare(cfg.data)

@@ -1,4 +1,4 @@
-"""Tests of gaps against values worked out by hand, and what they say where nothing can be said."""
+"""Tests of gaps compared with values by hand and with scipy, and cases without a result."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def by_seed(values):
 OWN, BASE = [3.8, 3.9, 4.3, 4.0], [4.0, 4.2, 4.4, 4.1]
 
 
-def test_both_tests_are_those_of_scipy():
+def test_paired_and_welch_equal_scipy():
     found = paired(by_seed(OWN), by_seed(BASE))
     expected = stats.ttest_rel(OWN, BASE)
     assert (found.p, found.df) == (pytest.approx(expected.pvalue), 3)
@@ -44,7 +44,7 @@ def test_both_tests_are_those_of_scipy():
     assert (other.seeds, other.base_seeds) == (4, 5)
 
 
-def test_seeds_that_do_not_vary_show_nothing_and_break_nothing():
+def test_equal_seeds_have_zero_variance_and_p_1():
     for own in ([3.8, 4.0], [3.8, 4.0, 4.1]):
         base = [x + 0.2 for x in own]
         found = paired(by_seed(own), by_seed(base))
@@ -60,7 +60,7 @@ def test_seeds_that_do_not_vary_show_nothing_and_break_nothing():
     assert one.df == pytest.approx(2)
 
 
-def test_one_seed_has_a_gap_and_no_test():
+def test_single_seed_has_gap_without_test():
     for found in (paired({0: 4.0}, {0: 4.5}), welch({0: 4.0}, {0: 4.5, 1: 4.6})):
         assert found.mean < 0
         assert found.p is found.p_below() is found.low is found.interval() is None
@@ -68,12 +68,12 @@ def test_one_seed_has_a_gap_and_no_test():
     assert welch({}, {0: 1.0}) is None
 
 
-def test_a_loss_that_is_not_finite_is_refused():
+def test_loss_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="diverged"):
         paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
 
 
-def test_seeds_correlate_from_three_on():
+def test_correlation_needs_three_common_seeds():
     assert seed_correlation(by_seed([1.0, 2.0]), by_seed([1.0, 2.0])) is None
     assert seed_correlation(by_seed([1.0, 2, 4]), by_seed([3.0, 5, 9])) == pytest.approx(1)
     assert seed_correlation(by_seed([1.0, 2, 3]), {9: 0.0, **by_seed([3.0, 1, 2])}) == (
@@ -82,8 +82,8 @@ def test_seeds_correlate_from_three_on():
     assert seed_correlation(by_seed([1.0, 1, 1]), by_seed([3.0, 1, 2])) is None
 
 
-def test_holm_by_hand():
-    """Holm (1979): the smallest times m, the next times m - 1, never below one before."""
+def test_holm_equals_values_by_hand():
+    """Holm (1979): the smallest p times m, the next times m - 1, never decreasing."""
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.005, 0.011, 0.02, 0.04, 0.13]) == pytest.approx([0.025, 0.044, 0.06, 0.08, 0.13])
     assert holm([0.6, 0.7]) == [1, 1]
@@ -91,7 +91,7 @@ def test_holm_by_hand():
     assert holm([0.2]) == [0.2]
 
 
-def test_equivalence_is_two_one_sided_tests():
+def test_equivalence_equals_scipy_on_both_sides():
     found = paired(by_seed(OWN), by_seed(BASE))
     made = equivalence(found, 0.4)
     assert (made.low, made.high) == found.interval(0.9)
@@ -108,8 +108,8 @@ def test_equivalence_is_two_one_sided_tests():
         equivalence(found, 0.0)
 
 
-def test_shares_have_exact_intervals():
-    """None of 10 have 1 - 0.025^(1/10), one of 3 the printed tables' 0.8% to 90.6%."""
+def test_diverged_shares_have_exact_intervals():
+    """0 of 10: upper end 1 - 0.025^(1/10); 1 of 3: 0.8% to 90.6%, from printed tables."""
     assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
     assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
     assert Share(1, 3).interval == pytest.approx((0.0084, 0.9057), abs=1e-4)
@@ -119,8 +119,8 @@ def test_shares_have_exact_intervals():
     assert not diverged_more(Share(1, 3), Share(1, 3))
 
 
-def test_wilson_intervals_lie_in_range_and_cover_by_enumeration():
-    """The mean coverage over p is 95%; at a single p it may be lower (Brown et al., 2001)."""
+def test_wilson_intervals_are_in_range_and_have_nominal_coverage():
+    """The mean coverage over p is 95%; the coverage at one p can be lower (Brown et al., 2001)."""
     for n in (1, 5, 20, 50):
         intervals = [wilson(k / n, n) for k in range(n + 1)]
         assert all(0 <= low <= k / n <= high <= 1 for k, (low, high) in enumerate(intervals))
@@ -137,7 +137,7 @@ def test_wilson_intervals_lie_in_range_and_cover_by_enumeration():
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.booleans())
-def test_limited_interval_lies_in_range_and_contains_the_mean(shares, gap):
+def test_limited_interval_is_in_range_and_contains_mean(shares, gap):
     values = [2 * x - 1 for x in shares] if gap else shares
     found = estimate(values).within(-1.0 if gap else 0.0, 1.0)
     assert (-1 if gap else 0) <= found.low <= found.mean <= found.high <= 1
@@ -145,7 +145,7 @@ def test_limited_interval_lies_in_range_and_contains_the_mean(shares, gap):
     assert found.all_equal or len({*values}) > 1
 
 
-def test_a_diverged_run_is_an_outcome():
+def test_gap_that_favours_arm_with_more_diverged_runs_has_p_1():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
     found = compare_arms(better, base)
@@ -166,13 +166,13 @@ def test_a_diverged_run_is_an_outcome():
     assert both.p == both.paired.p
 
 
-def test_an_arm_that_diverged_whole_still_has_its_share():
+def test_arm_with_only_diverged_runs_has_share_and_no_gap():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
 
 
-def test_the_spread_of_seeds_is_pooled():
+def test_seed_spread_is_pooled_over_arms():
     found = pooled([by_seed([1.0, 3.0]), by_seed([1.0, 2.0, 3.0]), {0: 9.0}])
     assert found == SeedSpread(pytest.approx(math.sqrt(4 / 3)), 3)
     assert pooled([{0: 1.0}]) is None
@@ -181,7 +181,7 @@ def test_the_spread_of_seeds_is_pooled():
     assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
 
 
-def test_pairs_of_two_arms_are_the_paired_differences():
+def test_spread_of_pairs_equals_paired_differences():
     own, base = by_seed(OWN), by_seed(BASE)
     found = pairs([own, base])
     assert found.differences.sd == pytest.approx(np.subtract(OWN, BASE).std(ddof=1))
@@ -195,7 +195,7 @@ def test_pairs_of_two_arms_are_the_paired_differences():
 # Documents and seeds
 
 
-def test_a_bootstrap_of_few_seeds_is_withheld():
+def test_bootstrap_is_unbiased_and_withheld_for_few_seeds_or_documents():
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 100, 40)
     gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
@@ -211,13 +211,13 @@ def test_a_bootstrap_of_few_seeds_is_withheld():
         drawn_gaps(base + gaps, base, tokens, pair).draws for pair in (False, True)
     )
     assert unpaired.std() > pairs_of.std(), "base varies between seeds"
-    assert "less than 90%" in withheld(LEAST_SEEDS - 1, 40)
+    assert "below 90%" in withheld(LEAST_SEEDS - 1, 40)
     assert "documents" in withheld(LEAST_SEEDS, LEAST_DOCUMENTS - 1)
     assert withheld(LEAST_SEEDS, LEAST_DOCUMENTS) == ""
 
 
-def test_a_gap_has_the_error_of_the_documents_too():
-    """Documents whose gaps vary widen the interval as much as theory says."""
+def test_bootstrap_interval_includes_variance_of_documents():
+    """If gaps vary between documents, the interval is as wide as predicted by theory."""
     rng = np.random.default_rng(0)
     tokens = np.full(200, 50)
     base = np.full((LEAST_SEEDS, 200), 200.0)
@@ -229,7 +229,7 @@ def test_a_gap_has_the_error_of_the_documents_too():
     assert narrow.high - narrow.low < 0.2 * half
 
 
-def test_a_long_document_counts_by_its_tokens():
+def test_bootstrap_weights_documents_by_tokens():
     tokens = np.array([1] * 30 + [970])
     gaps = np.array([1.0] * 30 + [0.0])
     base = np.zeros((LEAST_SEEDS, 31))
@@ -237,7 +237,7 @@ def test_a_long_document_counts_by_its_tokens():
 
 
 def enumerated(own, base, statistic):
-    """The share of labellings whose statistic is at least the observed one."""
+    """Return the share of label assignments whose statistic is at least the observed statistic."""
     both = [*own, *base]
     found = []
     for chosen in itertools.combinations(range(len(both)), len(own)):
@@ -248,7 +248,7 @@ def enumerated(own, base, statistic):
 
 
 def excess_events(own, base):
-    """Observed minus expected events of `own`, as the log-rank test sums them over event times."""
+    """Return observed minus expected events of `own`, summed over event times."""
     total = 0.0
     for time in {t for t, reached in [*own, *base] if reached}:
         at_risk = [sum(t >= time for t, _ in side) for side in (own, base)]
@@ -258,7 +258,7 @@ def excess_events(own, base):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 5), (4, 4)])
-def test_log_rank_permutation_p_is_that_of_all_labellings(sizes):
+def test_log_rank_p_equals_enumeration_of_labels(sizes):
     rng = np.random.default_rng(0)
     for _ in range(10):
         sides = [
@@ -274,7 +274,7 @@ def test_log_rank_permutation_p_is_that_of_all_labellings(sizes):
         )
 
 
-def test_log_rank_scores_are_scipys_statistic():
+def test_log_rank_p_agrees_with_scipy():
     rng = np.random.default_rng(1)
     own, base = (Times((rng.permutation(9) + 1.0).tolist(), [True] * 9) for _ in range(2))
     sides = [[*zip(side.tokens, side.reached, strict=True)] for side in (own, base)]
@@ -283,7 +283,7 @@ def test_log_rank_scores_are_scipys_statistic():
     assert log_rank(own, base) == pytest.approx(found.pvalue, abs=0.02)
 
 
-def test_permutation_tests_list_all_assignments_or_draw_them():
+def test_permutation_tests_enumerate_or_draw_assignments():
     rng = np.random.default_rng(2)
     own, base = rng.normal(0.5, 1, 5), rng.normal(0, 1, 4)
     assert label(own, base) == pytest.approx(
@@ -305,7 +305,7 @@ def test_permutation_tests_list_all_assignments_or_draw_them():
     )
 
 
-def test_half_of_the_runs_by_kaplan_and_meier():
+def test_median_of_times_equals_kaplan_meier():
     assert Times([3, 1, 2], [True, True, True]).median == 2
     assert Times([1, 2, 3, 4], [True, False, True, True]).median == 3
     assert Times([1, 9, 9], [True, False, False]).median is None
@@ -329,7 +329,7 @@ T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
         (list(range(10)), 4.5, math.sqrt(82.5 / 9)),
     ],
 )
-def test_an_interval_is_mean_and_t_times_the_standard_error(values, mean, deviation):
+def test_interval_is_mean_plus_minus_t_times_standard_error(values, mean, deviation):
     found = estimate(values)
     half = T_TABLE[len(values)] * deviation / math.sqrt(len(values))
     assert found.mean == pytest.approx(mean)
@@ -338,14 +338,14 @@ def test_an_interval_is_mean_and_t_times_the_standard_error(values, mean, deviat
     assert found.mean - found.low == pytest.approx(half, rel=2e-4)
 
 
-def test_one_value_has_no_interval_and_equal_values_an_empty_one():
+def test_single_value_has_no_interval_and_equal_values_have_point_interval():
     assert estimate([4.5]) == Estimate(4.5, None, None, 1)
     assert estimate([4.5, 4.5, 4.5]) == Estimate(4.5, 4.5, 4.5, 3)
     with pytest.raises(ValueError, match="at least one"):
         estimate([])
 
 
-def test_a_gap_pairs_the_seeds_that_both_have():
+def test_paired_gap_uses_common_seeds():
     own = {(0, 0): 4.0, (1, 1): 5.0, (2, 2): 100.0}
     base = {(9, 9): -100.0, (1, 1): 5.5, (0, 0): 4.3}
     found = paired(own, base)

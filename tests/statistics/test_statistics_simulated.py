@@ -1,6 +1,6 @@
-"""Simulations with known truth: what intervals cover, what tests find, and what they find wrongly.
+"""Simulations with known truth: coverage of intervals, power and false positives of tests.
 
-Draws are seeded, so that a test that passes once passes always.
+All draws have fixed seeds, so results are reproducible.
 """
 
 import math
@@ -29,7 +29,11 @@ GAP, SD = -0.02, 0.02
 
 
 def arms(seeds, draws=DRAWS, correlation=0.0, gap=GAP, ratio=1.0):
-    """Losses of two arms by seed, so many times; `ratio` is of the arms' standard deviations."""
+    """Yield losses of two arms by seed, `draws` times.
+
+    Args:
+        ratio: standard deviation of the base, divided by that of the other arm.
+    """
     rng = np.random.default_rng([seeds, int(100 * correlation), int(10 * ratio)])
     shared = rng.normal(0, math.sqrt(correlation), (draws, seeds))
     noise = rng.normal(0, math.sqrt(1 - correlation), (2, draws, seeds))
@@ -57,7 +61,7 @@ def test_paired_and_welch_intervals_cover_95_of_100(seeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 @pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
-def test_they_do_so_whatever_seeds_share(seeds, correlation, ratio):
+def test_intervals_cover_95_of_100_at_any_correlation_and_ratio(seeds, correlation, ratio):
     both = list(arms(seeds, 6000, correlation, ratio=ratio))
     tests = [paired, welch] if correlation == 0 else [paired]
     for test in tests:
@@ -66,7 +70,7 @@ def test_they_do_so_whatever_seeds_share(seeds, correlation, ratio):
 
 
 @pytest.mark.parametrize("seeds", slow_but([3], [3, 5, 8]))
-def test_a_planted_gap_of_2_sd_is_found_at_the_predicted_power(seeds):
+def test_planted_gap_of_2_sd_is_found_at_predicted_power(seeds):
     both = list(arms(seeds, gap=2 * SD))
     found = rate(welch(*each).p < 0.05 for each in both)
     assert within_chance(found, welch_power(2 * SD, SD, seeds), DRAWS)
@@ -76,7 +80,7 @@ def test_a_planted_gap_of_2_sd_is_found_at_the_predicted_power(seeds):
 
 
 def student_power(gap: float, sd: float, seeds: int) -> float:
-    """The power of Student's test, which pools the variances of both samples."""
+    """Return the power of Student's test, which pools the variances of both samples."""
     df = 2 * seeds - 2
     return t_power(gap / (sd * math.sqrt(2 / seeds)), df, np.array([df]), alpha=0.05, sides=2)
 
@@ -90,12 +94,12 @@ def student_power(gap: float, sd: float, seeds: int) -> float:
         (0.008, 0.010, 8, 0.64), (0.008, 0.010, 12, 0.83),
     ],
 )  # fmt: skip
-def test_a_known_table_of_student_s_power(sd, gap, seeds, power):
+def test_student_power_equals_published_table(sd, gap, seeds, power):
     assert student_power(gap, sd, seeds) == pytest.approx(power, abs=0.005)
     assert welch_power(gap, sd, seeds) <= student_power(gap, sd, seeds)
 
 
-def test_the_page_has_these_numbers():
+def test_documented_powers_and_smallest_p_are_current():
     text = PAGE.read_text() + PAGE.with_name("power.md").read_text()
     rows = re.findall(r"^\| ([\d.]+)[^|]* \| (0.*) \| (\d+) seeds \|$", text, re.M)
     assert len(rows) == 4
@@ -113,7 +117,7 @@ def test_the_page_has_these_numbers():
         assert f"| {unit} | {smallest} |" in text
 
 
-def test_the_least_seeds_reach_a_power_and_one_less_does_not():
+def test_least_seeds_are_smallest_number_with_power():
     for gap in (0.005, 0.02, 0.1):
         n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
         assert welch_power(gap, SD, n) >= 0.8
@@ -121,7 +125,7 @@ def test_the_least_seeds_reach_a_power_and_one_less_does_not():
     assert least_seeds(lambda _: 0.1, 0.8) is None
 
 
-def test_power_rises_with_the_gap_and_the_seeds():
+def test_power_rises_with_gap_and_seeds():
     for test in (welch_power, paired_power):
         for sides in (1, 2):
             table = np.array(
@@ -137,8 +141,8 @@ def test_power_rises_with_the_gap_and_the_seeds():
     assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
 
 
-def test_holm_shows_a_false_gap_in_one_family_of_twenty_at_most():
-    """Eight arms against one base, none different: gaps that share it depend on each other."""
+def test_holm_limits_false_gaps_to_5_percent_of_families():
+    """Eight equal arms are compared with the same base, so their gaps are correlated."""
     rng, draws = np.random.default_rng(0), 400
     false = 0
     for losses in rng.normal(4, SD, (draws, 9, 5)):
@@ -149,17 +153,17 @@ def test_holm_shows_a_false_gap_in_one_family_of_twenty_at_most():
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
-def test_equivalence_is_wrongly_shown_at_the_margin_once_in_twenty_at_most(seeds):
+def test_false_equivalence_at_margin_is_limited_to_5_percent(seeds):
     both = list(arms(seeds, gap=0.04))
     wrong = rate(equivalence(welch(*each), 0.04).p < 0.05 for each in both)
     assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / DRAWS)
-    if seeds == 8:  # and is shown where there is no gap
+    if seeds == 8:  # without a gap, equivalence must be shown
         inside = [equivalence(welch(*each), 0.04).inside for each in arms(8, 300, gap=0.0)]
         assert rate(inside) > 0.9
 
 
 def covered(seeds, draws, documents=2, document_sd=0.0):
-    """How often the bootstrap holds a gap that is known."""
+    """Return the share of bootstrap intervals that contain the true gap."""
     rng, inside = np.random.default_rng(seeds), 0
     tokens = np.full(documents, 10)
     for _ in range(draws):
@@ -171,13 +175,13 @@ def covered(seeds, draws, documents=2, document_sd=0.0):
 
 
 def coverage_of_the_page():
-    """{seeds: (only seeds vary, documents vary too)} as docs/statistics.md has it."""
+    """Return {seeds: (only seeds vary, documents vary too)} from docs/statistics.md."""
     rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| \w+ \|$", PAGE.read_text(), re.M)
     return {int(seeds): (int(worst) / 100, int(with_) / 100) for seeds, worst, with_ in rows}
 
 
 @pytest.mark.parametrize("seeds", slow_but([3, 8], [3, 5, 8, 12]))
-def test_the_page_states_what_a_bootstrap_covers(seeds):
+def test_documented_bootstrap_coverage_equals_simulation(seeds):
     stated, with_documents = coverage_of_the_page()[seeds]
     assert (stated >= 0.9) == (seeds >= LEAST_SEEDS)
     assert within_chance(covered(seeds, 600), stated, 600)

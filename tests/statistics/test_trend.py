@@ -1,4 +1,4 @@
-"""Slopes of gaps: planted lines, units, and the coverage of their intervals in simulations."""
+"""Slopes of gaps: planted lines, units, and simulated coverage of intervals."""
 
 import math
 
@@ -13,9 +13,9 @@ SLOPE, DRAWS = 0.004, 4000
 
 
 def planted(seeds, slope=SLOPE, noise=0.0, correlation=0.0, rng=None, x=TOKENS):
-    """Curves of two arms by seed, whose gap is -0.03 + slope per doubling from the first x on.
+    """Return curves of two arms by seed, with gap -0.03 + slope * log2(x / first x).
 
-    Noise along each curve is a stationary AR(1) process with this correlation.
+    Noise along each curve is a stationary AR(1) process with the given correlation.
     """
     rng = rng or np.random.default_rng(0)
     places = np.arange(len(x))
@@ -37,7 +37,7 @@ def test_planted_slope_is_found_exactly(test, slope):
     assert (found.points, found.first, found.last, found.slope.seeds) == (10, 1e5, 1e6, 3)
 
 
-def test_slope_does_not_depend_on_the_unit_of_x():
+def test_slope_is_independent_of_unit_of_x():
     curves = planted(4, noise=0.01)
     one = gap_trend(TOKENS, *curves, paired).slope
     for unit in (1e-6, 2.0, 12_345.678):
@@ -45,7 +45,7 @@ def test_slope_does_not_depend_on_the_unit_of_x():
         assert (other.mean, other.error) == pytest.approx((one.mean, one.error), rel=1e-9)
 
 
-def test_slope_is_that_of_numpy_on_uneven_points():
+def test_slope_on_uneven_points_equals_numpy():
     rng = np.random.default_rng(1)
     x = np.sort(rng.uniform(1e3, 1e9, 7))
     y = rng.normal(size=7)
@@ -56,7 +56,7 @@ def test_slope_is_that_of_numpy_on_uneven_points():
     assert (found.start, found.end) == pytest.approx(tuple(ends))
 
 
-def test_one_seed_has_a_slope_without_interval_and_equal_seeds_have_no_p():
+def test_single_seed_has_slope_without_interval_and_equal_seeds_have_p_1():
     alone = gap_trend(TOKENS, *planted(1), paired).slope
     assert alone.mean == pytest.approx(SLOPE)
     assert alone.interval() is alone.p is alone.p_below() is None
@@ -66,12 +66,12 @@ def test_one_seed_has_a_slope_without_interval_and_equal_seeds_have_no_p():
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], [1.0, 2.0, 2.0], [0.0, 1.0, 2.0]])
-def test_two_points_or_a_point_at_zero_are_refused(x):
-    with pytest.raises(ValueError, match="3 or more different values above 0"):
+def test_fit_of_two_points_or_x_of_zero_is_refused(x):
+    with pytest.raises(ValueError, match="at least 3 different x"):
         fit_line(np.array(x), np.zeros(len(x)))
 
 
-def test_only_common_finite_points_after_a_tenth_of_training_count():
+def test_trend_uses_common_finite_points_after_a_tenth_of_training():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
     x, (first, second) = common_points([(every, hole), (every[::2], 2.0 * every[::2])], WINDOW)
@@ -85,7 +85,7 @@ def test_only_common_finite_points_after_a_tenth_of_training_count():
 @pytest.mark.slow
 @pytest.mark.parametrize("test", [paired, welch])
 @pytest.mark.parametrize(("seeds", "correlation"), [(3, 0.9), (5, 0.0), (5, 0.9), (8, 0.9)])
-def test_slope_intervals_cover_95_of_100_also_under_autocorrelated_noise(test, seeds, correlation):
+def test_slope_intervals_cover_95_of_100_under_autocorrelated_noise(test, seeds, correlation):
     rng = np.random.default_rng([seeds, int(10 * correlation)])
     hits = [
         found.low <= SLOPE <= found.high
@@ -96,7 +96,7 @@ def test_slope_intervals_cover_95_of_100_also_under_autocorrelated_noise(test, s
     assert 0.93 <= sum(hits) / DRAWS <= 0.97
 
 
-def test_one_sided_p_find_the_sign_of_a_slope():
+def test_p_above_and_below_find_sign_of_slope():
     rising = gap_trend(TOKENS, *planted(5, 0.01, 0.005), paired).slope
     assert rising.p_above() < 0.01 < 0.99 < rising.p_below()
     assert rising.p == pytest.approx(2 * rising.p_above())

@@ -1,4 +1,4 @@
-"""Conditions of a start that need no run."""
+"""Checks before a run starts."""
 
 import pytest
 
@@ -11,7 +11,7 @@ STEPS = {"steps": (40, 80)}
 SCHEDULE = {"optim.schedule": ("cosine", "wsd"), "optim.min_lr_ratio": (0.1, 0.0)}
 
 
-def test_more_steps_or_another_schedule_that_raise_the_learning_rate_are_named():
+def test_changed_steps_or_schedule_that_raises_learning_rate_is_reported():
     cfg = load_config(WORDS)
     said = learning_rate_jump(cfg, STEPS, 40)
     was, now = learning_rate(cfg.optim, 39, 40), learning_rate(cfg.optim, 40, 80)
@@ -24,5 +24,5 @@ def test_more_steps_or_another_schedule_that_raise_the_learning_rate_are_named()
 @pytest.mark.parametrize(
     ("changes", "step"), [(STEPS, 0), (STEPS, 5), (SCHEDULE, 5), ({"seed": (0, 1)}, 40)]
 )
-def test_change_that_keeps_the_learning_rate_is_not_named(changes, step):
+def test_change_that_keeps_learning_rate_is_not_reported(changes, step):
     assert learning_rate_jump(load_config(WORDS), changes, step) is None

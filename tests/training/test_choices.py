@@ -1,4 +1,4 @@
-"""Each choice that a config leaves to the device is made in one place and printed with a reason."""
+"""Automatic settings: precision, compilation and gradient reduction follow device and model."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_precision_follows_the_units_of_the_device(device, fast, monkeypatch):
+def test_auto_precision_is_bf16_on_devices_with_bf16_units(device, fast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -37,7 +37,7 @@ def test_precision_follows_the_units_of_the_device(device, fast, monkeypatch):
     assert chosen_precision(Precision.bf16, device) == (torch.bfloat16, "asked for")
 
 
-def test_blocks_are_compiled_on_gpus_and_where_asked_for():
+def test_compile_defaults_to_gpus_and_follows_config():
     assert chosen_compile(None, GPU, kept=False).value is True
     assert chosen_compile(None, CPU).value is False
     assert chosen_compile(True, CPU) == (True, "asked for")
@@ -55,7 +55,7 @@ def test_blocks_are_compiled_on_gpus_and_where_asked_for():
         (1.0, True, "torch.compile fails: no g++", False),
     ],
 )
-def test_long_run_on_cpu_compiles_and_resume_keeps_its_mode(
+def test_long_run_on_cpu_compiles_and_resume_keeps_choice(
     flops, kept, fault, expected, monkeypatch
 ):
     monkeypatch.setattr(building, "compiler_fault", lambda: fault)
@@ -65,7 +65,7 @@ def test_long_run_on_cpu_compiles_and_resume_keeps_its_mode(
     assert chosen_compile(False, CPU, flops, kept) == (False, "asked for")
 
 
-def test_broken_compiler_is_named_in_one_line(tmp_path):
+def test_broken_compiler_gives_single_line_reason(tmp_path):
     code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def test_broken_compiler_is_named_in_one_line(tmp_path):
     assert "/bin/false" in line
 
 
-def test_small_gradients_wait_for_the_last_micro_batch(monkeypatch):
+def test_small_gradients_are_reduced_after_last_micro_batch(monkeypatch):
     params = [torch.empty(3, 1000), torch.empty(96)]
     chosen = chosen_reduce(None, params)
     assert chosen.value is Reduce.last
@@ -85,7 +85,7 @@ def test_small_gradients_wait_for_the_last_micro_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "share"), [([], 1), (["parallel.expert=2"], 2)])
-def test_of_experts_that_ranks_share_out_only_the_own_count(words, share):
+def test_gradient_size_counts_only_experts_of_own_rank(words, share):
     cfg = load_config(["model=moe_tiny", "precision=fp32", *words])
     with fake_world(0, 2):
         model, *_ = sharded_model(cfg, CPU)

@@ -1,4 +1,4 @@
-"""Bad updates: judged on the device as the spike monitor does on the host, and left out exactly."""
+"""Skipped updates: the guard on the device agrees with the spike monitor; skips change nothing."""
 
 import math
 from dataclasses import replace
@@ -22,7 +22,7 @@ STEPS, BAD = 6, 3
 
 
 def recorded(seed=0, steps=600):
-    """A falling loss and a gradient norm, with spikes, NaN and infinities of both."""
+    """Return a series of losses and gradient norms, both with spikes, NaN and infinities."""
     rng = np.random.default_rng(seed)
     loss = 2.5 + 6 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.05, steps)
     norm = 1 + rng.normal(0, 0.1, steps) ** 2
@@ -43,7 +43,7 @@ def judged(guard, series):
 
 
 def spiked(monitor, series):
-    """Whether the host counts a spike in the loss or the gradient norm, step by step."""
+    """Return per step 1.0 if the monitor counts a spike in the loss or gradient norm, else 0.0."""
     names, flags = ("spikes/loss", "spikes/grad"), []
     for pair in series:
         before = sum(monitor.counters[name].total for name in names)
@@ -53,7 +53,7 @@ def spiked(monitor, series):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_device_skips_what_the_host_counts(seed):
+def test_guard_on_device_skips_same_steps_as_spike_monitor(seed):
     series = recorded(seed)
     flags = judged(guard(SkipStep.spike), series)
     assert flags == spiked(SpikeMonitor(), series)
@@ -61,19 +61,19 @@ def test_the_device_skips_what_the_host_counts(seed):
     assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
 
 
-def test_without_spikes_only_values_that_are_not_finite_are_skipped():
+def test_skip_step_nonfinite_skips_only_nonfinite_values():
     flags = judged(guard(SkipStep.nonfinite), recorded())
     assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
     assert set(judged(guard(SkipStep.off), recorded())) == {0.0}
 
 
 @pytest.mark.parametrize("cut", [0, 60, 128, 130, 400, 401])
-def test_a_guard_goes_on_with_the_windows_of_the_monitor(cut):
+def test_guard_resumes_with_windows_of_spike_monitor(cut):
     series, monitor = recorded(), SpikeMonitor()
     whole = judged(guard(SkipStep.spike), series)
     spiked(monitor, series[:cut])
     resumed = guard(SkipStep.spike)
-    judged(resumed, recorded(9))  # earlier content of the windows must not matter
+    judged(resumed, recorded(9))  # `load` must replace the earlier content of the windows.
     resumed.load(*monitor.windows())
     assert judged(resumed, series[cut:]) == whole[cut:]
 
@@ -82,7 +82,7 @@ def test_a_guard_goes_on_with_the_windows_of_the_monitor(cut):
 
 
 class Injected:
-    """A model whose loss or gradient goes wrong on demand, on one rank."""
+    """A model whose loss or gradient can be multiplied by a factor, on one rank."""
 
     def __init__(self, model, rank):
         self.model, self.mine = model, torch.distributed.get_rank() == rank
@@ -128,7 +128,10 @@ def config(variant, *extra):
 
 
 def train_with(fault, mode, variant, *extra, left_out=None):
-    """Steps of which number BAD is faulty, or left out: (skip flags, all tensors after each)."""
+    """Train with a fault in step BAD; return the skip flags and all tensors after each step.
+
+    Do not train step `left_out` at all.
+    """
     cfg = config(variant, *extra)
     cfg = replace(cfg, train=replace(cfg.train, skip_step=SkipStep[mode]))
     t = build(cfg, CPU)
@@ -167,7 +170,7 @@ FAULTS = {
 
 
 def train_with_every_fault(variant, *extra):
-    """{fault: (flags, states)}, and under None the run in which the step is left out."""
+    """Return {fault: (flags, states)}; key None is the run without step BAD."""
     runs = {None: train_with((1.0, 1.0), "off", variant, *extra, left_out=BAD)}
     for fault, factors in FAULTS.items():
         mode = "spike" if fault.endswith("spike") else "nonfinite"
@@ -184,10 +187,10 @@ def train_with_every_fault(variant, *extra):
         pytest.param(2, ["diff_v2", "model=moe_tiny"], marks=pytest.mark.slow),
     ],
 )
-def test_a_bad_step_leaves_everything_as_it_was(ranks, words, tmp_path):
-    """Parameters, moments and step counts, bit for bit, as if the step had never been taken.
+def test_skipped_step_changes_no_tensor(ranks, words, tmp_path):
+    """Parameters, moments and step counts equal a run without the step, bit for bit.
 
-    V1 has parameters that are replicated, not sharded; routers learn without a gradient.
+    V1 has replicated parameters; routers learn without a gradient.
     """
     for runs in run_ranks(train_with_every_fault, ranks, tmp_path, *words):
         expected = runs[None][1]
@@ -206,7 +209,7 @@ def train_with_less_protection():
     )
 
 
-def test_less_protection_lets_bad_steps_through(tmp_path):
+def test_weaker_skip_step_applies_bad_updates(tmp_path):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)
     assert set(flags) == {0.0}
     assert not same(spiked[BAD], spiked[BAD - 1])
@@ -214,7 +217,7 @@ def test_less_protection_lets_bad_steps_through(tmp_path):
 
 
 def steps_without_the_host(ignores_targets, *overrides):
-    """Trains while every way of reading a tensor on the host raises."""
+    """Train while all methods that read a tensor on the host raise an error."""
     cfg = load_config(
         [
             *("model=tiny", "attention=diff_v1", "model.vocab_size=64", "data.vocab_size=64"),
@@ -223,7 +226,7 @@ def steps_without_the_host(ignores_targets, *overrides):
         ]
     )
     t = build(cfg, CPU, ignores_targets=ignores_targets)
-    train_step(t, iter([batch(0, cfg)]), 0)  # FSDP sets itself up
+    train_step(t, iter([batch(0, cfg)]), 0)  # FSDP initialises itself in the first step.
     data = [iter([batch(step, cfg)]) for step in (1, 2)]
 
     def refuse(*_):
@@ -248,5 +251,5 @@ def steps_without_the_host(ignores_targets, *overrides):
         ],
     ),
 )
-def test_a_step_reads_nothing_on_the_host(tmp_path, ignores_targets, words):
+def test_training_step_reads_no_tensor_on_host(tmp_path, ignores_targets, words):
     assert all(run_ranks(steps_without_the_host, 2, tmp_path, ignores_targets, *words))

@@ -1,4 +1,4 @@
-"""The origin of a run in run.json: command, commit, environment; no secrets."""
+"""Provenance in run.json: command, commit and environment, without secrets."""
 
 import json
 import subprocess
@@ -17,12 +17,12 @@ def git(directory: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path):
+def test_git_state_has_commit_and_dirty_flag_of_code(tmp_path):
     git(tmp_path, "init")
     package = tmp_path / "package"
     package.mkdir()
     (package / "code.py").write_text("a = 1\n")
-    assert git_state(package) is None  # nothing of it is tracked
+    assert git_state(package) is None  # The package has no tracked files yet.
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "first")
     commit = git(tmp_path, "rev-parse", "HEAD")
@@ -41,11 +41,11 @@ def test_the_commit_is_that_of_the_code_and_says_whether_it_was_changed(tmp_path
         (["python", "x.py", "--hf_token=hidden"], "python x.py --hf_token=..."),
     ],
 )
-def test_the_command_is_as_typed_without_what_is_secret(argv: list[str], shown: str):
+def test_command_hides_values_of_secret_options(argv: list[str], shown: str):
     assert command(argv) == shown
 
 
-def test_variables_that_matter_are_kept_and_no_others(monkeypatch):
+def test_provenance_keeps_only_relevant_variables(monkeypatch):
     kept = ("NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "HF_HUB_OFFLINE")
     left = ("HF_TOKEN", "WANDB_API_KEY", "HOME", "DIFFLLM_API_KEY", "TORCH_SECRET", "HTTP_PROXY")
     for name in (*kept, *left):

@@ -1,4 +1,4 @@
-"""A run's directory: its name, its identity, and that nothing foreign is believed or harmed."""
+"""Run directories: names, comparison with the existing run, and protection of foreign files."""
 
 import re
 from copy import deepcopy
@@ -40,7 +40,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def begun(tmp_path: Path, tokenizer: Path) -> Path:
-    """The directory of a run that has begun, logged a step and saved a checkpoint."""
+    """Return the directory of a run with one logged step and one checkpoint."""
     directory = RunDirectory(tmp_path / "run", tiny())
     directory.check()
     directory.begin(tokenizer)
@@ -61,10 +61,10 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 # Names
 
 
-def test_a_directory_that_is_refused_keeps_no_lock(tmp_path):
+def test_refused_directory_keeps_no_lock_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("another's")
     directory = RunDirectory(tmp_path, tiny())
-    with pytest.raises(ConfigError, match="not a run of ours"):
+    with pytest.raises(ConfigError, match=r"but no config\.yaml"):
         directory.check()
     assert directory.has_run
     directory.withdraw()
@@ -74,8 +74,8 @@ def test_a_directory_that_is_refused_keeps_no_lock(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_runs_without_a_name_that_start_in_one_second_are_apart(tmp_path, monkeypatch):
-    """Also where the first has ended: it is not continued."""
+def test_unnamed_runs_of_same_second_get_different_directories(tmp_path, monkeypatch):
+    """A third run does not resume the first run, whose lock is free."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
     cfg = load_config(["model=tiny", "attention=gated"])
@@ -87,8 +87,8 @@ def test_runs_without_a_name_that_start_in_one_second_are_apart(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "a b", "a\n", "", "x" * 231])
-def test_a_name_that_is_not_one_path_component_is_refused(name):
-    """Names have at most 230 bytes, which leaves room for the names of logs."""
+def test_invalid_run_name_is_refused(name):
+    """Names have at most 230 bytes, because log files append suffixes."""
     cfg = tiny()
     cfg.run.name = name
     with pytest.raises(ConfigError, match=r"run\.name="):
@@ -99,7 +99,7 @@ def test_a_name_that_is_not_one_path_component_is_refused(name):
 # Identity
 
 
-def test_the_same_config_may_go_on(begun):
+def test_resume_with_same_config_is_allowed(begun):
     before = snapshot(begun)
     RunDirectory(begun, tiny()).check()
     assert snapshot(begun) == before
@@ -116,9 +116,9 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_another_config_is_refused_by_key_and_nothing_is_touched(begun, override, key):
+def test_changed_config_is_refused_by_key_without_writes(begun, override, key):
     before = snapshot(begun)
-    with pytest.raises(ConfigError, match="is a run with another config") as caught:
+    with pytest.raises(ConfigError, match="was made with another config") as caught:
         RunDirectory(begun, tiny(override)).check()
     named = [part.strip() for part in re.split(r"[(;)]", str(caught.value))]
     assert any(part.startswith(key) for part in named)
@@ -140,12 +140,12 @@ FREE = [
 
 
 @pytest.mark.parametrize("override", slow_but(FREE[:3], FREE))
-def test_what_does_not_change_the_result_may_change(begun, override):
+def test_settings_without_effect_on_result_may_change(begun, override):
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_a_run_goes_on_with_another_layout_of_its_values(tmp_path, tokenizer):
-    """Those from before the device chose it say `wide`."""
+def test_resume_with_different_values_layout_is_allowed(tmp_path, tokenizer):
+    """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
     first.lock.release()
@@ -167,10 +167,10 @@ def matched(tmp_path: Path, tokenizer: Path) -> Path:
     return directory.path
 
 
-def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch):
+def test_resume_of_matched_run_keeps_ffn_width(matched, monkeypatch):
     again = tiny(*MATCHED)
     RunDirectory(matched, again).check()
-    monkeypatch.setattr(loading, "match", None)  # a saved width is not solved again
+    monkeypatch.setattr(loading, "match", None)  # Loading must use the saved width.
     saved = load_run_config(matched)
     assert saved == again
     assert (saved.run.matched.target_ffn_dim, saved.run.matched.target) == (384, "diff_v2")
@@ -179,7 +179,7 @@ def test_a_matched_run_goes_on_with_the_width_it_began_with(matched, monkeypatch
     assert saved.model.ffn_dim == saved.run.matched.ffn_dim > 384
 
 
-def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(begun, tmp_path):
+def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_path):
     cut_short = begun / "checkpoints" / ".step-00000002.incomplete"
     cut_short.mkdir(parents=True)
     (cut_short / "part").touch()
@@ -192,22 +192,22 @@ def test_beginning_again_keeps_the_tokenizer_and_drops_what_was_never_complete(b
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
 
 
-def test_a_finished_run_says_so(begun):
+def test_ending_needs_summary_with_all_steps(begun):
     directory = RunDirectory(begun, tiny())
     assert ending(directory.path, directory.cfg) is None
     directory.finish({"steps": tiny().steps})
     assert ending(directory.path, directory.cfg) == {"steps": tiny().steps}
     directory.finish({"steps": tiny().steps - 1})
-    assert ending(directory.path, directory.cfg) is None, "it was shorter"
+    assert ending(directory.path, directory.cfg) is None, "the finished run had fewer steps"
 
 
-def test_a_run_that_diverged_and_stopped_has_ended_until_its_settings_are_others(begun):
+def test_diverged_run_has_ending_until_training_settings_change(begun):
     directory = RunDirectory(begun, tiny())
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
     assert read_summary(begun) is None
     directory.cfg = tiny("log_interval=1", "checkpoint.interval=2")
-    assert ending(directory.path, directory.cfg), "nothing that helps"
+    assert ending(directory.path, directory.cfg), "logging and saving cannot prevent divergence"
     others = (
         "train.max_consecutive_skips=21",
         "optim.lr=1",
@@ -220,27 +220,27 @@ def test_a_run_that_diverged_and_stopped_has_ended_until_its_settings_are_others
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])
-def test_a_finished_run_is_neither_shortened_nor_made_otherwise(begun, change):
+def test_finished_run_with_changed_settings_is_refused(begun, change):
     directory = RunDirectory(begun, tiny("run.allow_changes=[steps,optim,eval,seed]", change))
     directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
     before = snapshot(begun)
-    with pytest.raises(ConfigError, match=r"has made \d+ steps, and nothing of it"):
+    with pytest.raises(ConfigError, match=r"is already at step \d+; these settings"):
         directory.check()
     assert snapshot(begun) == before
 
 
-def test_a_run_beside_those_of_a_sweep_needs_a_name(tmp_path, monkeypatch):
+def test_single_run_in_existing_sweep_needs_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = tiny("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")
     Path("outputs/first").mkdir(parents=True)
     Path("outputs/first/sweep.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"run\.sweep=first is a sweep; -m resumes it"):
+    with pytest.raises(ConfigError, match=r"run\.sweep=first already exists; to resume .* add -m"):
         choose_path(cfg)
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     for path in (tmp_path / "file" / "run", tmp_path / "run", Path("/proc/sys/run")):
@@ -252,7 +252,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_config_yaml_gives_back_the_config_and_an_identical_model(tmp_path, tokenizer, variant):
+def test_config_yaml_restores_config_and_identical_model(tmp_path, tokenizer, variant):
     cfg = tiny(
         f"attention={variant}",
         "seed=3",
@@ -275,10 +275,10 @@ def test_config_yaml_gives_back_the_config_and_an_identical_model(tmp_path, toke
         assert torch.equal(value, second[name]), name
 
 
-# Where a start continues
+# Resume
 
 
-def test_what_resume_means(tmp_path):
+def test_resume_selects_checkpoint(tmp_path):
     own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
     other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
     assert resume_checkpoint(tiny("resume=auto"), []) is None
@@ -287,7 +287,7 @@ def test_what_resume_means(tmp_path):
     for path in (tmp_path / "other", tmp_path / "other" / "checkpoints", other[-1]):
         assert resume_checkpoint(tiny(f"resume={path}"), []) == other[-1]
     assert resume_checkpoint(tiny(f"resume={other[0]}"), []) == other[0]
-    # a requeued job that was started from elsewhere goes on with its own
+    # A requeued job with `resume=PATH` must resume from its latest checkpoint, not from PATH again.
     assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):

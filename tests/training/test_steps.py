@@ -1,4 +1,4 @@
-"""How long a run is, and what follows from it: steps, tokens, epochs, warm-up, intervals."""
+"""The length of a run in steps, tokens or epochs, and derived settings such as warm-up."""
 
 import pytest
 
@@ -29,20 +29,20 @@ def corpus(tmp_path):
         ("data.tokenizer=a.model", "none"),
     ],
 )
-def test_only_a_command_that_says_nothing_of_what_is_computed_is_the_quickstart(word, experiment):
+def test_command_without_training_settings_is_quickstart(word, experiment):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]
 
 
-def test_tokens_in_place_of_steps():
+def test_max_tokens_sets_steps():
     cfg = load_config(["model=tiny", "max_tokens=1e6", "seq_len=100", "global_batch_size=7"])
     assert cfg.steps == 1428  # 999,600 tokens
     assert cfg.optim.warmup_steps == 143
     assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 10
 
 
-def test_epochs_in_place_of_steps(corpus):
+def test_epochs_set_steps(corpus):
     cfg = load_config([*corpus, "epochs=2.5"])
     sequences = sequences_in(prepare(cfg.data).split("train"), 32)
     assert 2.5 * sequences - 4 < 4 * cfg.steps <= 2.5 * sequences
@@ -54,14 +54,15 @@ def test_epochs_in_place_of_steps(corpus):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["steps=10", "epochs=1"], "epochs, steps: give one of steps, max_tokens, epochs"),
+        (["steps=10", "epochs=1"], "epochs, steps: set only one of these keys"),
         (["model=tiny", "max_tokens=100"], "max_tokens=100 is less than one step of global_batch"),
         (["max_tokens=1e30"], "steps="),
         (["epochs=-1"], "epochs=-1.0 must be positive"),
-        (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),  # before any preparation
+        # Checked before the preparation of data, which `epochs` needs.
+        (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),
     ],
 )
-def test_a_length_that_no_run_can_have_is_one_line(words, said):
+def test_invalid_run_length_fails_with_single_line(words, said):
     with pytest.raises(ConfigError, match=said) as error:
         load_config([*words, "data.cache_dir=/nowhere"])
     assert "\n" not in str(error.value)

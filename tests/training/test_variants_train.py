@@ -1,4 +1,4 @@
-"""Every variant under conf/attention through the trainer's own step, on real text, in seconds."""
+"""Short training runs of every variant in conf/attention, on real text, with `train_step`."""
 
 import argparse
 import json.decoder
@@ -49,7 +49,7 @@ def group():
 
 
 def batch(step):
-    """Bytes of the standard library's source, from places that the step decides."""
+    """Return a batch of bytes from source files of the standard library, drawn by `step`."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(TEXT) - SEQ_LEN - 1, (BATCH,), generator=generator)
     rows = torch.stack([TEXT[start : start + SEQ_LEN + 1] for start in starts.tolist()])
@@ -72,7 +72,7 @@ def copies(params):
 
 
 def loss_and_gradients(t, step):
-    """Nats a token, and the gradient of every parameter, None where there is none."""
+    """Return the loss in nats per token, and the gradient of every parameter or None."""
     out = t.model(*batch(step))
     (out.objective / (BATCH * SEQ_LEN)).backward()
     grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in t.params.items()}
@@ -81,7 +81,7 @@ def loss_and_gradients(t, step):
 
 
 def unigram_entropy():
-    """The loss, in nats, of a model that knows how frequent each byte is and nothing else."""
+    """Return the entropy of the byte frequencies in nats: the best loss without context."""
     counts = torch.bincount(TEXT).double()
     shares = counts[counts > 0] / counts.sum()
     return -(shares * shares.log()).sum().item()
@@ -102,19 +102,19 @@ def run(request):
     return Run(t, losses, gradients, initial)
 
 
-def test_the_loss_falls_below_what_counting_bytes_gives(run):
+def test_loss_falls_below_unigram_entropy(run):
     first, last = sum(run.losses[:5]) / 5, sum(run.losses[-5:]) / 5
     assert run.losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert first - last > 1.5  # measured: 2.07 to 2.69
     assert last < unigram_entropy() - 0.2  # measured: 2.12 to 2.57 of 3.00
 
 
-def test_every_parameter_gets_a_finite_gradient_that_is_not_zero(run):
+def test_every_parameter_gets_finite_nonzero_gradient(run):
     for name, grad in run.first_gradients.items():
         assert grad is not None, name
         assert torch.isfinite(grad).all(), name
         assert grad.norm() > 0, name
-        if ".attention." in name:  # no head, channel or scalar is left out
+        if ".attention." in name:  # Every head, channel and scalar must get a gradient.
             rows_and_columns = [grad, grad.T] if grad.ndim == 2 else [grad[:, None]]
             assert all((rows.norm(dim=1) > 0).all() for rows in rows_and_columns), name
 
@@ -125,26 +125,26 @@ def test_training_changes_every_parameter(run):
         assert not torch.equal(value, run.initial[name]), name
 
 
-# Heads wider than ops.NARROW, which the CPU kernel computes in bf16; an init_std at which maps are
-# far from uniform, so that no gradient is a rest of cancelled terms.
+# The CPU kernel computes heads wider than ops.NARROW in bf16. With this init_std attention maps are
+# far from uniform, so gradients are not small differences of large terms.
 SHARP = {"head_dim": 64, "init_std": 0.1}
 
 BF16_BATCHES = 4
 
 LOSS_RTOL = 1.6e-3
-"""Each limit is about 3 times the largest of 4 x 4 batches and all variants. Here 5.4e-4."""
+"""Each limit is about 3 times the largest value in 4 x 4 batches of all variants (here 5.4e-4)."""
 
 COSINE_ATOL, ERROR = 6e-4, 0.06
 """Limits of one minus the cosine (2.0e-4) and of the relative error (0.020)."""
 
 COSINE_ATOL_CONST, ERROR_CONST = 2.3e-3, 0.12
-"""diff_v1_lambda_const takes the difference of maps at a lambda of about 0.8 in every layer, and
-its head norm magnifies the rounding of what is left: 7.5e-4 and 0.039."""
+"""diff_v1_lambda_const subtracts maps with lambda of about 0.8 in every layer. The head norm
+magnifies the rounding error of the small difference: 7.5e-4 and 0.039."""
 
 COSINE_ATOL_VECTORS, ERROR_VECTORS = 0.015, 0.33
-"""The gradient of V1's lambda vectors is one number a batch times a vector that is the same in
-both precisions. The number is a sum over all tokens whose terms nearly cancel, and may change its
-sign from batch to batch: 4.9e-3 and 0.11."""
+"""The gradient of V1's lambda vectors is a scalar times a vector that is equal in both precisions.
+The scalar is a sum over all tokens; its terms nearly cancel, and its sign varies between batches:
+4.9e-3 and 0.11."""
 
 
 def limits(variant, name):
@@ -179,7 +179,7 @@ def test_bf16_stays_close_to_float32(variant):
 
 
 def expected_lambda(variant, t, layer, logits):
-    """The float32 formula over this layer's own parameters, or over w_lambda's bf16 output."""
+    """Compute lambda in float32 from this layer's parameters, or from w_lambda's bf16 output."""
 
     def own(name):
         return local(t.params[f"layers.{layer}.attention.{name}"]).detach()
@@ -197,9 +197,8 @@ def expected_lambda(variant, t, layer, logits):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_lambda_is_float32_to_the_bit_inside_the_bf16_model(variant):
-    """tests/distributed has diff_v1 on two ranks; this is every variant, its parameters as its
-    forward pass sees them."""
+def test_lambda_is_exact_float32_in_bf16_model(variant):
+    """All variants on one rank; tests/distributed covers diff_v1 on two ranks."""
     t = training(variant, Precision.bf16, **SHARP)
     for step in range(2):
         train_step(t, iter([batch(step)]), step)

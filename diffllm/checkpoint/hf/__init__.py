@@ -1,1 +1,1 @@
-"""Our decoders as other libraries lay them out: configs, names and shapes of tensors, files."""
+"""Conversion of our decoders to and from the layouts of other libraries."""

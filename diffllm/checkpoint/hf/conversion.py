@@ -1,8 +1,8 @@
-"""A decoder of softmax attention as one of DIFF V2, and back, that computes the same function.
+"""Convert softmax attention to DIFF V2 and back, without a change of the computed function.
 
-To DIFF V2: each query head becomes a pair of equal ones, lambda is sigmoid(0) = 1/2, and `wo` is
-doubled; exact in floating point. To softmax attention: both heads of a pair stay, and `wo` reads
-the second by -lambda, which must be a constant of the head.
+To DIFF V2: each query head becomes a pair of equal heads, lambda is sigmoid(0) = 1/2, and `wo` is
+doubled; exact in floating point. To softmax attention: both heads of a pair become heads, and `wo`
+multiplies the second by -lambda, which must be constant for each head.
 """
 
 import hashlib
@@ -26,18 +26,22 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Return the shape of the converted decoder, and its parameters made of the given one's.
+    """Return the config of the converted decoder, and mappings from the old to the new parameters.
 
-    `target` is "diff_v2" or "standard", `perturb` the standard deviation of noise on the second
-    query of each pair, over the RMS of the layer's query weights. Raises ConfigError for attention
-    that cannot be converted.
+    Args:
+        target: "diff_v2" or "standard".
+        perturb: standard deviation of noise on the query weights of the second head of each pair,
+            relative to the RMS of the layer's query weights; only for "diff_v2".
+        seed: seed of the noise.
+
+    Raises ConfigError for attention that cannot be converted.
     """
     if target not in TARGETS:
         raise ConfigError(f"attention={target} must be one of {', '.join(TARGETS)}")
     if target == "diff_v2":
         return to_diff_v2(model, perturb, seed)
     if perturb:
-        raise ConfigError(f"perturb={perturb} is for attention=diff_v2")
+        raise ConfigError(f"perturb={perturb} needs attention=diff_v2")
     return to_standard(model)
 
 
@@ -87,7 +91,7 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
 
 
 def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
-    """Repeat the rows (H d, D) of each head beside themselves; add noise to the second."""
+    """Duplicate the rows of each head in wq (H d, D); add noise to the second copy."""
     pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
     if noise:
         drawn = torch.randn(wq.shape, generator=torch.Generator().manual_seed(seed))
@@ -98,7 +102,7 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
 def split_output(
     wo: Tensor, of_lambda: Tensor | None = None, *, heads: int, attention: DiffV2Config
 ) -> Tensor:
-    """Make wo (D, 2 H d) of wo (D, H d), which reads the second of each pair by -lambda."""
+    """Return wo (D, 2 H d) from wo (D, H d); columns of second heads are multiplied by -lambda."""
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:
         lam = torch.full((heads,), attention.lambda_value if form is Lambda.fixed else 1.0)

@@ -1,6 +1,6 @@
-"""Layouts of a decoder's parameters for other libraries: Llama and its relatives, and our own.
+"""Parameter layouts for other libraries: Llama, Qwen3, Qwen3Moe, DiffLlama, our modelling file.
 
-A layout maps each tensor to those of the other side; most only have another name.
+A layout maps the tensors of one side to the other side; most tensors only change the name.
 
 Shapes: H query heads, K kv heads, d head_dim, D model width, E experts, F their width.
 """
@@ -29,7 +29,7 @@ from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
 
 @dataclass(frozen=True)
 class Mapped:
-    """A tensor that is made of tensors of the other side."""
+    """A tensor of one side, computed by `make` from the tensors `sources` of the other side."""
 
     name: str
     sources: tuple[str, ...]
@@ -44,9 +44,9 @@ class Layout:
     """A decoder in the layout of another library: mappings of tensors in both directions."""
 
     architecture: str
-    """The class that reads it, by its name in transformers."""
+    """Name of the transformers class that reads the layout."""
     config: Mapping[str, Any]
-    """The content of config.json, but for what the tokenizer and the export say."""
+    """The content of config.json, without keys of the tokenizer and of the export."""
     exported: Sequence[Mapped]
     imported: Sequence[Mapped]
 
@@ -57,7 +57,7 @@ NAMES = {
     "norm.": "model.norm.",
     "layers.": "model.layers.",
 }
-"""Beginnings of names here, and in Llama and all that follow it."""
+"""Prefixes of parameter names here, and in the Llama family."""
 PARTS = {
     ".attention_norm.": ".input_layernorm.", ".ffn_norm.": ".post_attention_layernorm.",
     ".attention.": ".self_attn.", ".ffn.": ".mlp.",
@@ -68,7 +68,10 @@ PARTS = {
 
 
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the name of a parameter in the Llama family, with further `parts`."""
+    """Return the name of our parameter in the Llama family.
+
+    `parts` are name parts to replace in addition to `PARTS`.
+    """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
     for own, other in {**parts, **PARTS}.items():
@@ -83,7 +86,7 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Map tensors that have other names alone: those there, and ours."""
+    """Return mappings to and from the Llama family for tensors that only change the name."""
     there = {name: name_there(name, parts) for name in names}
     return (
         [Mapped(theirs, (ours,), same) for ours, theirs in there.items()],
@@ -92,7 +95,10 @@ def renamed(
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the shape of a decoder in the keys of Llama's relatives, without query heads."""
+    """Return the shape of a decoder with the config keys of the Llama family.
+
+    The number of query heads is not included.
+    """
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -109,7 +115,7 @@ def shape_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def older_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Return the settings of RoPE as transformers 4 names them; it ignores rope_parameters."""
+    """Return RoPE settings with the keys of transformers 4, which ignores rope_parameters."""
     scaling = rope_parameters(rope)
     theta = scaling.pop("rope_theta")
     plain = scaling["rope_type"] == "default"
@@ -117,7 +123,7 @@ def older_rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
-    """Return the settings of RoPE as transformers 5 names them."""
+    """Return RoPE settings with the keys of transformers 5."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
         return found
@@ -142,18 +148,18 @@ VARIANTS: dict[str, type[AttentionConfig]] = {
     "diff_v1": DiffV1Config, "diff_v2": DiffV2Config,
 }  # fmt: skip
 OF_MACHINE = ("backend", "values")
-"""Settings of attention that choose a kernel and do not change the function."""
+"""Attention settings that select a kernel and do not change the computed function."""
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
-    """Lay out a decoder for our modelling file; None for a variant that it does not have."""
+    """Return the layout of our modelling file; None for a variant that the file does not have."""
     variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
     if variant is None:
         return None
     decoder = without_storage(model)
     names = [*dict(decoder.named_parameters()), *decoder.router_state()]
     exported, imported = renamed(names)
-    members = 2 if variant == "diff_v1" else 1  # of a key of the kernel's
+    members = 2 if variant == "diff_v1" else 1  # Heads that the kernel reads as one head.
     attention = model.attention
     if isinstance(attention, StandardConfig) and attention.sink is Sink.one:
         zeros = partial(torch.zeros, decoder.layers[0].attention.n_query_heads)
@@ -173,7 +179,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON values, enums by name, without those that depend on the machine."""
+    """Return settings as JSON values (enums by name), without `OF_MACHINE`."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -182,7 +188,10 @@ def json_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_layout(model: ModelConfig) -> Layout | None:
-    """Lay out a dense softmax decoder as Llama, or as Qwen3 if it normalises q and k; else None."""
+    """Return the layout of a dense softmax decoder: Qwen3 with QK norm, else Llama.
+
+    Return None for other decoders.
+    """
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
     exported, imported = renamed(parameter_names(model))
@@ -194,8 +203,10 @@ def llama_layout(model: ModelConfig) -> Layout | None:
 
 
 def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
-    """Lay out a mixture as Qwen3Moe: softmax scores, no bias, no shared experts, QK norm; else
-    None."""
+    """Return the Qwen3Moe layout of a mixture of experts.
+
+    Needs softmax scores, no router bias, no shared experts and QK norm; None for other decoders.
+    """
     moe = model.moe
     fits = (
         moe.n_experts and moe.score is Score.softmax and not moe.n_shared
@@ -229,9 +240,10 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
 
 
 def diffllama_layout(model: ModelConfig) -> Layout | None:
-    """Lay out DIFF V1 as DiffLlama, whose head norm has no weight: it becomes part of `wo`.
+    """Return the DiffLlama layout of DIFF V1.
 
-    None for ablations, mixtures, another eps in that norm, and normalised queries and keys.
+    DiffLlama's head norm has no weight, so `wo` is multiplied by the weight. Return None for
+    ablations of V1, mixtures of experts, QK norm, and a head norm with a different eps.
     """
     attention = model.attention
     fits = (
@@ -271,7 +283,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
-    """Whether attention is plain softmax attention in heads that Llama's config takes."""
+    """Whether attention is plain softmax attention with heads that Llama's config supports."""
     attention = model.attention
     return (
         type(attention) is StandardConfig
@@ -287,7 +299,7 @@ def query_heads(model: ModelConfig) -> int:
 
 
 def softmax_config(model: ModelConfig) -> dict[str, Any]:
-    """Return what Llama and Qwen3 say of their layers besides the shape."""
+    """Return the config keys of softmax attention in Llama and Qwen3."""
     return {
         "num_attention_heads": query_heads(model),
         "hidden_act": "silu",
@@ -301,8 +313,10 @@ def parameter_names(model: ModelConfig) -> list[str]:
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder rows (heads * d, D): heads (-1, 2, d) puts first members first, (2, -1, d) undoes
-    it."""
+    """Reorder rows (number of heads * d, D) of query or key weights.
+
+    heads=(-1, 2, d) moves the first heads of all pairs to the front; (2, -1, d) is the inverse.
+    """
     return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
 
 
@@ -312,12 +326,15 @@ def folded(wo: Tensor, norm: Tensor) -> Tensor:
 
 
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Choose the layout of a class in transformers if one fits, else that of our modelling file."""
+    """Return the layout of a matching transformers class, else of our modelling file.
+
+    `own` selects our modelling file. Raises ConfigError if no layout fits.
+    """
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:
         if found := layout(model):
             return found
     raise ConfigError(
         f"{type(model.attention).__name__} cannot be exported: neither transformers nor our "
-        "modelling file computes it"
+        "modelling file supports this attention"
     )

@@ -1,8 +1,8 @@
-"""A directory of transformers, read as the parameters of a decoder of ours.
+"""Read a decoder from a model directory of transformers.
 
-config.json gives its shape: Llama, Qwen3, Qwen3Moe, DiffLlama, or our own modelling file. Unknown
-settings are refused; errors are ValueErrors whose text follows the name of the file. Nothing in the
-directory is run: no modelling file, no pickle.
+config.json defines the shape: Llama, Qwen3, Qwen3Moe, DiffLlama, or our modelling file. Unknown
+settings are refused: functions raise a ValueError, whose text is printed after the file name. No
+code from the directory is run: no modelling file, no pickle.
 """
 
 import math
@@ -37,7 +37,7 @@ COMPUTED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
     "partial_rotary_factor": 1.0, "quantization_config": None, "decoder_sparse_step": 1,
 }  # fmt: skip
-"""Settings with the one value that our decoders compute."""
+"""Settings that our decoders support with a single value."""
 ROPES = {"default": RopeScaling.none, **{s.name: s for s in RopeScaling if s.name != "none"}}
 ROPE_KEYS = (
     "rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings",
@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "a list of text": (lambda value: is_list_of(str, value), ("architectures", "layer_types")),
     "a list of whole numbers": (lambda value: is_list_of(int, value), ("mlp_only_layers",)),
 }  # fmt: skip
-"""The types of all settings that are read: a test and the keys that it is for."""
+"""Types of all settings that are read: name of the type to its test and its keys."""
 
 
 def is_list_of(kind: type, value: Any) -> bool:
@@ -70,9 +70,9 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 class Config(dict[str, Any]):
-    """Settings of a config.json, with their types in KINDS; null settings are missing.
+    """Settings of a config.json, with types from KINDS; null counts as missing.
 
-    `config[key]` raises ValueError for a missing setting.
+    Raises ValueError for a wrong type; `config[key]` raises ValueError for a missing setting.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -89,23 +89,23 @@ class Config(dict[str, Any]):
 
 
 def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
-    """Return the architecture that a config.json names, and the decoder that it describes."""
+    """Return the architecture's name and our model config for the content of a config.json."""
     config = Config(content)
     name = next(iter(config["architectures"]), None)
     if name not in READERS:
         raise ValueError(f"names the architecture {name}, which is not one of {', '.join(READERS)}")
     for key, computed in COMPUTED.items():
         if config.get(key, computed) != computed:
-            raise ValueError(f"says {key}={config[key]}, and only {computed} is computed here")
+            raise ValueError(f"has {key}={config[key]}, but only {computed} is supported")
     if others := set(config.get("layer_types", ())) - {"full_attention"}:
-        raise ValueError(f"has layers of {', '.join(others)}, which are not known here")
+        raise ValueError(f"has layer_types {', '.join(others)}; only full_attention is supported")
     model = READERS[name](config)
     model.validate()
     return name, model
 
 
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int = 0) -> ModelConfig:
-    """Read the settings that all architectures share; `n_heads` if the config has others."""
+    """Read the settings that all architectures share; a nonzero `n_heads` overrides the config."""
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
         dim=dim,
@@ -136,8 +136,8 @@ def qwen3(config: Config) -> ModelConfig:
 def qwen3_moe(config: Config) -> ModelConfig:
     dense = config.get("mlp_only_layers", [])
     if dense != list(range(len(dense))):
-        raise ValueError(f"says mlp_only_layers={dense}; only the first layers may be dense")
-    if "num_local_experts" in config:  # as transformers 5 saves it
+        raise ValueError(f"has mlp_only_layers={dense}, but only the first layers may be dense")
+    if "num_local_experts" in config:  # The key of transformers 5.
         config = Config({"num_experts": config["num_local_experts"], **config})
     moe = MoEConfig(
         n_experts=config["num_experts"],
@@ -152,7 +152,7 @@ def qwen3_moe(config: Config) -> ModelConfig:
 
 
 def diffllama(config: Config) -> ModelConfig:
-    config = Config({"rms_norm_eps": 1e-5, **config})  # also the eps of the head norm
+    config = Config({"rms_norm_eps": 1e-5, **config})  # The head norm has the same eps.
     return shape_of(config, DiffV1Config(head_norm_eps=config["rms_norm_eps"]))
 
 
@@ -161,12 +161,12 @@ def own(config: Config) -> ModelConfig:
     variant = Config(settings)["variant"]
     if variant not in VARIANTS:
         raise ValueError(f"has attention {variant}, which is not one of {', '.join(VARIANTS)}")
-    for key in ("variant", *OF_MACHINE):  # older exports contain OF_MACHINE
+    for key in ("variant", *OF_MACHINE):  # Older exports contain OF_MACHINE.
         settings.pop(key, None)
     attention = config_from_values(VARIANTS[variant], settings, "attention")
     heads = config["num_attention_heads"]
     n_heads: float = heads
-    if isinstance(attention, DiffV1Config):  # of whose heads the kernel gets two as one
+    if isinstance(attention, DiffV1Config):  # The kernel reads two heads as one head.
         pairs, width = config["num_key_value_heads"], config["head_dim"]
         config = Config({**config, "num_key_value_heads": 2 * pairs, "head_dim": width // 2})
     elif isinstance(attention, StandardConfig):
@@ -190,23 +190,25 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
 
 
 def rope_of(config: Config) -> RopeConfig:
-    """Read the frequencies, as transformers 5 or an older one writes them."""
+    """Read the RoPE settings of transformers 4 or 5."""
     said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
     if any(isinstance(value, dict) for value in said.values()):
-        raise ValueError("has settings of RoPE that differ by layer")
+        raise ValueError("has RoPE settings that differ by layer, which is not supported")
     kind = said.get("rope_type", said.get("type", "default"))
     if kind not in ROPES:
         raise ValueError(f"has RoPE of type {kind}, which is not one of {', '.join(ROPES)}")
     if others := [key for key in said if key not in ROPE_KEYS]:
-        raise ValueError(f"has settings of RoPE that are not known here: {', '.join(others)}")
+        raise ValueError(f"has unknown RoPE settings: {', '.join(others)}")
     older = {"rope_theta": config.get("rope_theta"), **Config(config.get("rope_scaling", {}))}
-    for key, value in older.items():  # transformers 4 reads the older settings
+    # transformers 4 reads the older keys, transformers 5 the newer: both must agree.
+    for key, value in older.items():
         if value is not None and {"type": kind, "rope_type": kind, **said}.get(key, value) != value:
             raise ValueError(f"has two values of {key}: {value} and {said.get(key, kind)}")
     theta = config.get("rope_theta", 10_000.0)
     rope = RopeConfig(theta=said.get("rope_theta", theta), scaling=ROPES[kind])
     if said.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rotates a part of each head's channels, which is not computed here")
+        factor = said["partial_rotary_factor"]
+        raise ValueError(f"has partial_rotary_factor={factor}, but only 1 is supported")
     if kind != "default":
         rope.factor = said["factor"]
     if kind in ("llama3", "yarn"):
@@ -224,12 +226,12 @@ def rope_of(config: Config) -> RopeConfig:
 
 
 def config_from_values(cls: type[T], values: Any, where: str) -> T:
-    if "${" in str(values):  # OmegaConf would resolve ${oc.env:...}, which reads the environment
-        raise ValueError(f"has an interpolation in its settings of {where}")
+    if "${" in str(values):  # OmegaConf would resolve ${oc.env:...} and read the environment.
+        raise ValueError(f"has an interpolation in its {where} settings")
     try:
         made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
     except (OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"has settings of {where} that cannot be: {error}") from error
+        raise ValueError(f"has invalid {where} settings: {error}") from error
     assert isinstance(made, cls)
     return made
 
@@ -239,29 +241,33 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 class ModelDirectory:
-    """A decoder that transformers has saved; raises CheckpointError for an unknown architecture,
-    or tensors that do not fit the config."""
+    """A decoder saved by transformers.
+
+    Raises CheckpointError for an unknown architecture, or for tensors that do not fit the config.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         try:
             with readable(path / CONFIG):
-                config = read_json(path / CONFIG, follow=True)  # the hub's cache consists of links
+                config = read_json(
+                    path / CONFIG, follow=True
+                )  # Files in the hub's cache are links.
                 self.architecture, self.model = model_of(config)
         except (ConfigError, ArithmeticError) as error:
             raise CheckpointError(f"{path / CONFIG} {error}") from error
         self._places = self._placed()
         moe, least = self.model.moe, self.model.n_layers
-        if self.architecture != ARCHITECTURE:  # an expert has tensors of its own
+        if self.architecture != ARCHITECTURE:  # Each expert has separate tensors.
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
-        if len(self._places) < least:  # a forged config could describe billions
-            raise CheckpointError(f"{path} has {len(self._places)} tensors, not {least} or more")
+        if len(self._places) < least:  # A forged config could describe billions of tensors.
+            raise CheckpointError(f"{path} has {len(self._places)} tensors, fewer than {least}")
         layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
         self._made = {tensor.name: tensor for tensor in layout.imported}
         self._check({tensor.name: tensor for tensor in layout.exported})
 
     def tensor(self, name: str) -> Tensor:
-        """Return a parameter of ours, float32; raises CheckpointError where it cannot be read."""
+        """Return one of our parameters in float32; raises CheckpointError if a read fails."""
         made = self._made[name]
         try:
             sources = {key: self._places[key].get_tensor(key).float() for key in made.sources}
@@ -275,7 +281,10 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """The readable sentencepiece model, else the fast tokenizer; raises CheckpointError."""
+        """Return the sentencepiece model, or the fast tokenizer if the former is not readable.
+
+        Raises CheckpointError without a readable tokenizer, or if it has too many pieces.
+        """
         refused = f"{self.path} has neither {MODEL} nor {FAST}"
         most = self.model.vocab_size
         for file in filter(Path.is_file, (self.path / MODEL, self.path / FAST)):
@@ -285,12 +294,14 @@ class ModelDirectory:
                 refused = str(error)
                 continue
             if pieces > most:
-                raise CheckpointError(f"{file} has {pieces:,} pieces, more than the {most:,} rows")
+                raise CheckpointError(
+                    f"{file} has {pieces:,} pieces, more than the vocabulary of {most:,}"
+                )
             return file
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
-        """Open the files; return the one of each tensor by its name there."""
+        """Open the safetensors files; return the open file of each tensor by tensor name."""
         names = [WEIGHTS]
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
@@ -303,11 +314,11 @@ class ModelDirectory:
                     raise ValueError("has no weight_map")
                 for name in files.values():
                     if not isinstance(name, str) or name != os.path.basename(name):
-                        raise ValueError(f"has {name!r} in its weight_map, which is no file name")
+                        raise ValueError(f"has {name!r} in its weight_map: not a file name")
             names = sorted(set(files.values()))
         places: dict[str, Any] = {}
         for name in names:
-            with readable(self.path / name):  # safe_open would wait at a FIFO
+            with readable(self.path / name):  # Refuse a FIFO, at which safe_open would wait.
                 open_regular(self.path / name, sys.maxsize, follow=True).close()
             try:
                 file = safe_open(self.path / name, "pt")
@@ -317,7 +328,7 @@ class ModelDirectory:
         return places
 
     def _check(self, there: Mapping[str, Mapped]) -> None:
-        """Raise CheckpointError unless the tensors are just those of the layout."""
+        """Raise CheckpointError unless the files have exactly the tensors of the layout `there`."""
         own = without_storage(self.model)
         ours = {**dict(own.named_parameters()), **own.router_state()}
         expected = {name: list(mapped.of(ours).shape) for name, mapped in there.items()}
@@ -325,9 +336,9 @@ class ModelDirectory:
         others = self._places.keys() - expected.keys() - tied
         extra = [n for n in self._places if n in others and not n.endswith(".inv_freq")]
         missing = [name for name in expected if name not in self._places]
-        for what, names in (("lacks", missing), ("has tensors that are not known here:", extra)):
+        for fault, names in (("lacks tensors:", missing), ("has unknown tensors:", extra)):
             if names:
-                raise CheckpointError(f"{self.path} {what} {listed(names)}")
+                raise CheckpointError(f"{self.path} {fault} {listed(names)}")
         for name, shape in expected.items():
             found = self._places[name].get_slice(name)
             if found.get_shape() != shape or found.get_dtype() not in FLOATS:

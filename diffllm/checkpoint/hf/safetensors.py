@@ -1,4 +1,4 @@
-"""A checkpoint's parameters as safetensors, no more than one file's in memory at a time."""
+"""Write a checkpoint's parameters as safetensors, with at most one file in memory."""
 
 import json
 import re
@@ -26,16 +26,16 @@ SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 
 def check_form(dtype: str, max_shard_size: str) -> None:
-    """Raise ConfigError for a dtype that is not offered, or for what is no size."""
+    """Raise ConfigError for an unknown dtype or an invalid size."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):
-        raise ConfigError(f"max_shard_size={max_shard_size} must be a size above 0, as 500MB")
+        raise ConfigError(f"max_shard_size={max_shard_size} must be a size above 0, such as 500MB")
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Turn a failure to write files into a ConfigError that begins with `what`."""
+    """Convert errors of writing files to a ConfigError whose text begins with `what`."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -43,8 +43,11 @@ def writing(what: str) -> Iterator[None]:
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors by name, without storage: parameters in `dtype` unless they
-    stay in float32, and router state. Raises CheckpointError for another model."""
+    """Return a checkpoint's tensors by name, without storage.
+
+    Parameters are in `dtype`, except `fp32_parameters`; router state is included. Raises
+    CheckpointError if the checkpoint does not fit `model`.
+    """
     empty = without_storage(model)
     params = dict(empty.named_parameters())
     check_parameters(checkpoint, read_state(checkpoint), params)
@@ -56,7 +59,7 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
 
 
 def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read tensors of these names and shapes to the CPU; float32 is what checkpoints hold."""
+    """Read tensors by name to the CPU, with the shapes of `tensors`; parameters in float32."""
     whole = {}
     for name, tensor in tensors.items():
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
@@ -75,8 +78,10 @@ def write_safetensors(
 ) -> int:
     """Write `<stem>.safetensors`, or several files with an index; return the bytes of all tensors.
 
-    `exported` are the tensors to write, made of `ours`, the result of `tensors_of`; None writes
-    ours.
+    Args:
+        ours: the result of `tensors_of`.
+        max_shard_size: maximum size of a file, such as 500MB.
+        exported: the tensors to write, computed from `ours`; None writes `ours`.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]
@@ -94,7 +99,8 @@ def write_safetensors(
     )
     for file, names in split.filename_to_tensors.items():
         save_file(values(names), directory / file, {"format": "pt"})
-        shutil.copymode(checkpoint / "state.json", directory / file)  # not only the owner's
+        # save_file makes files that only the owner can read.
+        shutil.copymode(checkpoint / "state.json", directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -1,4 +1,4 @@
-"""Runs on disk side by side: one self-contained page and a table."""
+"""Reports that compare runs on disk: one self-contained HTML page and one CSV table."""
 
 from pathlib import Path
 
@@ -8,12 +8,13 @@ def write_report(
 ) -> tuple[Path, Path]:
     """Write report.html and report.csv about the runs in `paths`, and return their paths.
 
-    Raises ConfigError if no run can be read, no run has that variant, or `out` cannot be written.
+    Raises ConfigError if no run can be read, if no run has the variant `baseline`, or if `out`
+    cannot be written.
 
     Args:
-        paths: run directories, directories of runs, globs.
-        baseline: the variant that gaps are measured from; None takes `standard` if it is there.
-        out: directory of the two files; None is the one that holds all that `paths` name.
+        paths: run directories, directories that contain runs, or globs.
+        baseline: variant that gaps are measured from; None selects `standard` if a run has it.
+        out: directory of both files; None selects the closest directory that contains all `paths`.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import write
@@ -23,13 +24,13 @@ def write_report(
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
-    """Means, gaps and 95% intervals of the runs in `paths`, in at most 100 columns, and notes.
+    """Return means, gaps and 95% intervals of runs in at most 100 columns, followed by notes.
 
     Raises ConfigError as `write_report` does.
 
     Args:
-        paths: run directories, directories of runs, globs.
-        baseline: the variant that gaps are measured from; None takes `standard` if it is there.
+        paths: run directories, directories that contain runs, or globs.
+        baseline: variant that gaps are measured from; None selects `standard` if a run has it.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import whole_text

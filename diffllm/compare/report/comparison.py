@@ -1,4 +1,4 @@
-"""A comparison: each row's gap to its baseline, and all that forbids or limits comparing them."""
+"""Comparison of runs: the gap of each row to its baseline, and notes on comparability."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,17 +33,17 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     evaluated: list[Evaluated] = field(default_factory=list)
     score_notes: list[str] = field(default_factory=list)
-    """The notes that also limit `evaluated`."""
+    """Notes that also apply to `evaluated`."""
 
 
 def read(
     paths: list[Path], baseline: str | None = None, step: int = 0
 ) -> tuple[Comparison, Path | None]:
-    """The comparison of all runs in `paths`, and the directory for its report, if any.
+    """Return the comparison of all runs in `paths`, and the directory for the report, if any.
 
-    Evaluations are those of the checkpoint `step`; 0 is each run's newest evaluated checkpoint. A
-    run that cannot be read becomes a note. Raises ConfigError if no run can be read or none has
-    the baseline's variant.
+    `step` selects the checkpoint whose evaluations are shown; 0 selects each run's newest evaluated
+    checkpoint. A run that cannot be read becomes a note. Raises ConfigError if no run can be read
+    or no run has the baseline's variant.
     """
     found = find_runs(paths)
     runs: list[Run] = []
@@ -52,7 +52,7 @@ def read(
         try:
             runs.append(load_run(path))
         except CheckpointError as error:
-            unreadable.append(f"{path} is left out: {error}.")
+            unreadable.append(f"{path} is skipped: {error}.")
     if not runs:
         more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
         raise ConfigError(f"no run can be read: {unreadable[0]}{more}")
@@ -66,10 +66,10 @@ def read(
 def compare(
     runs: list[Run], baseline: str | None = None, title: str = "", step: int = 0
 ) -> Comparison:
-    """Group runs into rows and measure each against the baseline's row with equal other keys.
+    """Group runs into rows, and measure the gap of each row to the baseline's comparable row.
 
-    The default baseline is `standard`, else the first of several rows. Raises ConfigError if no run
-    has the baseline's variant.
+    The default baseline is `standard`, else the variant of the first of several rows. Raises
+    ConfigError if no run has the baseline's variant.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
@@ -85,9 +85,9 @@ def compare(
         measure_gap(row, base, notes)
     tested = [(row, p) for row in rows if row.outcome and (p := row.outcome.p) is not None]
     for (row, _), p in zip(tested, holm([p for _, p in tested]), strict=True):
-        row.p_holm = p  # all gaps are one family
+        row.p_holm = p  # All gaps are one family of tests.
     alone = [row.label for row, base in bases if base is None and not row.runs[0].changes]
-    no_gap = f"No gap of {', '.join(alone)}: no run of {chosen} agrees in all other keys."
+    no_gap = f"No gap for {', '.join(alone)}: no run of {chosen} agrees in all other keys."
     of_scores = [no_gap] if alone and len(rows) > 1 else []
     notes += of_scores + fact_notes(kept) + parameter_notes(pairs) + speed_notes(kept)
     evaluated, about = evaluations(rows, step)
@@ -104,17 +104,17 @@ def compare(
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
     if wanted is not None and wanted not in variants:
-        raise ConfigError(f"baseline={wanted} is in no run; choose from {', '.join(variants)}")
+        raise ConfigError(f"no run has baseline={wanted}; choose from {', '.join(variants)}")
     default = variants[0] if len(rows) > 1 else None
     return wanted or ("standard" if "standard" in variants else default)
 
 
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
-    """Return the row that a gap is measured from: the baseline's, all keys outside of attention
-    equal; a row of the baseline itself may be its own.
+    """Return the row that the gap of `row` is measured from; this may be `row` itself.
 
-    If several rows qualify, choose the one without attention overrides. None if there is none, and
-    for runs that were changed.
+    The baseline row has the variant `baseline`, and all keys outside of attention are equal. If
+    several rows qualify, choose the one without attention overrides. Return None if no row
+    qualifies, or if the config of `row` changed during training.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -130,7 +130,7 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def of_one_size(row: Row, other: Row, match: str) -> bool:
-    """Whether rows agree on a matched size; a target has the size of the rows matched to it."""
+    """Return whether rows agree on a matched size; a target counts as matched to itself."""
     own, theirs = row.keys[match], other.keys[match]
     return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
 
@@ -148,12 +148,13 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
                       for seed, init in sorted(seeds))
             for seeds in (own & theirs, own ^ theirs)
         )  # fmt: skip
-        what = f"is over seed {common} alone" if common else "is unknown"
-        notes.append(f"The gap of {row.label} to {base.label} {what}: only one has seed {others}.")
+        what = f"uses only seed {common}" if common else "is unknown"
+        why = f"only one row has seed {others}"
+        notes.append(f"The gap of {row.label} to {base.label} {what}: {why}.")
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """Return the gap over the documents and seeds that both rows have, or why there is none."""
+    """Return the gap over common documents and seeds, or None and the reason."""
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())
     if why := withheld(len(seeds), LEAST_DOCUMENTS):

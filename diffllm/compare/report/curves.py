@@ -1,4 +1,4 @@
-"""Curves of a row over tokens, cost and layers, its seeds together; gaps at equal cost."""
+"""Curves of a row over tokens, cost and layers, combined over seeds; gaps at equal cost."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 
 @dataclass(frozen=True)
 class Band:
-    """A curve of a row over seeds, each (n,); NaN where a seed has no value."""
+    """A row's curve over all seeds; arrays are (n,), NaN where a seed has no value."""
 
     x: Array
     mean: Array
     low: Array
     high: Array
     singles: list[Array]
-    """The single seeds, (n,) each, where not all have a value."""
+    """Curves of single seeds, (n,) each, at points where another seed has no value."""
     stops: list[tuple[float, float]]
-    """The last finite point of a seed that ends before another."""
+    """Last finite points (x, y) of the seeds that end before the last x."""
 
     @property
     def drawn(self) -> Array:
@@ -39,13 +39,14 @@ class Band:
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
-    """On every x of some seed, between a seed's own points interpolated; None if all are empty."""
+    """Combine curves of seeds on the union of all x, interpolated; None without a finite value."""
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
         return None
     x = np.unique(np.concatenate([curve.tokens for curve in curves]))
     seeds = np.stack([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
     alone = np.isnan(seeds).any(axis=0)
+    # Curves of single seeds reach one point further, where they meet the mean of all seeds.
     beside = np.convolve(alone, [1, 1, 1])[1:-1] > 0
     singles = [y for y in np.where(beside, seeds, np.nan) if np.isfinite(y).any()]
     last = [np.flatnonzero(np.isfinite(y))[-1:] for y in seeds]
@@ -71,7 +72,7 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """A quantity over layers, at the last logged step that the runs have in common."""
+    """Return a quantity over layers at the last logged step that all runs of the row share."""
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
     logged = [(layers, series) for layers, series in logged if series.values.size]
@@ -85,7 +86,7 @@ def at_end(row: Row, quantity: str) -> Band | None:
 
 
 def envelope(band: Band) -> tuple[Array, Array, Array]:
-    """Return x, low and high at `POINTS` places at most: the extremes up to the next place."""
+    """Return the first x and the extremes (low, high) of each of at most `POINTS` intervals."""
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
     low, high = np.fmin.reduceat(band.low, starts), np.fmax.reduceat(band.high, starts)
@@ -93,7 +94,7 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return held-out loss minus that of the baseline at the same seeds."""
+    """Return the held-out sample loss minus the baseline's, paired by seed."""
     if row.baseline is None:
         return None
     of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
@@ -111,10 +112,11 @@ def rows_of_gaps(rows: list[Row]) -> list[Row]:
 
 
 def seed_noise(rows: list[Row]) -> Series | None:
-    """Half the width of the band of 95% of gaps between rows of equal expectation, per evaluation.
+    """Return half the width of the noise floor at each evaluation; None if no row has two seeds.
 
-    t s sqrt(2 / n): s is the deviation between seeds pooled over rows, n the smallest number of
-    seeds, t Student's quantile. None if no row has two seeds.
+    The noise floor covers 95% of gaps between rows of equal expectation. The half width is
+    t s sqrt(2 / n): s is the standard deviation between seeds pooled over rows, n the smallest
+    number of seeds, t Student's quantile.
     """
     curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
@@ -134,13 +136,13 @@ class Budget(NamedTuple):
     unit: str
     meaning: str
     spent: Callable[[Run, Array], Array | None]
-    """Returns the amount used after so many tokens, (n,) of (n,); None if unknown."""
+    """Returns the amounts spent (n,) after given numbers of tokens (n,); None if unknown."""
     facts: tuple[str, ...] = ()
-    """Facts of run.json that must agree."""
+    """Facts of run.json that must be equal to compare amounts."""
 
 
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
-    """Seconds of training steps, without evaluations and saves."""
+    """Return the seconds of training steps, without evaluations and saves; None if unknown."""
     if "perf/step_ms" not in run.metrics.columns:
         return None
     places, step_ms = run.metrics.columns["perf/step_ms"]
@@ -156,6 +158,7 @@ def flops_spent(run: Run, tokens: Array) -> Array | None:
     at, keys = keys_seen(run.metrics)
     if per_key is None or not len(at):
         return tokens * per_token
+    # `per_token` counts the mean number of visible keys; the deviation so far is added.
     over_mean = np.append(0, keys - at * (keys[-1] / at[-1]))
     return tokens * per_token + per_key * np.interp(tokens, np.append(0, at), over_mean)
 
@@ -180,7 +183,7 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def increasing(spent: Array, values: Array) -> Series | None:
-    """Return the finite values over spent amounts; None unless these are positive and increase."""
+    """Return the finite values over spent amounts; None unless amounts are positive and sorted."""
     known = np.isfinite(values)
     spent, values = spent[known], values[known]
     if not len(spent) or not np.isfinite(spent).all():
@@ -196,7 +199,7 @@ def last_common(curves: Iterable[Series]) -> float | None:
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """The gap to the baseline at equal cost; None if an amount is unknown or machines differ."""
+    """Return the gap at equal cost; None if an amount is unknown or machines differ."""
     if row.gap is None or row.baseline is None:
         return None
     both = [*row.runs, *row.baseline.runs]
@@ -217,9 +220,10 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
 
 
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
-    """Return the loss at an amount, interpolated over its logarithm, and the possible error.
+    """Return the loss at an amount, interpolated over the logarithm of amounts, and an error.
 
-    The error is the largest error of the same interpolation at the neighbouring evaluations.
+    The error is the largest error of the same interpolation at the neighbouring evaluations;
+    infinite if no neighbour can be interpolated.
     """
     x, y = np.log(curve.tokens), curve.values
     place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))

@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints beside each other: means over seeds, and gaps over the same seeds."""
+"""Evaluations of checkpoints in a report: means over seeds, and gaps paired by seed."""
 
 import json
 import math
@@ -16,22 +16,22 @@ from diffllm.statistics.gap_tests import paired
 
 Seeds = tuple[int, int]
 ALL = "mean of all levels"
-NOT_NEGATIVE = ("nats a token", "magnitude")
-"""Prefixes of units whose values are never negative."""
+NOT_NEGATIVE = ("nats per token", "nats a token", "magnitude")
+"""Prefixes of units whose values are never negative. Older versions stored "nats a token"."""
 
 
 class ScoreCell(NamedTuple):
     mean: Estimate
     gap: Estimate | None
     over_examples: tuple[float, float] | None = None
-    """Wilson's interval of a share, if its seeds do not vary or there is only one."""
+    """Wilson's interval of a share, if the row has one seed or all seeds agree."""
 
 
 class ScoreLine(NamedTuple):
     of: str
     chance: float | None
     cells: list[ScoreCell | None]
-    """Per row."""
+    """A cell per row; None without a score."""
 
 
 class Checkpoint(NamedTuple):
@@ -45,17 +45,17 @@ class Evaluated(NamedTuple):
     unit: str
     lines: list[ScoreLine]
     parts: list[ScoreLine]
-    """The scores by a further fact of the examples, such as the depth of a needle."""
+    """Scores by a further fact of the examples, such as the depth of a needle."""
     equal: list[ScoreLine]
-    """The scores at `loss`."""
+    """Scores interpolated at `loss`."""
     loss: float | None
     """The lowest loss of the held-out sample that all evaluated runs reached."""
 
 
 def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[str]]:
-    """Gather the results of the checkpoints of a step, or for 0 of the newest evaluated ones.
+    """Return the results of the checkpoints of a step, and notes about skipped files and runs.
 
-    Return them with notes about skipped files and runs.
+    A `step` of 0 selects each run's newest evaluated checkpoint.
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
@@ -69,9 +69,9 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
 def gathered(
     name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
 ) -> tuple[Evaluated | None, str]:
-    """Gather one evaluation, of the runs that were asked the same as the first of them.
+    """Gather one evaluation over all runs with the same settings as the first evaluated run.
 
-    Return None without a score, and a note about runs that were asked something else.
+    Return None if no run has a score, and a note about the runs with other settings.
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -89,8 +89,8 @@ def gathered(
                 own[run.seeds] = checkpoints(run, name, steps)
             else:
                 others.append(str(run.path))
-    why = "evaluated after other tokens, with another tokenizer or at other levels"
-    note = f"{name}: {shortlist(others, 3)} left out, {why}." if others else ""
+    why = "evaluated after another number of tokens, with another tokenizer or at other levels"
+    note = f"{name}: skipped {shortlist(others, 3)}, {why}." if others else ""
     places = {id(row): i for i, row in enumerate(rows)}
     bases = [places.get(id(row.against)) if row.against else None for row in rows]
     newest_scores = [{seeds: run[-1].scores for seeds, run in own.items()} for own in found]
@@ -124,7 +124,7 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
 
 
 def by_name(result: Line) -> Lines:
-    """Return the scores of a result by name; of several shares, the mean over levels first."""
+    """Return the scores of a result by name; the mean over levels precedes several shares."""
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
         means: Line = {"of": ALL}
@@ -141,7 +141,7 @@ def independent_examples(score: Line) -> float:
 
 
 def scores_by_fact(scores: Lines) -> Lines:
-    """Return the scores by facts of the examples, which a score has under keys as `by_depth`."""
+    """Return the scores of groups of examples, from keys of each score such as `by_depth`."""
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
         for of, score in scores.items()
@@ -152,14 +152,14 @@ def scores_by_fact(scores: Lines) -> Lines:
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
-    """Return the lowest loss that every run has reached at a checkpoint or between two; None if no
-    run's lies between two, so that there is nothing to read beyond the checkpoints."""
+    """Return the lowest loss that every run reached; None if all runs have the same lowest loss,
+    because interpolation between checkpoints would then add nothing."""
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
     return max(lowest) if len({*lowest}) > 1 else None
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
-    """Return the scores of a run at a loss, interpolated; {} outside of its losses."""
+    """Interpolate the scores of a run at a loss; return {} outside of the run's losses."""
     known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
     for at, scores in known:
         if at == loss:
@@ -221,7 +221,7 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval to a share if its seeds do not vary or it has only one seed."""
+    """Add Wilson's interval to a share of a single seed, or of seeds that all agree."""
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:

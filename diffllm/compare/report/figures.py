@@ -1,6 +1,6 @@
 """Figures of a report: styles of rows, curves with bands, gaps with intervals.
 
-All are SVG images on white.
+All figures are SVG images on a white background.
 """
 
 import base64
@@ -37,19 +37,19 @@ DASHES: tuple[tuple[float, ...], ...] = (
 )  # fmt: skip
 MARKERS = "os^Dv<>ph"
 WIDTH, HEIGHT, SMALL = 384, 248, 12.0
-"""CSS pixels."""
+"""Sizes of figures and text in CSS pixels."""
 CHARACTER = 6.6
 LONGEST = 44
 ENTRIES = 10
-"""A legend of more rows names the variants."""
+"""With more rows, a legend names variants instead of rows."""
 LEGEND_LINE, HANDLE = 16, 40
-"""Pixels."""
+"""Height of a line and width of a handle in a legend, in pixels."""
 MARGIN, GAP_LINE = 60, 26
-"""Pixels."""
+"""Height of a figure of gaps without and per gap, in pixels."""
 OUTLYING = 8
-"""The scale covers this multiple of the (lower) median reach of an interval."""
+"""The scale of gaps ends at this multiple of the (lower) median reach of an interval."""
 FEW = 24
-"""Each point has a marker up to this number of points."""
+"""Curves of at most this number of points have markers."""
 ROUND = [1, 2, 2.5, 5, 10]
 RC = {
     "svg.fonttype": "none", "svg.hashsalt": "diffllm",
@@ -69,7 +69,7 @@ RC = {
 }  # fmt: skip
 
 Bands = Sequence[Band | None]
-"""Per row, in the order of styles."""
+"""A band per row, in the order of the styles; None without values."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def add_legend(figure: "Figure") -> None:
-    """Add a legend of the labels in use below the axes, and its height to the figure."""
+    """Add a legend below the axes, and make the figure higher by the height of the legend."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     # Names of rows, which begin with a space, may be equal after `short_label`.
     kept = [i for i, label in enumerate(labels) if label[0] == " " or label not in labels[:i]]
@@ -158,19 +158,20 @@ def draw_curves(
     mark: tuple[float, str] | None = None,
     floor: Series | None = None,
 ) -> "Figure":
-    """Draw means as lines, seeds as bands and alone as thin lines, with a cross where a seed ends
-    early or is no longer finite.
+    """Draw the mean of seeds as a line, their range as a band, and single seeds as thin lines.
+
+    A cross marks the last finite value of a seed that ends early.
 
     Args:
-        unit: stands above the scale.
-        across: the name of the horizontal axis.
-        log: omits what is not positive.
-        top: where a linear scale ends; None shows everything.
-        mark: a value to draw a dotted line at, and its name.
-        floor: half the width of a band that is drawn around zero behind the curves.
+        unit: label above the vertical axis.
+        across: label of the horizontal axis.
+        log: use a logarithmic scale, which omits values that are not positive.
+        top: upper end of a linear scale; None shows all values.
+        mark: value of a dotted horizontal line, and its label.
+        floor: half the width of the noise floor, a band around zero in the background.
     """
     drawn = [(band, style) for band, style in zip(bands, styles, strict=True) if band is not None]
-    # Without a space, matplotlib omits names such as "_x" from a legend.
+    # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
     names = {style: f" {name}" for name, style in legend_of([style for _, style in drawn])}
     figure = new_figure(WIDTH, HEIGHT)
     axes = figure.subplots()
@@ -244,19 +245,19 @@ def draw_gaps(
     gaps: list[Estimate],
     styles: list[RowStyle],
     width: float = WIDTH,
-    across: str = "nats a token",
+    across: str = "nats per token",
     hollow: Sequence[bool] = (),
     sides: tuple[str, str] = ("better", "worse"),
     ends: str = "95% interval",
 ) -> "Figure":
-    """Draw gaps and their intervals from top to bottom; an arrow where one exceeds the scale.
+    """Draw gaps and their intervals from top to bottom; an arrow marks values off the scale.
 
     Args:
-        gaps: one or more.
-        styles: of their rows.
-        across: the name of the scale.
-        hollow: whose mean is drawn as a ring; nobody's if empty.
-        sides: the meaning of gaps below 0 and above it.
+        gaps: at least one gap.
+        styles: style of the row of each gap.
+        across: label of the horizontal axis.
+        hollow: True for each gap whose mean is drawn as a ring; empty draws no rings.
+        sides: the meaning of gaps below 0 and of gaps above 0.
         ends: the meaning of the bars, for the legend.
     """
     figure = new_figure(width, max(MARGIN + GAP_LINE * len(gaps), HEIGHT))
@@ -296,7 +297,7 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Limits around 0 and the intervals of the gaps over most seeds, without outliers."""
+    """Return limits that cover 0 and the intervals over the most seeds, except outliers."""
     most = max(gap.seeds for gap in gaps)
     bounds = [
         [x for x in (gap.mean, gap.low, gap.high) if x is not None]

@@ -1,4 +1,4 @@
-"""The config keys and hashes that tell runs apart, and which of them forbid a comparison."""
+"""Config keys and facts that distinguish runs, and those that make runs incomparable."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ HASH = 8
 SEEDS = ("seed", "model.init_seed")
 ATTENTION = "model.attention."
 FOLLOWS = {"model.seq_len": "seq_len", "data.vocab_size": "model.vocab_size"}
-"""Keys that take another's value unless they are set."""
+"""Keys whose default is the value of another key."""
 
 CORPUS = (
     "data.source", "data.dataset", "data.name", "data.split", "data.revision", "data.paths",
@@ -24,23 +24,23 @@ CORPUS = (
 )  # fmt: skip
 TOKENIZER = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_bytes")
 HELDOUT = "heldout_tokens"
-"""Tokens of the last held-out loss; unknown in runs of older versions."""
+"""Number of tokens of the final held-out loss; unknown in runs of older versions."""
 FACTS = {
     "corpus": CORPUS, "tokenizer": TOKENIZER, "compute_dtype": ("precision",),
     HELDOUT: ("eval.tokens",),
 }  # fmt: skip
-"""Facts of run.json, and the keys that each settles."""
+"""Facts of run.json, and the config keys that do not matter between runs of equal facts."""
 FROM_CORPUS = (*TOKENIZER, "model.vocab_size", "corpus", *CORPUS)
 CAUSES = {
     **FACTS, "tokenizer": FROM_CORPUS,
     HELDOUT: ("eval.tokens", "data.heldout_fraction", "tokenizer", *FROM_CORPUS),
 }  # fmt: skip
-"""Keys that explain a difference in a fact: a label then shows the key alone."""
+"""Keys that explain a difference in a fact: a label then shows the key without the fact."""
 
 MATCHES = ("model.match_params_to", "model.match_flops_to")
 PLUGINS = "plugins"
 CHANGED = "changed"
-"""Not a key of a config: changes after the start of a run."""
+"""Name for the config changes after the start of a run; not a config key."""
 IGNORED = {*FREE, "run", "eval.interval", *SEEDS} - {
     "eval", "resume", *CORPUS, *TOKENIZER, "precision",
 }  # fmt: skip
@@ -66,19 +66,19 @@ SPEED = (
 
 @dataclass(frozen=True)
 class Keys:
-    """The differences between runs."""
+    """Keys that differ between runs."""
 
     swept: list[str]
     incomparable: list[str]
     values: list[dict[str, Any]]
-    """Per run; None for a key that its variant does not have."""
+    """Values by key, per run; None for a key that the run's variant does not have."""
 
 
 def distinguish(runs: list[Run]) -> Keys:
-    """The keys whose values differ between runs, and what each run has.
+    """Return the keys whose values differ between runs, and the values of each run.
 
-    Omits seeds, keys of speed or place, and keys that follow from another key. A fact that only
-    some runs know separates them from the others; if no run knows it, its config keys decide.
+    Omits seeds, keys of speed or location, and keys that follow from another key. If only some runs
+    record a fact, the fact separates these runs from the rest; if no run does, config keys decide.
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
@@ -128,7 +128,7 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Count unmatched runs of a target as matched to it, unless its variant names a target."""
+    """Mark runs of a target variant as matched to this variant, unless its runs have a target."""
     unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
         targets = {each[match] for each in values}
@@ -139,7 +139,7 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """The fields of `model.attention` that differ from the variant's YAML."""
+    """Return the fields of `model.attention` that differ from the variant's YAML."""
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
@@ -162,7 +162,7 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 
 
 def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Whether `key` differs, and runs that agree on all of `keys` agree on it."""
+    """Return whether `key` differs, but not between runs that agree on all of `keys`."""
     seen: dict[str, set[str]] = {}
     for each in values:
         cause = shown_value([each.get(k) for k in sorted(keys)])

@@ -1,4 +1,4 @@
-"""The sentences of a report: about gaps and losses of rows, about runs, and what was run."""
+"""Sentences of a report about gaps and losses of rows, about runs, and about settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,7 +29,7 @@ from diffllm.statistics.gap_tests import ALPHA
 
 NAMED = 4
 TOLERANCE = 0.005
-"""Relative difference in parameters above which a note says so."""
+"""Relative difference in parameters above which a note warns."""
 EQUAL = 0.0005
 """Relative difference below which parameters are called equal."""
 SETTINGS = (
@@ -44,7 +44,7 @@ SETTINGS = (
 
 
 def family(rows: list[Row]) -> list[Row]:
-    """The rows whose gap has a test: the family of Holm's correction."""
+    """Return the rows whose gap has a test: the family of Holm's correction."""
     return [row for row in rows if row.p_holm is not None]
 
 
@@ -53,7 +53,7 @@ def survives(row: Row) -> bool:
 
 
 def p_text(p: float | None) -> str:
-    """ "0.031", "0.0012", "<0.0001"."""
+    """Return a p value as "0.031", "0.0012" or "<0.0001"."""
     if p is None or p < 0.0001:
         return MISSING if p is None else "<0.0001"
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
@@ -91,20 +91,20 @@ def gap_tag(row: Row) -> str:
     if found is None:
         return ""
     if found.paired is None or gap is None:
-        return "no seed ended finite in both"
+        return "no common seed with finite losses"
     if gap.low is None:
         return "no interval from one seed"
     if found.paired.zero_variance:
         return "seeds do not vary: p counts as 1"
     if found.favours_diverging:
-        return "in favour of the side that diverged more: p counts as 1"
+        return "favours the row with more diverged runs: p counts as 1"
     if gap.holds_zero:
         return "no difference shown"
-    return "" if survives(row) else "not after Holm"
+    return "" if survives(row) else "not significant after Holm"
 
 
 def divergence(row: Row, of: str = "", share: bool = True) -> str:
-    """ "1 of 3 seeds diverged (33%, 0.84% to 91%)"; nothing if none did."""
+    """Return "1 of 3 seeds diverged (33%, 0.84% to 91%)"; empty without diverged seeds."""
     if not row.diverged:
         return ""
     said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
@@ -145,17 +145,17 @@ def run_notes(run: Run) -> list[str]:
     notes = []
     if run.changes:
         changes = "; ".join(run.changes)
-        notes.append(f"{run.path} was changed on its way ({changes}): it has no gap.")
+        notes.append(f"{run.path} has no gap: its config changed during training ({changes}).")
     if run.diverged:
-        why = "its held-out loss is not a finite number"
+        why = "its held-out loss is not finite"
         if run.gave_up:
             where = f"step {run.last_step} of {run.cfg.steps}"
             why = f"it stopped at {where}, because too many updates in a row were skipped"
-        notes.append(f"{run.path} diverged: {why}; it is in no loss or gap.")
+        notes.append(f"{run.path} diverged: {why}; losses and gaps exclude it.")
     elif run.summary is None:
         unfinished = f"has not finished: {progress(run)}"
         why = "was imported and not trained here" if "imported" in run.facts else unfinished
-        notes.append(f"{run.path} {why}; it is in no number of the table.")
+        notes.append(f"{run.path} {why}; the numbers of the table exclude it.")
     if run.metrics.skipped:
         notes.append(f"{skipped_text(run.path, run.metrics.skipped)}.")
     return notes
@@ -168,8 +168,8 @@ def fact_notes(runs: list[Run]) -> list[str]:
         if unknown := [fact for fact in facts if run.facts.get(fact) is None]:
             missing.setdefault(", ".join(unknown), []).append(str(run.path))
     return [
-        f"{shortlist(paths, NAMED)}: run.json does not record {unknown}. No gap is measured to "
-        "runs that do; among the others, the config keys are compared instead."
+        f"{shortlist(paths, NAMED)}: run.json does not record {unknown}. These runs have no "
+        "gap to runs that do; among themselves, their config keys are compared instead."
         for unknown, paths in missing.items()
     ]
 
@@ -196,7 +196,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
         for key, those in known.items()
         if differs(key, those)
     ]
-    said = f"Tokens a second and MFU are not comparable: the runs differ in {', '.join(found)}."
+    said = f"Tokens per second and MFU are not comparable: the runs differ in {', '.join(found)}."
     return [said] if found else []
 
 
@@ -230,4 +230,4 @@ def runs_summary(rows: list[Row]) -> str:
     count = f"{plural(len(rows), 'row')} × {seeds} seed{'s' * (seeds != '1')}"
     tokens = [run.planned_tokens for run in runs]
     ends = " to ".join(dict.fromkeys(map(compact, (min(tokens), max(tokens)))))
-    return f"{count}: {finished} of {plural(len(runs), 'run')} finished; {ends} tokens a run."
+    return f"{count}: {finished} of {plural(len(runs), 'run')} finished; {ends} tokens per run."

@@ -1,4 +1,4 @@
-"""Numbers as a report writes them."""
+"""Formats of the numbers in a report."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from diffllm.statistics.estimates import Estimate
 MISSING = "–"
 SMALL = 0.01
 TINY = 1e-3
-"""Means below it, with their interval, have two significant digits."""
+"""If mean and interval are below this value, both have two significant digits."""
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -33,7 +33,7 @@ def in_digits(value: Any) -> str:
 
 
 def short(value: Any, digits: int = 3) -> str:
-    """That many significant digits."""
+    """Return a number as text with `digits` significant digits."""
     x = finite(value)
     if x is None:
         return MISSING
@@ -80,7 +80,7 @@ def digits_for(estimate: Estimate) -> int:
 
 
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
-    """ "-0.200 (-0.313 to -0.088)"; `digits=0` takes as many decimals as needed."""
+    """Return "-0.200 (-0.313 to -0.088)"; `digits=0` takes as many decimals as needed."""
     digits = digits or digits_for(estimate)
     mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)
     return f"{mean} ({interval})" if interval else mean

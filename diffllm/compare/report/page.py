@@ -1,4 +1,4 @@
-"""A comparison as one HTML file without network, as text for a terminal, and as a wandb run."""
+"""Outputs of a comparison: self-contained HTML page, text for a terminal, and wandb run."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ MOST = 12
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
     """Write report.html and report.csv, and return their paths; raises ConfigError."""
     if directory is None:
-        raise ConfigError("the runs share no directory of theirs; choose one with out=DIR")
+        raise ConfigError("the runs have no common directory for a report; choose one with out=DIR")
     html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -49,11 +49,11 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
 
 
 def page(comparison: Comparison) -> str:
-    """The whole page; equal comparisons give equal bytes."""
+    """Return the HTML page; equal comparisons give equal bytes."""
     import matplotlib
 
     rows, first_group, hidden = comparison.rows, comparison.groups[0], set()
-    if any(row.gap for row in first_group.rows):  # then the figures omit the other groups
+    if any(row.gap for row in first_group.rows):  # Figures then omit the other groups.
         hidden = {i for i, row in enumerate(rows) if row.group != first_group.letter}
     styles = row_styles(rows)
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def template(name: str) -> Any:
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, Any]]:
-    """Return each row's style, sentence, its variant's line (once) and its group's head."""
+    """Return style and sentence of each row, and its variant's and group's text at first use."""
     groups = comparison.groups if len(comparison.groups) > 1 else []
     heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
     explained: set[str] = set()
@@ -111,7 +111,7 @@ def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, A
         about: Any = ""
         if run.variant not in explained:
             explained.add(run.variant)
-            about = run.facts.get("variant_line")  # as the variant was when the run began
+            about = run.facts.get("variant_line")  # as written at the start of the run
             if not isinstance(about, str) or not about:
                 about = variant_line(run.variant, run.cfg.model.attention)
         group = heads.get(id(row), "")
@@ -142,22 +142,22 @@ def whole_text(comparison: Comparison) -> str:
 
 
 def table_text(comparison: Comparison) -> str:
-    """Means, gaps and intervals in ASCII, at most `WIDTH` columns wide."""
+    """Return means, gaps and intervals in ASCII, at most `WIDTH` columns wide."""
     rows, groups = comparison.rows, comparison.groups
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
     lines = [[row_cells(row)[i] for i in shown] for row in rows]
     text = Table.of([heads[i] for i in shown], lines, left=range(len(shown))).text(WIDTH)
     if not any(row.loss and row.loss.low is not None for row in rows):
-        text.append("Nats a token; one seed has no interval.")
+        text.append("Nats per token; a single seed has no interval.")
     else:
-        text.append("Nats a token, means over seeds; in brackets 95% intervals.")
+        text.append("Nats per token, means over seeds; 95% intervals in brackets.")
         if any(row.gap and row.gap.holds_zero for row in rows):
-            text.append("An interval that holds 0 shows no difference.")
+            text.append("An interval that contains 0 shows no difference.")
         text += wrap(holm_sentence(rows), WIDTH)
     text += wrap(thin_note(run for row in rows for run in row.runs), WIDTH)
     if lost := [f"{row.label}: {said}." for row in rows if (said := divergence(row))]:
-        text += [*lost, "Runs that diverged are in no loss or gap; in brackets their share."]
+        text += [*lost, "Losses and gaps exclude diverged runs; their share is in brackets."]
     if len(groups) > 1:
         text += ["", *wrap(f"{apart_text(groups, comparison.differences)}:", WIDTH)]
     for group in groups if len(groups) > 1 else []:
@@ -177,8 +177,11 @@ def row_cells(row: Row) -> list[str]:
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Record `gap/<row>`, its `low` and `high`, and `gap/noise_floor` over `tokens`; return whether
-    anything was recorded. Mode and project are those of the first row's runs."""
+    """Record gaps over tokens in wandb; return False without gaps or if wandb is disabled.
+
+    Metrics are `gap/<row>`, `gap/<row>/low`, `gap/<row>/high` and `gap/noise_floor`. Mode and
+    project are those of the first row's runs.
+    """
     rows = [row for row in comparison.rows if row.gap]
     bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}
     cfg = comparison.rows[0].runs[0].cfg.wandb

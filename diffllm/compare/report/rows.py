@@ -1,4 +1,4 @@
-"""Rows: the runs of one combination of swept keys; groups of comparable rows, and their names."""
+"""Rows, each the runs of one combination of swept keys; groups of comparable rows; labels."""
 
 import math
 from dataclasses import dataclass, field
@@ -32,45 +32,48 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 class EqualGap:
     gap: Estimate
     at: float
-    """The amount that all runs of both reached."""
+    """Amount spent, which all runs of both rows reached."""
     error: float
     """Possible error of interpolation, nats per token."""
 
 
 @dataclass
 class Row:
-    """The runs of one combination of swept keys, and their numbers."""
+    """The runs of one combination of swept keys, and statistics over these runs."""
 
     label: str
     """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
     keys: dict[str, Any]
-    """`attention` first."""
+    """Swept keys and values; `attention` first."""
     runs: list[Run]
-    """By seed."""
+    """Sorted by seed."""
     differing: dict[str, Any] = field(default_factory=dict)
+    """Values of all swept and incomparable keys."""
     loss: Estimate | None = None
     """Final held-out loss, nats per token."""
     gap: Estimate | None = None
-    """Paired over the seeds of both rows."""
+    """Loss minus the baseline's, paired over common seeds, nats per token."""
     values: dict[str, Any] = field(default_factory=dict)
     """All columns of the CSV, in order."""
     baseline: "Row | None" = None
-    """The row that `gap` is measured from."""
+    """The row that `gap` is measured from; None without a gap."""
     is_baseline: bool = False
     against: "Row | None" = None
+    """The baseline row, also without common seeds and so without a gap."""
     outcome: ArmComparison | None = None
     documents: Estimate | None = None
     """The gap with its interval over documents and seeds."""
     no_documents: str = ""
-    """Why `documents` is None."""
+    """The reason if `documents` is missing."""
     p_holm: float | None = None
-    """Adjusted for all gaps of the comparison."""
+    """p value of the gap, corrected over all gaps of the comparison."""
     diverged: int = 0
-    """Runs that ended without a finite loss."""
+    """Number of runs that ended without a finite loss."""
     group: str = ""
     trend: Trend | None = None
     """Trend of the gap over tokens, from evaluations during training."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
+    """Gaps at equal cost, by name of the budget."""
     incomparable: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +100,7 @@ class Row:
         return float(np.mean(known)) if known else None
 
     def events(self, series: str) -> Rate | None:
-        """Spike events of "loss" or "grad" per thousand judged steps."""
+        """Return the rate of spike events of "loss" or "grad" per 1,000 judged steps."""
         count, judged = (
             sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
                 for run in self.ended)
@@ -112,12 +115,12 @@ class Row:
 
     @property
     def losses(self) -> dict[tuple[int, int], float | None]:
-        """By seed; None for a diverged run."""
+        """Final losses of ended runs by seed; None for a diverged run."""
         return {run.seeds: run.final_loss for run in self.ended}
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
-    """Rows in their order, without labels and gaps; omitted duplicates are added to `notes`."""
+    """Return sorted rows without labels and gaps; add a note for each run with a duplicate seed."""
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
         groups.setdefault(shown_value([values[key] for key in sorted(values)]), []).append(i)
@@ -158,7 +161,7 @@ def one_a_seed(runs: list[Run], notes: list[str]) -> list[Run]:
     for run in sorted(runs, key=age):
         if other := by_seed.get(run.seeds):
             why = "newer" if (run.summary is None) == (other.summary is None) else "finished"
-            notes.append(f"{other.path} is left out: {run.path} is {why}, with its keys and seed.")
+            notes.append(f"{other.path} is skipped: {run.path} is {why}; keys and seed are equal.")
         by_seed[run.seeds] = run
     return [by_seed[seeds] for seeds in sorted(by_seed)]
 
@@ -170,7 +173,7 @@ def row_value(row: Row, metric: Metric) -> float | None:
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
-    """A metric's number of a run, over layers and the steps of the metric's column."""
+    """Return a metric's value of a run, over layers and the steps of the metric's column."""
     column, layers = metric.column, metric.name.endswith("*")
     assert column
     said = finite((run.summary or {}).get(metric.name))
@@ -186,21 +189,21 @@ def run_value(run: Run, metric: Metric) -> float | None:
 LONGEST = 48
 
 TELLING = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.warmup_steps")
-"""Keys that a short description of a group names first."""
+"""Keys that short descriptions of groups name first."""
 
 
 @dataclass
 class Group:
-    """Rows that agree on every key that no loss can be compared across."""
+    """Comparable rows: all incomparable keys are equal."""
 
     letter: str
     rows: list[Row]
     values: dict[str, str] = field(default_factory=dict)
-    """Keys that tell the group from others, and its values as text."""
+    """Keys that differ between groups, and the values of this group as text."""
 
 
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
-    """The groups, those with most variants to compare first, with the labels of their rows."""
+    """Group comparable rows and label all rows; groups with most comparable variants come first."""
     together: dict[str, list[Row]] = {}
     for row in rows:
         same = shown_value([row.differing[key] for key in keys.incomparable])
@@ -232,11 +235,11 @@ def rows_to_compare(group: Group) -> int:
 
 
 def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = False) -> str:
-    """The variant, and all else that tells the row apart from `rows`: "diff_v2 lr=0.001".
+    """Return the variant and the keys that distinguish the row from `rows`: "diff_v2 lr=0.001".
 
     Args:
-        shown_together: keys that `model=<choice>` stands for.
-        inside: omit keys that all of `rows` agree on.
+        shown_together: keys that the label replaces by `model=<choice>`.
+        inside: omit keys whose values are equal in all of `rows`.
     """
     own, parts = overrides(row.runs[0]), []
     for key, value in row.keys.items():
@@ -247,7 +250,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
             alike = [r for r in rows if r.keys["attention"] == row.keys["attention"]]
         same = all(shown_value(other.keys[key]) == shown_value(value) for other in alike)
         if same and (inside or (key.startswith(ATTENTION) and key not in own)):
-            continue  # the variant's own, or none of its fields
+            continue  # The variant's YAML sets this value, or the variant lacks the key.
         if key == CHANGED:
             parts += ["changed"] if value else []
             continue
@@ -260,7 +263,7 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
 
 
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
-    """Swept keys of `model` that the choice of `model=` decides, if it decides more than one."""
+    """Return the swept keys of `model` that follow from `model=<choice>`, if more than one."""
     values = [
         {**each, "choice": run.cfg.run.choices["model"]}
         for each, run in zip(keys.values, runs, strict=True)
@@ -273,7 +276,7 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
-    """The keys with one value per group, not the same in all, as text; the most telling first."""
+    """Return the keys with one value per group that differ between groups, with values as text."""
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
         values = [{shown_value(r.differing.get(key)) for r in group.rows} for group in groups]

@@ -1,4 +1,4 @@
-"""Runs on disk: where they are found, and what the report reads of each."""
+"""Find runs on disk, and read configs, records and metrics for a report."""
 
 import glob
 import math
@@ -33,20 +33,20 @@ NAMES, WAITING = 4, 8
 
 
 class Series(NamedTuple):
-    """One metric over a run, where it was logged."""
+    """The logged values of one metric of a run."""
 
     tokens: np.ndarray
-    """(n,) int64, increasing unless the batch became smaller on the way."""
+    """(n,) int64, increasing unless the batch became smaller during training."""
     values: np.ndarray
-    """(n,), or (n, L) for a quantity of every layer; float64, NaN for what is not finite."""
+    """(n,), or (n, L) for a quantity of every layer; float64, NaN instead of infinity."""
 
 
 class Metrics:
-    """metrics.jsonl, a column a metric.
+    """The content of metrics.jsonl, one column per metric.
 
     Args:
-        lines: the numbers of each line, `step` and `tokens` among them; None becomes NaN. A line
-            that is None, or not after the line before, is skipped and counted.
+        lines: the numbers of each line, including `step` and `tokens`; None becomes NaN. Counts and
+            skips lines that are None, and lines whose step does not increase.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
@@ -65,13 +65,13 @@ class Metrics:
             steps.append(line["step"])
             tokens.append(line["tokens"])
         self.steps = np.array(steps)
-        """(n,) int64, of every line."""
+        """Steps of all lines, (n,) int64."""
         self.tokens = np.array(tokens)
-        """(n,) int64, of every line."""
+        """Tokens of all lines, (n,) int64."""
         self.columns = {
             name: (np.array(places), np.array(values)) for name, (places, values) in columns.items()
         }
-        """Metric to the places of the lines that hold it, and its values there."""
+        """By metric: indices of the lines that contain the metric, and its values."""
 
 
 @dataclass(eq=False)
@@ -80,10 +80,10 @@ class Run:
     cfg: TrainConfig
     facts: dict[str, Any]
     summary: dict[str, Any] | None
-    """summary.json; None until the run has reached its last step."""
+    """Content of summary.json; None until the run has reached its last step."""
     metrics: Metrics
     changes: list[str] = field(default_factory=list)
-    """"steps 40 to 80 after step 40"."""
+    """Config changes, such as "steps 40 to 80 after step 40"."""
     gave_up: bool = False
     """True if too many updates in a row were skipped."""
 
@@ -97,17 +97,17 @@ class Run:
 
     @property
     def plugin_code(self) -> dict[str, str]:
-        """ "unknown" if an older version of diffllm ran it."""
+        """Hash of each plugin; "unknown" in runs of older versions of diffllm."""
         return self.facts.get("plugin_code") or dict.fromkeys(self.cfg.plugins, "unknown")
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """(seed, model.init_seed)."""
+        """The pair (seed, model.init_seed)."""
         return self.cfg.seed, self.cfg.model.init_seed
 
     @property
     def final_loss(self) -> float | None:
-        """Nats per token; None unless finished and finite."""
+        """Final held-out loss in nats per token; None unless finished and finite."""
         return finite((self.summary or {}).get("heldout_loss"))
 
     @property
@@ -143,7 +143,7 @@ class Run:
         return Series(self.metrics.tokens[places], values)
 
     def by_layer(self, quantity: str) -> Series:
-        """`<quantity>/layer_00`, ... as one (n, L) array; empty, (0, 0), if never logged."""
+        """Return `<quantity>/layer_00`, ... as one array (n, L), or (0, 0) if never logged."""
         columns = [
             self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
         ]
@@ -181,7 +181,7 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Replace flops_per_token of whole sequences by the FLOPs over the logged visible keys."""
+    """Recompute flops_per_token from the logged visible keys, if documents are masked."""
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
     if whole is None or each is None or not len(tokens) or not math.isfinite(keys[-1]):
@@ -209,8 +209,8 @@ def skipped_text(path: Path, lines: int) -> str:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The metrics of a run; a last line that is still being written is no damage. Raises
-    CheckpointError."""
+    """Read the metrics of a run, and ignore an incomplete last line, which a running process may
+    still write. Raises CheckpointError."""
     file = path / "metrics.jsonl"
     with readable(file), suppress(FileNotFoundError):
         read = ((text, read_metrics_line(text)) for text in read_lines(file))
@@ -223,20 +223,20 @@ class Found(NamedTuple):
     sweeps: list[Path]
     title: str
     home: Path | None
-    """The closest directory that holds all named directories; None if it may be anyone's."""
+    """The directory for a report, see `home_of`."""
 
 
 def find_runs(named: list[Path]) -> Found:
-    """Find the runs in directories and globs; raises ConfigError if one of them has none."""
+    """Find the runs in directories and globs; raises ConfigError for a path without runs."""
     if not named:
-        raise ConfigError("no run is named: give run directories, sweep directories or globs")
+        raise ConfigError("no runs given: name run directories, sweep directories or globs")
     directories: list[Path] = []
     searched: list[Path] = []
     for path in (user_path(path, "DIR") for path in named):
         below = expand_glob(path)
         found = [place for directory in below for place in search(directory)]
         if not any(map(is_run, found)):
-            raise ConfigError(f"{path}: no run in it (a run has config.yaml and metrics.jsonl)")
+            raise ConfigError(f"{path} contains no run (a run has config.yaml and metrics.jsonl)")
         directories += below
         searched += found
     shortest_first = sorted(searched, key=lambda path: (len(path.parts), path))
@@ -254,10 +254,10 @@ def shortlist(names: list[str], most: int) -> str:
 
 
 def home_of(directories: list[Path]) -> Path | None:
-    """Return the directory that holds all, relative to the current one if it is inside.
+    """Return the closest directory that contains all, as a relative path below the current one.
 
-    None for the root, and for a directory outside the current one that holds none of them
-    directly: it may be anyone's.
+    Return None for the root, and for a directory outside of the current one with all `directories`
+    further below: it may belong to other users.
     """
     absolute = [Path(os.path.abspath(directory)) for directory in directories]
     home = Path(os.path.commonpath(absolute))
@@ -284,7 +284,7 @@ def is_run(path: Path) -> bool:
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
-    """Return the directory and all readable ones below it, without those inside a run."""
+    """Return `path` and all readable directories below, except directories inside of a run."""
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]
     children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]
@@ -295,9 +295,9 @@ def sweep_notes(sweep: Path) -> list[str]:
     try:
         planned = (read_record(sweep / "sweep.json") or {}).get("runs")
     except CheckpointError as error:
-        return [f"{error}: which runs have not started is unknown."]
+        return [f"{error}; the runs that have not started are unknown."]
     if not isinstance(planned, dict):
-        return [f"{sweep}/sweep.json names no runs: which have not started is unknown."]
+        return [f"{sweep}/sweep.json names no runs; the runs that have not started are unknown."]
     waiting = [name for name in planned if not is_run(sweep / name)]
     count = f"{len(waiting)} of {len(planned)} runs of {sweep} have not started"
     return [f"{count}: {shortlist(waiting, WAITING)}."] if waiting else []

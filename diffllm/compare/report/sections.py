@@ -1,6 +1,6 @@
-"""The figures of a report, as the table of metrics lists them, and what each says.
+"""Sections and figures of a report with captions, in the order of the table of metrics.
 
-A section without data is left out; so is a figure that no run has the metrics for, or only zeros.
+Sections without data are omitted, and figures without data or with only zeros.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -48,8 +48,8 @@ ORDER = (
     TASKS, CONTEXT, LAMBDA, GATE, OUTLIERS, ATTENTION, LOSS, SPIKES, NORMS, RESIDUAL, EXPERTS,
 )  # fmt: skip
 FIRST, LATER = 0.2, 0.95
-"""Share of a run that its first steps are, whose loss would flatten the rest of the curve; and
-quantile of the values behind them that the scale goes to at least. Curves of few points have no
+"""Scale of losses: the share of a run that counts as first steps, whose high losses would flatten
+the rest, and the quantile of later values that the scale includes. Curves of few points have no
 first steps."""
 
 
@@ -72,7 +72,7 @@ def page_sections(
     """Draw the figures of the first screen and of all sections.
 
     Args:
-        hidden: places of rows that figures omit.
+        hidden: indices of rows that figures omit.
     """
     draw = Figures(comparison, styles, hidden)
     if any(row.gap for row in draw.rows):
@@ -106,7 +106,7 @@ class Figures:
         self.smoothed_over = points = curves.window(max(logged))
         lengths = {run.cfg.seq_len for run in self.runs}
         self.length = n = min(lengths) if len(lengths) == 1 else None
-        """Tokens a sequence, where all runs agree."""
+        """Tokens per sequence; None if runs differ."""
         keys = keys_apart(comparison.groups, comparison.differences, 3)
         self.fields = {
             "smoothing": f"Running mean over {points} logged steps" if points > 1
@@ -115,7 +115,7 @@ class Figures:
             "incomparable": f" Rows are not comparable: they differ in {keys}."
             if keys and not hidden else "",
         }  # fmt: skip
-        """Texts that the table of metrics leaves open."""
+        """Values of the placeholders in texts of the table of metrics."""
 
     def cards(self, metrics: Iterable[Metric], shown: Collection[str] = ()) -> list[Card]:
         return [
@@ -136,7 +136,7 @@ class Figures:
             named = replace(plot, title=plot.title.format(group=group))
             caption = plot.caption.format(**self.fields, group=group) or f"{metric.meaning}."
             highest = metric.name.endswith("*") and not group
-            said = " At each step, of the layer where it is highest." if highest else ""
+            said = " The value of the layer with the highest value at each step." if highest else ""
             bands = [
                 curves.over_seeds(curves.smoothed(pick(run), points) for run in row.runs)
                 for row in self.rows
@@ -165,7 +165,7 @@ class Figures:
         title = f"Gap to {self.baseline} at the end"
         caption = (
             "Held-out loss minus the baseline's over common seeds: mean and 95% interval. Left of "
-            "0 is better; an interval that holds 0 shows no difference."
+            "0 is better; an interval that contains 0 shows no difference."
         )
         if self.tested:
             gaps = plural(self.tested, "gap")
@@ -181,10 +181,10 @@ class Figures:
         caption = "Held-out sample loss minus the baseline's at equal seeds; below 0 is better."
         floor = curves.seed_noise(curves.rows_of_gaps(self.rows))
         if floor:
-            caption += " Noise floor: 95% of gaps between rows of equal expectation."
+            caption += " Noise floor: range of 95% of gaps between rows of equal expected loss."
         caption = " ".join([caption, *trend_sentences(self.rows)])
         plot = Curve(f"Gap to {self.baseline} over training")
-        return self.card(plot, caption, "nats a token", bands, floor=floor)
+        return self.card(plot, caption, "nats per token", bands, floor=floor)
 
     def layers(self, plot: Layers, caption: str, metric: Metric) -> list[Card]:
         bands = [curves.at_end(row, metric.quantity) for row in self.rows]
@@ -197,16 +197,16 @@ class Figures:
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
     ) -> list[Card]:
-        """One figure of curves, if there is a value other than 0."""
+        """Return a figure of curves in a list; an empty list if all values are 0."""
         values = finite_values(bands)
         if not values.any():
             return []
         low, high, top = float(values.min()), float(values.max()), top_of(bands)
         if isinstance(plot, Curve) and plot.clip and high > top:
             how["top"] = top
-            caption += f" The scale ends at {short(top)}; values go to {short(high)}."
+            caption += f" The scale ends at {short(top)}; the largest value is {short(high)}."
         if log := plot.log and high > 0:
-            omitted = "; values that are not above 0 leave a gap" if low <= 0 else ""
+            omitted = ", which omits values of 0 or below" if low <= 0 else ""
             caption += f" Logarithmic scale{omitted}."
         if plot.mark is not None:
             how["mark"] = (plot.mark, f"{unit} {short(plot.mark)}")
@@ -219,7 +219,7 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Return where the scale of a loss ends: first steps and spikes must not flatten the rest."""
+    """Return the upper end of a scale of losses; first steps and spikes must not flatten curves."""
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)
     tops = []

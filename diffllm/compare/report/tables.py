@@ -1,4 +1,4 @@
-"""The columns and tables of a report: the values of report.csv, and the tables of the page."""
+"""Columns and tables of a report: values of report.csv, and tables of the page."""
 
 import math
 import os
@@ -33,14 +33,14 @@ from diffllm.statistics.arm_comparison import ArmComparison
 
 class PageColumn(NamedTuple):
     title: str
-    """`{}` stands for the baseline."""
+    """Title of the column; `{}` is replaced by the baseline."""
     unit: str
     meaning: str
     cell: Callable[[Row], Cell]
 
 
 def row_values(row: Row) -> dict[str, Any]:
-    """The columns of a row in report.csv, in order; None is an empty cell."""
+    """Return the columns of a row in report.csv, in order; None is an empty cell."""
     found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
     paired = found and found.paired
     events = {series: row.events(series) for series in ("loss", "grad")}
@@ -113,7 +113,7 @@ def loss_cell(row: Row) -> Cell:
     if row.loss is None or finite(row.loss.mean) is None:
         return Cell(MISSING, tag=tag or ("not finite" if row.loss else ""))
     bits = finite(row.values.get("bits_per_byte"))
-    small = (in_words(row.loss), "" if bits is None else f"{fixed(bits, 3)} bits a byte")
+    small = (in_words(row.loss), "" if bits is None else f"{fixed(bits, 3)} bits per byte")
     return Cell(fixed(row.loss.mean), row.loss.mean, tuple(filter(None, small)), tag)
 
 
@@ -134,7 +134,8 @@ def gap_cell(row: Row) -> Cell:
 def equal_cell(row: Row, budget: str) -> Cell:
     if (found := row.equal.get(budget)) is None:
         return Cell(MISSING)
-    off = "±" + (f"{fixed(found.error)} by reading" if math.isfinite(found.error) else " unknown")
+    error = f"{fixed(found.error)} by interpolation" if math.isfinite(found.error) else " unknown"
+    off = f"±{error}"
     parts = [in_words(found.gap, signed=True), off if found.error else ""]
     small = filter(None, ["; ".join(filter(None, parts)), *lost_seeds(row)])
     tag = f"at {clock(found.at) if budget == 'seconds' else compact(found.at, 3)}"
@@ -156,18 +157,18 @@ def events_cell(row: Row, series: str) -> Cell:
 
 PAGE = {
     "loss": PageColumn(
-        "Held-out loss", "nats a token, 95% interval",
-        "held-out loss after the last step, nats a token, mean over seeds", loss_cell,
+        "Held-out loss", "nats per token, 95% interval",
+        "held-out loss after the last step, nats per token, mean over seeds", loss_cell,
     ),
     "gap": PageColumn(
-        "Gap to {}", "nats a token, 95% interval, paired",
-        "loss minus the baseline's, mean over the seeds that both have", gap_cell,
+        "Gap to {}", "nats per token, 95% interval, paired",
+        "loss minus the baseline's, mean over the common seeds", gap_cell,
     ),
     "parameters": PageColumn(
-        "Parameters", "", "of the whole decoder", number_cell(compact, "parameters")
+        "Parameters", "", "number in the whole decoder", number_cell(compact, "parameters")
     ),
     "active_parameters": PageColumn(
-        "Active parameters", "", "that one token passes through",
+        "Active parameters", "", "number that one token uses",
         lambda row: Cell(
             MISSING if (active := row.values["active_parameters"]) == row.values["parameters"]
             else compact(active), finite(active),
@@ -179,24 +180,24 @@ PAGE = {
         number_cell(compact, "flops_per_token"),
     ),
     "tokens": PageColumn(
-        "Tokens", "", "that a whole run trains on: steps x global_batch_size x seq_len",
+        "Tokens", "", "training tokens of a complete run: steps x global_batch_size x seq_len",
         number_cell(compact, "tokens"),
     ),
     "seeds": PageColumn(
-        "Seeds", "", "finished runs that the loss is the mean of", seeds_cell
+        "Seeds", "", "number of finished runs in the mean loss", seeds_cell
     ),
     **{
         f"{series}_events_per_1000": PageColumn(
-            title, "events per 1,000 steps", f"spike events of the {what} without its trend, all "
-            "ended seeds together, a thousand judged steps", partial(events_cell, series=series),
+            title, "events per 1,000 steps", f"spike events of the {what} without its trend, "
+            "per 1,000 judged steps of all ended seeds", partial(events_cell, series=series),
         )
         for series, title, what in (
             ("loss", "Loss spikes", "loss"), ("grad", "Gradient spikes", "log gradient norm"),
         )
     },
     "seconds": PageColumn(
-        "Time", "a run", "of wall clock that a finished run took, all its starts together; mean "
-        "over seeds", number_cell(clock, "seconds"),
+        "Time", "per run", "wall-clock time of a finished run over all its starts; mean over "
+        "seeds", number_cell(clock, "seconds"),
     ),
     **{
         metric.quantity: PageColumn(
@@ -206,14 +207,14 @@ PAGE = {
         for metric in METRICS if (column := metric.column) and column.title
     },
 }  # fmt: skip
-"""Columns of the page by their names in report.csv."""
+"""Columns of the page, by name of the column in report.csv."""
 KEPT = ("Held-out loss", "Gap to", "Diverged")
-"""Beginnings of titles of columns that tables keep if all rows have one value."""
+"""Beginnings of titles of columns that are kept even if all rows have equal values."""
 EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", "_high": "high"}
 
 
 def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
-    """The columns of the page that some row has a value for."""
+    """Return the columns of the page with a value in at least one row."""
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
         cells = [cell(row) for row in rows]
@@ -225,15 +226,15 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
 def cost_columns(rows: list[Row]) -> list[TableColumn]:
     return [
         TableColumn(f"At equal {budget.unit}", [equal_cell(row, name) for row in rows],
-               "nats a token",
-               f"{budget.meaning}; held-out loss minus the baseline's where both had spent equal "
-               f"{budget.unit}, read off evaluations during training")
+               "nats per token",
+               f"{budget.meaning}; held-out loss minus the baseline's after equal {budget.unit}, "
+               "interpolated between evaluations during training")
         for name, budget in BUDGETS.items() if any(name in row.equal for row in rows)
     ]  # fmt: skip
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
-    """Return the first column and those that tell rows apart, and sentences about the others."""
+    """Return a table of the first and all differing columns, and sentences about the rest."""
     kept, folded = [table.columns[0]], dict[str, list[str]]()
     for column in table.columns[1:]:
         cell = max(column.cells, key=lambda each: finite(each.value) or 0.0)
@@ -256,7 +257,7 @@ def fold_constant(table: Table) -> tuple[Table, list[str]]:
 
 
 TESTS = (
-    "Row", "Pairs", ("Paired gap", "nats a token, 95%"), "p", "p, Holm",
+    "Row", "Pairs", ("Paired gap", "nats per token, 95%"), "p", "p, Holm",
     ("Unpaired gap", "Welch, 95%"), "Welch's p", ("Documents and seeds", "bootstrap, 95%"),
     ("Correlation", "between seeds"), ("Trend", "per doubling of tokens, 95%"),
     ("Diverged", "95%, and p"),

@@ -1,4 +1,4 @@
-"""Sentences about trends: whether the gap of a row to its baseline grows or shrinks over tokens."""
+"""Trends of gaps over tokens, and sentences about these trends."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 def row_trend(row: Row, base: Row) -> Trend | None:
     """Return the trend over the common seeds and evaluations of two rows.
 
-    None with fewer than FEWEST_POINTS common evaluations.
+    Return None for fewer than FEWEST_POINTS common evaluations.
     """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
@@ -28,7 +28,7 @@ def row_trend(row: Row, base: Row) -> Trend | None:
 
 
 def trend_sentence(own: str, base: str, trend: Trend) -> str:
-    """ "The gap of diff_v2 to standard shrinks: +0.012 (...) nats per token per doubling ..."."""
+    """Return "The gap of diff_v2 to standard shrinks: +0.012 nats per token per doubling ..."."""
     slope = trend.slope.estimate
     digits = digits_for(slope)
     interval = "no interval from one seed"
@@ -45,7 +45,7 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
 
 
 def direction(trend: Trend) -> str:
-    """Return a verb for a gap's distance from 0; only "moves" or "stays" without an interval."""
+    """Return a verb for the gap's distance from 0; "moves" or "stays" without an interval."""
     slope = trend.slope.estimate
     if slope.low is None or slope.all_equal:
         return "moves" if trend.start != trend.end else "stays"
@@ -63,9 +63,9 @@ def seeds_text(slope: Gap) -> str:
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per gap; with more than NAMED gaps, only one about the largest trend.
+    """Return a sentence per gap; for more than NAMED gaps, only a sentence on the largest trend.
 
-    If trends survive Holm's correction over all trends, return the largest of those.
+    Prefer the largest of the trends that survive Holm's correction over all trends, if any do.
     """
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:

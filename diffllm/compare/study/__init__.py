@@ -1,1 +1,1 @@
-"""Studies: what a comparison takes, and a claim with the runs and the rule that decide it."""
+"""Studies: claims, the runs that decide them, and verdicts by registered rules."""

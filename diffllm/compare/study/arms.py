@@ -214,7 +214,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
 
 
 def facts_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a run.json that a verdict uses or shows; a fact is None if unknown."""
+    """Return the facts of a run.json that a verdict uses or shows; unknown facts are None."""
     python = (found.get("environment") or {}).get("python")
     code = (found.get("diffllm") or {}).get("hash")
     return {

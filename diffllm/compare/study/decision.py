@@ -93,7 +93,7 @@ def equivalent(tested: Tested) -> str:
 
 
 def not_robust(study: Study, tested: Tested, side: str, rules: int) -> str:
-    """Return what contradicts a significant side; empty if nothing does."""
+    """Return the test that contradicts a significant side; empty if none does."""
     alpha, decides = tested.rule.alpha, getattr(tested, side)
     if decides.diverged or tested.times is not None:
         return ""

@@ -36,8 +36,8 @@ def check_design(study: Study) -> None:
         if rule.kind in PERMUTATION_KINDS:
             if better(study.metric) < 0:
                 raise ConfigError(
-                    f"{where}.reaches={rule.reaches:g}: metric={study.metric} falls as a run "
-                    f"learns, and {rule.kind} takes one that rises"
+                    f"{where}.reaches={rule.reaches:g}: metric={study.metric} falls during "
+                    f"training, and {rule.kind} needs a metric that rises"
                 )
             check_smallest_p(study, where, rule)
         if study.power:
@@ -89,7 +89,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
         )
     margin, n, paired = rule.margin, len(study.seeds), study.test == "paired"
     family = study.rules
-    if rule.kind != "equivalence":  # all margins form a family of their own
+    if rule.kind != "equivalence":  # all margins form one family
         family = [each for each in family if each.margin is not None]
     alpha = rule.alpha / len(family)
 

@@ -1,4 +1,4 @@
-"""The study file: what is claimed, which runs decide it, and by what rule."""
+"""The study file: a claim, the runs that decide the claim, and the rules."""
 
 import hashlib
 import re
@@ -74,7 +74,7 @@ class Rule:
             return f"{own} reaches {self.reaches:g} in fewer tokens than that of {base}"
         gap = f"{own} minus that of {self.against}"
         if self.kind == "equivalence":
-            return f"{gap} lies within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
+            return f"{gap} is within ±{self.margin:g} (two one-sided tests, alpha {self.alpha:g})"
         side, bound = ("below", self.below) if self.above is None else ("above", self.above)
         if self.kind == "trend":
             gap = f"slope per doubling of {self.over} of {gap}"
@@ -176,7 +176,7 @@ def check_study(study: Study) -> None:
     check_bounds("", study)
     check_numbers_of_runs(study)
     if len(study.arms) < 2:
-        raise ConfigError("arms: a study compares two or more")
+        raise ConfigError(f"arms: a study needs at least two arms and has {len(study.arms)}")
     for name, words in study.arms.items():
         if not ARM.fullmatch(name):
             raise ConfigError(f"arms: {name!r} must be letters, digits and _ . + -")
@@ -190,7 +190,9 @@ def check_study(study: Study) -> None:
         named += [(f"{where}.smaller", name) for pair in rule.smaller.items() for name in pair]
     for where, arm in named:
         if arm not in study.arms:
-            raise ConfigError(f"{where}={arm} is no arm; known: {', '.join(sorted(study.arms))}")
+            raise ConfigError(
+                f"{where}={arm} is not an arm; known: {', '.join(sorted(study.arms))}"
+            )
     check_seeds("seeds", study.seeds, least=2)
     if any(rule.kind == "log_rank" for rule in study.rules) and (
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
@@ -208,13 +210,17 @@ def check_study(study: Study) -> None:
     else:
         check_grid("lr_sweep", study.lr_sweep)
         if study.lr:
-            raise ConfigError("lr_sweep runs at all of its rates, lr chooses one: give one of them")
+            raise ConfigError(
+                "lr and lr_sweep exclude each other: lr chooses one rate, lr_sweep compares all"
+            )
         one_of("with lr_sweep, metric", study.metric, (LR_SENSITIVITY,))
     if study.lr:
         check_grid("lr.grid", study.lr.grid)
         check_seeds("lr.seeds", study.lr.seeds, least=1)
         if both := sorted({*study.lr.seeds} & {*study.seeds}):
-            raise ConfigError(f"lr.seeds={both} would choose the learning rate and decide")
+            raise ConfigError(
+                f"lr.seeds={both} must differ from seeds: they choose the learning rate"
+            )
 
 
 def check_curve(study: Study) -> None:
@@ -248,7 +254,7 @@ def check_rule(where: str, rule: Rule) -> None:
     if given not in BOUNDS[rule.kind]:
         allowed = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
         wrong = ", ".join(filter(given.__contains__, names)) or "none of them"
-        raise ConfigError(f"{where}: kind={rule.kind} takes {allowed}; it has {wrong}")
+        raise ConfigError(f"{where}: kind={rule.kind} needs {allowed}, not {wrong}")
     check_trend(where, rule)
 
 
@@ -307,7 +313,7 @@ def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
 
 def check_metric(name: str) -> None:
     if name == LR_SENSITIVITY:
-        raise ConfigError(f"metric={name} takes lr_sweep: learning rates at which all arms run")
+        raise ConfigError(f"metric={name} needs lr_sweep, the learning rates at which all arms run")
     try:
         name in OF_THE_SUMMARY or metric_of(name)
     except KeyError:

@@ -64,7 +64,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
         runs = f"{len(finished)} finished, {diverged} diverged"
         raise ConfigError(f"pilot: {comparison.title} needs at least 2 seeds of an arm: {runs}")
     if not spread.sd:
-        raise ConfigError(f"pilot: the seeds of {comparison.title} do not vary: no power follows")
+        raise ConfigError(
+            f"pilot: all seeds of {comparison.title} have the same loss, so power is unknown"
+        )
     times = [x for summary in finished if (x := finite(summary.get("seconds")))]
     seconds = float(np.mean(times)) if times else None
     tokens, paired = first.rows[0].runs[0].planned_tokens, pairs(several)
@@ -84,7 +86,7 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
         if each["seeds"]
     ]
     left_out = ", ".join(row.label for group in others for row in group.rows)
-    note = f"left out, since they cannot be compared with the others: {left_out}"
+    note = f"ignored, because their settings differ from the other runs: {left_out}"
     thin = thin_note(run for row in rows for run in row.finished)
     arms = [
         {"arm": row.label, "seeds": len(own), "diverged": row.diverged,

@@ -204,7 +204,7 @@ def check_values(study: Study, found: Values) -> None:
     planned, digests = planned_by_name(study), found.digests
     names = [run.name for run in found.runs]
     if len({*names}) < len(names) or not names:
-        raise ValueError("runs has a name twice" if names else "runs is empty")
+        raise ValueError("runs contains a name twice" if names else "runs is empty")
     for rate in found.rates:
         check_number(f"{rate.name}.loss", rate.loss)
     for run in found.runs:

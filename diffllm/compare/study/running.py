@@ -67,7 +67,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         if place is None:
             run_here(jobs, world)
             continue
-        echo(f"{out}: {len(jobs)} runs to go in this stage", flush=True)
+        echo(f"{out}: {len(jobs)} runs remain in this stage", flush=True)
         directory, cluster = place
         stopped, endings = cluster.run(jobs, directory) if cluster else run_here(jobs, world)
         unfinished = print_outcomes(jobs, endings, directory)

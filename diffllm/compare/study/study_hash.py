@@ -17,7 +17,7 @@ from diffllm.config.saved import defaults_of, flatten, yaml_dict
 from diffllm.config.schema import FREE, is_allowed
 
 UNHASHED = (*(key for key in FREE if key != "eval"), "run.study")
-"""Keys that do not change what a run computes or measures."""
+"""Keys without effect on the computed and measured values of a run."""
 
 
 def config_digest(cfg: TrainConfig, study: Study) -> str:

@@ -66,7 +66,7 @@ def judge(study: Study, out: Path) -> Verdict:
     evidence = read_evidence(study, out)
     if not evidence.runs:
         start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
-        raise ConfigError(f"{out} has no run of {study.path} that has ended; start with {start}")
+        raise ConfigError(f"{out} has no ended run of {study.path}; start with {start}")
     return judge_evidence(study, evidence)
 
 

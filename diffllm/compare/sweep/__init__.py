@@ -1,1 +1,1 @@
-"""Sweeps, `train.py -m`: every combination of the swept values is a run in a process of its own."""
+"""Sweeps, `train.py -m`: each combination of swept values has a separate process."""

@@ -1,7 +1,7 @@
-"""The jobs of a sweep through submitit, each a job of SLURM, or all at once on this machine.
+"""Run the jobs of a sweep with submitit: as SLURM jobs, or all at once on this machine.
 
-`hydra/launcher=submitit_slurm` and `hydra.launcher.*` mean what they mean to Hydra's launcher. That
-launcher itself would give up on all runs at the first job that is killed, and start finished ones.
+`hydra/launcher=submitit_slurm` and `hydra.launcher.*` have the same meaning as for Hydra's own
+launcher. Hydra's launcher would abandon all runs after one killed job, and restart finished runs.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 @dataclass
 class ClusterLauncher:
-    """The cluster of a sweep, from `hydra/launcher` and its keys."""
+    """The cluster of a sweep, from `hydra/launcher` and `hydra.launcher.*`."""
 
     kind: str
     """"slurm" or "local"."""
@@ -41,7 +41,7 @@ class ClusterLauncher:
 
     @classmethod
     def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
-        """Return the cluster that the words ask for, None for Hydra's own; raises ConfigError."""
+        """Return the cluster that `words` select, None for `basic`; raises ConfigError."""
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
@@ -70,10 +70,10 @@ class ClusterLauncher:
         return self.settings["nodes"] * self.settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
-        """Submit the jobs that are not in the queue already, and wait for all of them.
+        """Submit all jobs that are not queued yet, and wait for all jobs.
 
-        A signal stops jobs on this machine, and leaves those of a cluster in its queue. Returns the
-        signal or 0, and the ending of each job by name.
+        A signal stops jobs on this machine; jobs of a cluster stay in the queue. Returns the signal
+        number or 0, and the ending of each job by name.
         """
         stay = "the jobs stay in the queue; the same command waits for them"
         with Stops(stay if self.kind == "slurm" else "stopping") as stops:
@@ -115,7 +115,7 @@ class ClusterLauncher:
                 directory.record["jobs"] |= ids
                 directory.write()
         for job in jobs:
-            how = "is" if job not in new else "submitted as"
+            how = "already queued as" if job not in new else "submitted as"
             echo(f"run {job.number} of {job.total}: {job.name} {how} {handles[job.name].job_id}")
         return handles
 
@@ -128,7 +128,7 @@ class ClusterLauncher:
         settings = {k if k in common else f"slurm_{k}": v for k, v in self.settings.items()}
         retries = {"slurm_max_num_timeout": settings.pop("slurm_max_num_timeout", None)}
         if not any(word.startswith("hydra.launcher.max_num_timeout=") for word in self.words):
-            retries = {}  # submitit's: the plugin's 0 is for code that does not resume
+            retries = {}  # Keep submitit's default: the plugin's 0 is for code that cannot resume.
         del settings["submitit_folder"]
         try:
             executor = submitit.AutoExecutor(folder, cluster=self.kind, **retries)
@@ -137,7 +137,7 @@ class ClusterLauncher:
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"hydra/launcher=submitit_{self.kind}: {one_line(error)}") from error
         except OSError as error:
-            raise ConfigError(f"{FOLDER}={folder} cannot be made: {error.strerror}") from error
+            raise ConfigError(f"{FOLDER}={folder} cannot be created: {error.strerror}") from error
         return executor
 
     def ending(self, job: Job, handle: Any) -> Ending:
@@ -152,7 +152,7 @@ class ClusterLauncher:
 
 
 def first_failed(endings: list[Ending]) -> Ending:
-    """Return the first rank that failed and says why; else rank 0."""
+    """Return the earliest failure with a message, else the earliest failure, else rank 0."""
     failed = [ending for ending in endings if ending.state == "failed"]
     return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
 
@@ -162,17 +162,18 @@ def why(error: Exception) -> str:
     if state:
         return f"ended by the scheduler ({state[1]})"
     lines = [line for line in str(error).splitlines() if "Error: " in line]
-    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "gave no result"
+    text = lines[-1].rpartition("Error: ")[2].strip(" .") if lines else "no result"
     return text.replace("too many times", "more often than hydra.launcher.max_num_timeout")
 
 
 def in_queue(job_id: str) -> bool:
-    """Raises ConfigError without an answer, because a second submit could start a run twice."""
+    """Return whether squeue lists a job. Raises ConfigError if squeue fails, because submitting the
+    job again could start a run twice."""
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
         raise ConfigError(f"squeue cannot be run: {error.strerror}") from error
     if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise ConfigError(f"squeue does not answer: {' '.join(answer.stderr.split())}")
+        raise ConfigError(f"squeue failed: {' '.join(answer.stderr.split())}")
     return bool(answer.stdout.strip())

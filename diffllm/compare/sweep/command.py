@@ -1,4 +1,4 @@
-"""A sweep from its command line to its table."""
+"""The command of a sweep: plan all runs, start them, and compare the results."""
 
 import math
 import os
@@ -20,16 +20,16 @@ Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
 def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
-    """Run every combination that has not ended, and print how each ended.
+    """Run every combination that has not ended, and print the result of every run.
 
-    All configs are checked first. A failed run does not stop the others. With run.sweep=<name> an
-    earlier sweep continues.
+    All configs are checked first. A failed run does not stop the remaining runs. The override
+    run.sweep=<name> resumes an earlier sweep.
 
     Returns:
         0 if every run has ended, 128 + n after signal n, else 1.
 
     Raises:
-        ConfigError: a sweep that cannot run; nothing has been started or changed.
+        ConfigError: the sweep cannot run; no run has started and no file has changed.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -44,7 +44,7 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
     announce(jobs, directory)
     try:
         stopped, endings = cluster.run(to_run, directory) if cluster else run_here(to_run, world)
-    except UserError:  # there is no such cluster
+    except UserError:  # The cluster did not accept the jobs.
         directory.withdraw()
         raise
     unfinished = print_outcomes(jobs, endings, directory)
@@ -71,7 +71,7 @@ def join_ranks() -> World:
     """Join the ranks, and set the environment that all runs inherit."""
     os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
-    if world.size > 1:  # the runs meet through the store that this process met through
+    if world.size > 1:  # Runs rendezvous through the store of this process.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return world
 
@@ -92,7 +92,7 @@ def run_here(jobs: list[Job], world: World) -> tuple[int, dict[str, Ending]]:
 
 def announce(jobs: list[Job], directory: SweepDirectory) -> None:
     done = [job for job in jobs if job.finished]
-    others = f", {len(done)} of them finished" if done else ""
+    others = f", {len(done)} already finished" if done else ""
     echo(f"sweep {directory.path}: {len(jobs)} runs{others}", flush=True)
     for job in done:
         ended = read_ending(Path(job.path)) or {}
@@ -134,12 +134,12 @@ def loss_words(summary: dict[str, Any]) -> str:
     loss, bits = (summary.get(f"heldout_{name}") for name in ("loss", "bits_per_byte"))
     if loss is None or not math.isfinite(loss):
         return "diverged: no finite held-out loss"
-    in_bits = "" if bits is None else f", {bits:.3f} bits a byte"
+    in_bits = "" if bits is None else f", {bits:.3f} bits per byte"
     return f"held-out loss {loss:.4f}{in_bits}"
 
 
 def write_comparison(directory: Path) -> None:
-    """Print and write the comparison; its failure is no failure of the sweep."""
+    """Print and write the comparison; print an error without failing the sweep."""
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read

@@ -1,4 +1,4 @@
-"""A run of a sweep as a child process; imports little, for the tasks of a cluster's jobs."""
+"""Runs of a sweep as child processes. Few imports, because each task of a cluster loads this."""
 
 import contextlib
 import ctypes
@@ -30,12 +30,12 @@ ERROR = re.compile(
 
 class Ending(NamedTuple):
     state: str
-    """finished, stopped (saved), failed, or stays (in the queue)."""
+    """finished, stopped (with a checkpoint), failed, stays (in the queue) or not started."""
     reason: str = ""
     at: float = 0.0
-    """Seconds since the epoch."""
+    """Time of the end in seconds since the epoch."""
     silent: bool = False
-    """True if it failed without a message."""
+    """True if the run failed without a message."""
 
 
 @dataclass
@@ -64,25 +64,25 @@ class Job:
 
 
 class JobProcess:
-    """The process of a started job; its standard error goes on to ours and to the job's log."""
+    """The process of a started job; copies stderr to this process's stderr and the job's log."""
 
     def __init__(self, job: Job, rank: int = 0):
         self.job, self.rank, self.signalled = job, rank, False
         self.log = job.log.with_name(f"{job.log.stem}.rank{rank}.log") if rank else job.log
-        # -P: a diffllm/ in the current directory is not this one; see `path_for_jobs`
+        # -P keeps Python from importing a diffllm/ of the current directory, see `path_for_jobs`.
         command = [sys.executable, "-P", "-m", "diffllm", "train", *job.words]
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._note(f"{when} on {socket.gethostname()}: {shlex.join(command)}")
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
-        """Standard error of this start alone."""
-        self.tee = subprocess.Popen(  # a process, so that the child can still write without us
+        """Standard error since this start."""
+        self.tee = subprocess.Popen(  # A process, which the child can write to after this one ends.
             ["tee", "-a", self.log, f"/dev/fd/{self.said.fileno()}"],
             stdin=subprocess.PIPE,
             stdout=2,
             pass_fds=[self.said.fileno()],
             start_new_session=True,
-            restore_signals=False,  # a standard error that nobody reads ends neither it nor the log
+            restore_signals=False,  # Ignore SIGPIPE: the log continues if stderr is closed.
         )
         assert self.tee.stdin
         with self.tee.stdin as pipe:
@@ -90,12 +90,12 @@ class JobProcess:
                 command,
                 env={**os.environ, "DIFFLLM_SWEEP_JOB": str(job.number)},
                 stderr=pipe,
-                process_group=0,  # a terminal's Ctrl-C reaches it once, through us
+                process_group=0,  # Ctrl-C reaches the child only through `stop`.
                 preexec_fn=tie_to_parent,
             )
 
     def stop(self, number: int) -> None:
-        """The first signal lets the run save; another SIGINT interrupts it at once."""
+        """Send a signal: the first lets the run save, and a second SIGINT ends the run at once."""
         self.child.send_signal(number)
         self.signalled = True
 
@@ -108,7 +108,7 @@ class JobProcess:
         at = time.time()
         try:
             self.tee.wait(timeout=5)
-        except subprocess.TimeoutExpired:  # a process that the run has left behind holds its end
+        except subprocess.TimeoutExpired:  # A remaining child of the run keeps the pipe open.
             self.tee.terminate()
             self.tee.wait()
         if code == 0 and (self.rank or self.job.has_summary):
@@ -139,21 +139,21 @@ class ClusterTask:
         return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
-        """Let a preempted run, or one out of time, save; submitit queues the job again."""
+        """Let a run save at preemption or timeout; submitit then queues the job again."""
         from submitit.helpers import DelayedSubmission
 
         if self.process:
             self.process.stop(signal.SIGTERM)
-            with contextlib.suppress(ChildProcessError):  # WNOWAIT: reaping it is __call__'s
+            with contextlib.suppress(ChildProcessError):  # WNOWAIT: `__call__` reaps the child.
                 os.waitid(os.P_PID, self.process.child.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(ClusterTask(), job)
 
 
 class Stops:
-    """A context in which SIGINT and SIGTERM are noted, and passed on to the job that runs.
+    """Context that records SIGINT and SIGTERM, and forwards the signals to the running job.
 
     Args:
-        said: reported after SIGINT if no job runs in this process.
+        said: message after SIGINT if no job runs in this process.
     """
 
     def __init__(self, said: str = "stopping") -> None:
@@ -169,7 +169,7 @@ class Stops:
         self.received = number
         if self.process:
             self.process.stop(number)
-        elif number == signal.SIGINT:  # otherwise the run reports it
+        elif number == signal.SIGINT:  # The running job reports the signal itself.
             report_signal(self.said)
 
     def run(self, job: Job, rank: int) -> Ending:
@@ -188,6 +188,7 @@ class Stops:
 
 
 def path_for_jobs() -> str:
+    """Return the PYTHONPATH of jobs: this package and sys.path[0] before inherited paths."""
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     own = [*([] if package in installed else [package]), *sys.path[:1]]
@@ -196,7 +197,7 @@ def path_for_jobs() -> str:
 
 
 def tie_to_parent() -> None:
-    """The parent's death stops the child, saved; a scheduler's SIGUSR2 does not."""
+    """Make the child save and stop if the parent dies, and ignore SIGUSR2 of a scheduler."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The plan of a sweep: every job checked, and compared with what its directory already holds."""
+"""Plan a sweep: check every job, and compare with the existing runs of the directory."""
 
 import hashlib
 import itertools
@@ -38,7 +38,7 @@ def experiment_words(words: list[str]) -> list[str]:
         try:
             cfg = compose("train", overrides=chosen, return_hydra_config=True)
         except COMPOSING:
-            return []  # several experiments, or one that is not there: the jobs' own check says so
+            return []  # The check of the jobs reports several or missing experiments.
     swept = [
         f"{key}={','.join(map(str, values)) if isinstance(values, ListConfig) else values}"
         for key, values in (cfg.hydra.sweeper.params or {}).items()
@@ -48,9 +48,8 @@ def experiment_words(words: list[str]) -> list[str]:
 
 
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
-    """Return the runs' overrides, the last for each key, and those of Hydra's launcher; raises
-    ConfigError."""
-    with hydra() as loader:  # which glob(...) reads
+    """Return overrides of runs (the last of each key) and of the launcher; raises ConfigError."""
+    with hydra() as loader:  # glob(...) reads the loader.
         try:
             overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
         except HydraException as error:
@@ -63,10 +62,10 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
         if not swept and (key == "hydra/launcher" or key.startswith("hydra.launcher.")):
             launcher.append(word)
         elif key in ("run.name", "run.dir", "run.swept") or (swept and key.startswith("run.")):
-            raise ConfigError(f"{word}: a sweep names its runs itself, in one run.sweep=<name>")
+            raise ConfigError(f"{word}: a sweep names its runs; set one run.sweep=<name> instead")
         elif key.split(".")[0].split("/")[0] == "hydra":
             allowed = "hydra/launcher and hydra.launcher.*, with one value each"
-            raise ConfigError(f"{word}: of Hydra's keys a sweep takes {allowed}")
+            raise ConfigError(f"{word}: a sweep accepts only {allowed}")
         else:
             own[override.get_key_element()] = override
     return list(own.values()), launcher
@@ -81,22 +80,23 @@ def split_values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [word]
     if not override.is_discrete_sweep():
-        raise ConfigError(f"{word}: a sweep needs single values: {key}=1,2,3 or choice(...)")
+        raise ConfigError(f"{word}: a sweep needs a list of values: {key}=1,2,3 or choice(...)")
     try:
         values = list(override.sweep_string_iterator())
     except (HydraException, ValueError) as error:
         raise ConfigError(f"{word}: {one_line(error)}") from error
     if key in GROUPS:
-        values = [value for value in values if not value.endswith("_schema")]  # glob(*) finds them
+        # glob(*) also matches the schemas of a group.
+        values = [value for value in values if not value.endswith("_schema")]
     if not values:
-        raise ConfigError(f"{word}: these are no values")
+        raise ConfigError(f"{word} has no values")
     return [f"{key}={value}" for value in values]
 
 
 def name_run(cfg: TrainConfig, keys: list[str]) -> str:
     """Name a run after the values of `keys`: diff_v1-lr0.001-seed0.
 
-    The name depends on a value, not on its spelling, and two values never have one name.
+    Spellings of one value give one name, and different values give different names.
     """
     labels, parts = short_labels(keys), []
     for key in keys:
@@ -139,9 +139,9 @@ def label_value(label: str, value: Any) -> str:
 
 
 class SweepDirectory:
-    """The directory `outputs/<sweep>/`, held by rank 0; one sweep at a time.
+    """The directory `outputs/<sweep>/`, which rank 0 locks against other sweeps.
 
-    sweep.json has the keys that name its runs, and for each run the overrides of these keys.
+    sweep.json contains the keys that name runs, and each run's overrides of these keys.
     """
 
     def __init__(self, path: Path, kind: str = "sweep"):
@@ -167,8 +167,8 @@ class SweepDirectory:
 def plan_sweep(
     overrides: list[Override], world_size: int
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
-    """Check every job, and take the sweep's directory; return it and the fields of each Job. Raises
-    ConfigError."""
+    """Check every job and lock the sweep's directory; return the directory and the fields of each
+    Job. Raises ConfigError."""
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}
     by_key = [o.get_key_element() for o in overrides]
@@ -186,10 +186,10 @@ def plan_sweep(
         cfg.run.name = name = names.get(name, name)
         check_length(directory.path / f"{name}.log", f"run.name={name}")
         cfg.run.swept = keys
-        words[name], configs[name] = job, cfg  # two spellings of a value are one run
+        words[name], configs[name] = job, cfg  # Spellings of one value give one run.
     directory.hold()
     try:
-        if keys != directory.record["keys"]:  # runs that have not begun get other names
+        if keys != directory.record["keys"]:  # Runs that have not begun get new names.
             check_queue({n: i for n, i in directory.record["jobs"].items() if n not in begun})
             known = {name: words_for(cfg, keys) for name, cfg in begun.items()}
             directory.record |= {"keys": keys, "runs": known}
@@ -205,31 +205,31 @@ def plan_sweep(
     for number, (name, cfg) in enumerate(configs.items(), start=1):
         path, arguments = directory.path / name, [*words[name], added, f"run.name={name}"]
         planned = Job(number, len(configs), name, str(path), cfg.steps, arguments, False)
-        with suppress(CheckpointError):  # a damaged run says so itself when it is started
+        with suppress(CheckpointError):  # A damaged run fails with a message when it starts.
             planned.finished = ending(path, cfg) is not None
         jobs_of_runs.append(vars(planned))
     return directory, jobs_of_runs
 
 
 def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
-    """Return the keys that name the runs: the sweep's own, then keys that are swept anew."""
+    """Return the keys that name runs: the recorded keys of the sweep, then newly swept keys."""
     keys = directory.record["keys"] or []
     if not {*keys} <= {*given}:
-        raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; give values of all")
+        raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; set all these keys")
     return [*keys, *(key for key in swept if key not in keys)]
 
 
 def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return the configs of the sweep's runs by name, without those that cannot be read."""
+    """Return the configs of the sweep's readable runs, by name."""
     begun = {}
     for name in directory.record["runs"]:
-        with suppress(CheckpointError):  # not begun, or damaged: the run itself reports damage
+        with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
             begun[name] = load_run_config(directory.path / name)
     return begun
 
 
 def check_queue(jobs: dict[str, str]) -> None:
-    """Raise ConfigError if a job, whose run gets another name, is in SLURM's queue."""
+    """Raise ConfigError if a job whose run gets a new name is in SLURM's queue."""
     from diffllm.compare.sweep.cluster import in_queue
 
     for name, job_id in jobs.items():
@@ -262,7 +262,7 @@ def check_runs(
         try:
             changes = differences(path, cfg)
         except CheckpointError:
-            continue  # the run itself will say so, and the others can go on
+            continue  # This run will fail with a message; the remaining runs can start.
         if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
                 f"the sweep {directory.path} was made with {what_differs(changes)} in "
@@ -270,4 +270,4 @@ def check_runs(
                 f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():
-            raise ConfigError(f"{path} holds a run and resume=never; choose another run.sweep")
+            raise ConfigError(f"{path} contains a run, but resume=never; choose another run.sweep")

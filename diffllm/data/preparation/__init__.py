@@ -1,1 +1,1 @@
-"""From text to token shards, in processes that each write their own."""
+"""Encode text to token shards, in parallel processes that write separate shards."""

@@ -1,4 +1,4 @@
-"""One part of a corpus to token shards of its own, and a record of these shards."""
+"""Encode one part of a corpus to token shards, with a record of these shards."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 BATCH_BYTES, BATCH_DOCUMENTS = 4_000_000, 20_000
 HALF = 2**63
-"""Subtracted from hashes, so that they fit into signed 64 bits."""
+"""Subtracted from unsigned hashes, so that the result fits into signed 64 bits."""
 
 
 class Document(NamedTuple):
     text: bytes
     prompt: tuple[bytes, ...] = ()
-    """Pieces before the text, alternately context and to be predicted; context last."""
+    """Pieces before the text, alternately context and predicted; the last piece is context."""
 
     @property
     def predicted_bytes(self) -> int:
@@ -47,13 +47,13 @@ class PartRecord:
     splits: dict[str, Split]
     skipped_empty: int
     below: int
-    """Documents with a hash below this are held out."""
+    """Documents with a smaller hash are held out."""
     least: int | None
     most: int | None
     """Range of the hashes; None without documents."""
     following: list[list[int]]
-    """The lowest hashes that are not held out, as far as the minimum of the held-out split needs
-    them: [hash, documents, tokens] each, ascending."""
+    """The lowest hashes of training documents, as many as the minimum of the held-out split may
+    need; one row [hash, documents, tokens] per hash, ascending."""
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
@@ -79,7 +79,7 @@ class Encoding:
         return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
-        """Whether the shards of a part are complete and hold out the right documents."""
+        """Return whether the shards of a part are complete and hold out the right documents."""
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
             record = PartRecord.load(self.partial, number)
@@ -94,7 +94,7 @@ class Encoding:
         return all(there) and not changed
 
     def work(self, number: int, counts: Counts, threads: int) -> None:
-        # A worker whose parent was killed may still write this part; it ends within a second.
+        # A worker of a killed parent may still write this part; such a worker ends within a second.
         with locked(self.partial / f"part-{number:05d}.lock"):
             counts.state[number] = READING
             if not self.is_done(number):
@@ -103,9 +103,9 @@ class Encoding:
 
     def encode(self, number: int, counts: Counts, threads: int) -> None:
         """Write a part's shards (overwriting earlier attempts), then its record."""
-        os.environ["RAYON_NUM_THREADS"] = str(threads)  # of tokenizers, which has threads a process
-        # Never "true": a process that is forked later would inherit it, and wait forever for
-        # threads that only its parent has.
+        os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of tokenizers per process
+        # Never "true": a process that is forked later would inherit this setting and wait forever
+        # for threads that exist only in its parent.
         if threads == 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         vocab_size, masked = self.tokenizer.vocab_size, self.corpus.has_prompts
@@ -152,8 +152,8 @@ class Encoding:
     def tokens_of(
         self, documents: Sequence[Document], threads: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode documents, each with its EOS; with prompts, also return how many tokens of each
-        are alternately context and to be predicted. No token spans context and text."""
+        """Encode documents, each with its EOS. With prompts, also return the tokens per piece of
+        each document, alternately context and predicted. No token spans context and text."""
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
         for ids in tokens:
@@ -186,7 +186,7 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
             try:
                 batch.append(Document(text.encode(), tuple(map(str.encode, before))))
             except UnicodeEncodeError as error:
-                raise DataError(f"{part.name}: a text that UTF-8 cannot write: {error}") from error
+                raise DataError(f"{part.name}: text not encodable as UTF-8: {error}") from error
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch, empty
@@ -203,8 +203,8 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 
 
 def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Sum `rows` of hash, documents and tokens, (n, 3) int64, over equal hashes, sort them by hash,
-    and keep the first ones that `held`, (2,) documents and tokens, needs to reach the minimum."""
+    """Sum `rows` of hash, documents and tokens, (n, 3) int64, over equal hashes, and sort by hash.
+    Keep the first rows with which `held`, (2,) documents and tokens, reaches the minimum."""
     hashes, places = np.unique(rows[:, 0], return_inverse=True)
     counts = np.zeros((len(hashes), 2), np.int64)
     np.add.at(counts, places, rows[:, 1:])

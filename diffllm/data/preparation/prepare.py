@@ -1,4 +1,4 @@
-"""From a data config to a tokenizer and token shards, which a cache keeps."""
+"""Prepare the tokenizer and token shards of a data config, in a cache."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -25,17 +25,17 @@ from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
 DIVISION = "in parts"
 PIECE = 500
-"""Characters of a held-out piece of a single document, at least."""
+"""Minimum characters of a held-out piece, if several pieces are held out."""
 CHARACTERS_PER_TOKEN = 5
 """More than most tokenizers have, so that held-out pieces reach LEAST_TOKENS."""
 WINDOW_BYTES = 4096
 READ_FOR_SAMPLE = 8
 MOST_SAMPLED = 64
 """The tokenizer's sample of a large corpus reads at most MOST_SAMPLED parts, and READ_FOR_SAMPLE
-bytes per byte."""
+bytes per byte of the sample."""
 
-# Llama's settings, except that line breaks may be part of a piece: a break and the indentation
-# after it are then one or two tokens (README.md has the measurements).
+# Llama's settings, except that line breaks may be part of a piece: a line break with indentation
+# is then one or two tokens.
 TRAINING: dict[str, Any] = {
     "model_type": "bpe",
     "byte_fallback": True,
@@ -132,21 +132,22 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Divide a corpus of a single document into pieces to train on and pieces to hold out, which
-    are spread evenly and have about `fraction` of the text, or more to fulfil the minimum.
+    """Divide a corpus of a single document into pieces to train on and pieces to hold out. Held-out
+    pieces are spread evenly and have about `fraction` of the text, or more to fulfil the minimum.
 
-    None for several documents. Raises DataError if all are equal, or the only one is too short.
+    Returns None for several documents. Raises DataError if all documents are equal, or if a single
+    document is too short.
     """
     too_few = DataError(
-        "the corpus has fewer than two distinct documents, too few to hold one out; "
-        "cut text files into more with data.sample_by=paragraph"
+        "the corpus has fewer than two distinct documents, so none can be held out; "
+        "data.sample_by=paragraph cuts text files into more documents"
     )
     if corpus.has_prompts:
         return None
     texts = corpus.texts()
     text = next(texts, None)
     if text is None:
-        raise DataError(f"{corpus.description}: no document has any text")
+        raise DataError(f"{corpus.description}: no document contains text")
     second = next(texts, None)
     if second is not None:
         if all(text == other for other in chain([second], texts)):
@@ -159,13 +160,13 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
     if not train:
         raise too_few
     blank = sum(not t or t.isspace() for p in corpus.parts for d in p.read() for t in d.texts)
-    parts = [TextsPart("its training pieces", train), TextsPart("its held-out pieces", heldout)]
+    parts = [TextsPart("training pieces", train), TextsPart("held-out pieces", heldout)]
     return replace(corpus, list_parts=lambda: parts, skipped_empty=corpus.skipped_empty + blank)
 
 
 def places_of_pieces(text: str, share: float) -> list[int]:
-    """Return the starts and stops of the held-out pieces, without the last stop: at most
-    LEAST_DOCUMENTS pieces, each before one of as many evenly spaced places."""
+    """Return the starts and stops of the held-out pieces, without the last stop. At most
+    LEAST_DOCUMENTS pieces are held out; their stops are near evenly spaced places."""
     end = len(text.rstrip())
     number = min(LEAST_DOCUMENTS, max(1, int(share * end) // PIECE))
     size = max(1, round(share * end / number))
@@ -182,7 +183,7 @@ def places_of_pieces(text: str, share: float) -> list[int]:
 
 
 def beginning_of_line(text: str, earliest: int, latest: int) -> int:
-    """Return the last place in (earliest, latest] where a line begins, else a word, else
+    """Return the last line start in (earliest, latest], else the last word start there, else
     `latest`."""
     cuts = (text.rfind(mark, max(0, earliest), latest) + 1 for mark in "\n ")
     return next((cut for cut in cuts if cut), latest)
@@ -204,8 +205,8 @@ def build_tokenizer(
 
     def build(directory: Path) -> None:
         say()
-        # In another process: sentencepiece does not return to Python, which handles signals.
-        work_through([0], partial(train, directory), 1, say, lambda: "the tokenizer's sample")
+        # A separate process, because sentencepiece blocks Python, which handles signals.
+        work_through([0], partial(train, directory), 1, say, lambda: "text for the tokenizer")
         for corpus in corpora:
             corpus.check()
 
@@ -256,7 +257,7 @@ def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
 def beginning(part: Part, limit: int) -> Iterator[bytes]:
     read = 0
     for documents in part.read():
-        # A prompt is a text of its own, several pieces are one text with what follows.
+        # A single prompt is a separate text; several pieces form one text with the document.
         pairs = list(zip(documents.before, documents.texts, strict=True))
         texts = ["".join((*b, text or "")) if len(b) > 1 else text for b, text in pairs]
         texts += (before[0] for before, _ in pairs if len(before) == 1)

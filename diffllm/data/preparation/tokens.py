@@ -1,5 +1,5 @@
-"""All parts of a corpus to one directory of shards. Finished parts lie in a ".partial-" directory
-until all are done; a later start resumes from their records."""
+"""Encode all parts of a corpus into one directory of shards. Finished parts stay in a ".partial-"
+directory until all parts are finished; a later start resumes from the records of parts."""
 
 import math
 import shutil
@@ -49,8 +49,8 @@ class TokensJob:
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
     def build(self, how: PrepareConfig) -> None:
-        """Encode the remaining parts, and join all; raises DataError or OSError, and keeps finished
-        parts."""
+        """Encode the remaining parts and join all parts. Raises DataError or OSError; finished
+        parts are kept."""
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
@@ -104,9 +104,9 @@ class TokensJob:
         hashes = {shard.file: shard.sha256 for shard in shards}
         hashes |= {s.mask: s.mask_sha256 for s in shards if s.mask and s.mask_sha256}
         for path in encoding.directory.glob("*-*-*"):
-            if path.name not in hashes:  # of an earlier attempt
+            if path.name not in hashes:  # from an earlier attempt
                 path.unlink()
-        self.corpus.check()  # so that no other text gets its hash
+        self.corpus.check()  # raises if the text no longer has this hash
         manifest.save(encoding.directory)
         publish(encoding.directory, self.final)
         for name, sha256 in hashes.items():
@@ -116,7 +116,7 @@ class TokensJob:
         train, heldout = (manifest.splits[split].tokens for split in SPLITS)
         to_stderr(
             f"prepared {train:,} training and {heldout:,} held-out tokens"
-            f"{', pieces of the one document,' * manifest.cut} "
+            f"{', pieces of a single document,' * manifest.cut} "
             f"in {time.monotonic() - started:.0f} s"
         )
 
@@ -146,17 +146,17 @@ class TokensJob:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Return the hash below which documents are held out: `below`, or the lowest that fulfils the
-    minimum of the held-out split with at most LARGEST_SHARE of all documents and tokens.
+    """Return the hash below which documents are held out: `below`, or a larger hash that fulfils
+    the minimum of the held-out split, up to LARGEST_SHARE of all documents and tokens.
 
-    Each side gets a document; raises DataError if all documents are equal.
+    Each split gets at least one document; raises DataError if all documents are equal.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)
     if least == most:
         raise DataError(
-            "the corpus has fewer than two distinct documents that are not blank, too few to hold "
-            "one out"
+            "the corpus has fewer than two distinct documents that are not blank, so none can be "
+            "held out"
         )
     below = least + 1 if least >= below else min(below, most)
     train, held = (

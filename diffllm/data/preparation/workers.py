@@ -31,7 +31,7 @@ class PrepareConfig:
     """The processes that tokenise a corpus."""
 
     processes: int | None = bounded(None, least=1, most=4096)
-    """Processes; null: one a core, while there are parts of the corpus left."""
+    """Processes; null: one per core, but at most one per remaining part of the corpus."""
 
     def validate(self) -> None:
         check_bounds("prepare.", self)
@@ -51,8 +51,9 @@ def work_through(
     tick: Callable[[], None],
     reading: Callable[[], str],
 ) -> None:
-    """Call `do` with each number, in forked processes, and `tick` every EVERY seconds. No worker is
-    left. Raises the error of a worker, or DataError with `reading()` if a worker was killed."""
+    """Call `do` with each number, in forked processes, and `tick` every EVERY seconds. All workers
+    end before the return. Raises the error of a worker, or DataError for a killed worker, which
+    names the files of `reading()`."""
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
@@ -62,7 +63,7 @@ def work_through(
         while left:
             done, left = wait(left, EVERY, FIRST_EXCEPTION)
             for error in filter(None, (future.exception() for future in done)):
-                # One traceback with the frames of both processes, in place of two.
+                # Show one traceback with the frames of both processes, instead of two tracebacks.
                 frames = str(error.__cause__).strip('"\n').replace(HEADER, "In the worker:")
                 error.add_note(frames)
                 raise error from None
@@ -75,8 +76,8 @@ def work_through(
         if not isinstance(error, BrokenProcessPool):
             raise
         raise DataError(
-            "a process of the preparation was killed, perhaps because memory ran out, while these "
-            f"were read: {reading() or 'nothing'}; run the same command again to resume"
+            "a preparation process was killed, perhaps because memory ran out, while reading "
+            f"{reading() or 'nothing'}; run the same command again to resume"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -85,7 +86,7 @@ def work_through(
 def start_worker(do: Callable[[int], None], parent: int) -> None:
     global _do
     _do = do
-    gc.freeze()  # or each collection looks through all that the parent has, which stays
+    gc.freeze()  # collections would scan the objects of the parent, which never become garbage
     ignore_signals()
 
     def leave_with_parent() -> None:
@@ -121,7 +122,7 @@ def available_cores() -> int:
 
 
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
-    """Write the finished share to stderr, with rates; `before` is the share of `seconds` ago."""
+    """Write the finished share to stderr, with rates; `before` is the share `seconds` ago."""
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
     said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"

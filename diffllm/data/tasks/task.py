@@ -27,7 +27,7 @@ Count = Callable[[str], int]
 Seed = int | str
 SAMPLES = 4
 SPARE = 1.03
-"""Longest example over the longest measured one."""
+"""Assumed ratio of the longest example to the longest measured example."""
 MOST_CANDIDATES = 16
 MOST_LEVELS = 1000
 LARGEST = 2**28
@@ -43,7 +43,7 @@ class Example:
 
     prompt: str
     candidates: tuple[str, ...]
-    """Different continuations; either each or none begins with a space."""
+    """Distinct continuations; all of them or none begin with a space."""
     answer: int
     """Index of the right candidate."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Task(ABC):
         return example.prompt, example.candidates[example.answer]
 
     def fitting(self, length: int, count: Count) -> list[Level]:
-        """List the levels that fit into `length` tokens; raises DoesNotFit for none."""
+        """List the levels that fit into `length` tokens; raises DoesNotFit if no level fits."""
         found, sizes = [], []
         for level in self.levels(length):
             try:
@@ -123,27 +123,27 @@ class Task(ABC):
             if sizes[-1] <= length:
                 found.append(level)
             elif sizes[-1] > 4 * length:
-                break  # those behind it are longer still
+                break  # later levels are even longer
         if not found:
             needs = f"{min(sizes)} tokens" if sizes else "more tokens"
-            raise DoesNotFit(f"the task {self.name} needs {needs}, and the model reads {length}")
+            raise DoesNotFit(f"the task {self.name} needs {needs}, but the model reads {length}")
         return found
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
-        """Raise ConfigError for an invalid level, DoesNotFit for one of over `length` tokens."""
+        """Raise ConfigError for invalid levels, DoesNotFit for levels of over `length` tokens."""
         known = self.settings(length)
         for level in levels:
             if level.keys() != {*known}:
-                raise ConfigError(f"level: {self.name} has {', '.join(known)}, not {dict(level)}")
+                raise ConfigError(f"level: {self.name} needs {', '.join(known)}, not {dict(level)}")
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
                 # Reject a huge size before generating examples of that size.
                 tokens = size if size > 2 * length else self.longest(level, count)
             except (ValueError, IndexError, TypeError, ArithmeticError) as error:
-                raise ConfigError(f"level: {self.name} has no {dict(level)}: {error}") from error
+                raise ConfigError(f"level: {dict(level)} fails in {self.name}: {error}") from error
             if tokens > length:
                 raise DoesNotFit(
-                    f"the task {self.name} at {dict(level)} needs {tokens} tokens, and the model "
+                    f"the task {self.name} at {dict(level)} needs {tokens} tokens, but the model "
                     f"reads {length}"
                 )
 
@@ -154,7 +154,7 @@ class Task(ABC):
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples; each depends only on task, level, seed and number."""
+        """Make examples; an example depends only on task, level, seed and index."""
         for i in range(number):
             yield self.example(self.generator(level, seed, i), level, count)
 
@@ -173,7 +173,7 @@ TASKS: dict[str, Task] = {}
 REMOVED = ("induction", "noisy_kv", "phonebook")
 REPLACED = "was removed; use needle, mqar, icl or a task of your own (docs/evaluation.md)"
 FORMER = {"mqar": ("pairs", "words"), "needle": ("asked", "words")}
-"""Settings of earlier forms of tasks; configs of old runs contain them."""
+"""Settings of tasks in earlier versions, which configs of old runs may contain."""
 T = TypeVar("T", bound=type[Task])
 
 
@@ -183,7 +183,7 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
     def register(cls: T) -> T:
         there = TASKS.get(name)
         if there is not None and type(there).__qualname__ != cls.__qualname__:
-            raise ConfigError(f"the task {name} is registered twice; give one another name")
+            raise ConfigError(f"the task {name} is registered twice; rename one of the two")
         cls.name, cls.sizes = name, sizes
         TASKS[name] = cls()
         return cls
@@ -192,7 +192,7 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
 
 
 def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tuple[Any, int]:
-    """Shuffle the right answer among at most MOST_CANDIDATES; return all and its index."""
+    """Shuffle at most MOST_CANDIDATES answers; return the answers and the index of `right`."""
     candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
     rng.shuffle(candidates)
     return tuple(candidates), candidates.index(right)
@@ -250,7 +250,7 @@ class OwnFile(Task):
         yield from self.of_level(level)[:number]
 
     def longest(self, level: Level, count: Count) -> int:
-        """Return the tokens of the shortest example: longer ones may be skipped."""
+        """Return the tokens of the shortest example: longer examples may be skipped."""
         return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
 
 

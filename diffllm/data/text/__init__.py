@@ -1,1 +1,1 @@
-"""Sources of text: what each holds, by what hash it is known, and how its parts are read."""
+"""Sources of text: content, identity by hash, and reading in parts."""

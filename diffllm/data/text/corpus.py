@@ -1,4 +1,4 @@
-"""A corpus: documents in parts, each of which can be read on its own."""
+"""A corpus: documents in parts that can be read independently."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class TextBatch(NamedTuple):
-    """Some documents, in order, empty ones included."""
+    """Consecutive documents, including empty documents."""
 
     texts: list[str | None]
     prompts: Sequence[str | Sequence[str] | None] | None = None
-    """The context before each text, or several pieces, alternately context and to be predicted, the
-    last one context."""
+    """Context before each text, or several pieces, alternately context and predicted; the last
+    piece is context."""
 
     @property
     def before(self) -> list[tuple[str, ...]]:
@@ -35,7 +35,7 @@ class TextBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A section of a corpus that one process reads; it depends only on the corpus."""
+    """A section of a corpus that one process reads; the division depends only on the corpus."""
 
     name: str
     size: int
@@ -46,11 +46,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus whose content is identified now and read only when needed."""
+    """A corpus with a known identity; its content is read only when needed."""
 
     description: str
     identity: str
-    """Hash of the content and of the settings that cut it into documents."""
+    """Hash of the content and of the settings that define documents."""
     list_parts: Callable[[], Sequence[Part]]
     """Lists the parts, in order; raises DataError."""
     check: Callable[[], None] = lambda: None
@@ -59,7 +59,7 @@ class Corpus:
     """Differences from a known reference; empty if none."""
     skipped_empty: int = 0
     skipped_undecodable: int = 0
-    """Skipped files: only whitespace; hidden or not UTF-8."""
+    """Skipped files: `skipped_empty` with only whitespace, the rest hidden or not UTF-8."""
     has_prompts: bool = False
     parts_for: Callable[[Path], Sequence[Part]] | None = None
     """Returns the parts for a tokenizer path, if the texts depend on the tokenizer."""
@@ -75,7 +75,7 @@ class Corpus:
 
 
 class TextsPart(Part):
-    """Documents in memory."""
+    """A part with documents in memory."""
 
     def __init__(self, name: str, texts: Sequence[str | None]) -> None:
         size = sum(len(text) for text in texts if text)
@@ -115,8 +115,8 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
         if column not in texts:
             hint = " or ".join(f"data.{key}={name}" for name in texts if name not in columns)
-            problem = f"no column {column!r} of text; it has {', '.join(kinds)}"
-            end = f": use {hint}" if hint else ", none of them text"
+            problem = f"no text column {column!r}; its columns are {', '.join(kinds)}"
+            end = f": use {hint}" if hint else ", none with text"
             raise DataError(f"{where}: {problem}{end}")
 
 

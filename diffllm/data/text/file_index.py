@@ -1,5 +1,5 @@
-"""Formats of local files, and their content hashes, cached by path and identity, so that a second
-run only stats them."""
+"""Formats and content hashes of local files. Hashes are cached by path and identity, so that a
+second run only calls stat."""
 
 import codecs
 import hashlib
@@ -57,7 +57,7 @@ def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
             unknown = [path for path in paths if not _is_known(path, index)]
             with (
                 track("hashing the corpus", len(unknown)) as advance,
-                ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing lets other threads run
+                ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing releases the GIL
             ):
                 for path, facts in zip(unknown, pool.map(_read_facts, unknown), strict=True):
                     index[str(path)] = facts
@@ -79,7 +79,7 @@ def _read_facts(path: Path) -> FileFacts:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     is_utf8, is_blank, block = True, True, b"begin"
     with usable(path):
-        identity = settled_identity(path)  # before reading: a change meanwhile then shows
+        identity = settled_identity(path)  # before reading, to detect concurrent changes
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             while block:
@@ -95,7 +95,7 @@ def _read_facts(path: Path) -> FileFacts:
 
 def check_unchanged(path: Path, facts: FileFacts) -> None:
     if identity_of(path) != facts.identity:
-        raise DataError(f"{path}: changed since it was hashed; start again")
+        raise DataError(f"{path}: changed after it was hashed; run the command again")
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:

@@ -90,12 +90,12 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     if form != "parquet" and path.suffix.lower() not in COMPRESSIONS and not facts.is_utf8:
         return "not UTF-8 text"
     if form == "text" and cfg.prompt_column:
-        return "a text has no columns, which data.prompt_column needs"
+        return "a text file has no columns, but data.prompt_column needs a column"
     return ""
 
 
 def is_of_rows(path: Path, column: str) -> bool:
-    """Whether a .json file is an array, or its first line an object with a column of text."""
+    """Return whether a .json file is an array, or its first line an object with the column."""
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -150,13 +150,13 @@ def naming(source: Path | str) -> Iterator[None]:
     except Exception as error:
         packed = COMPRESSIONS.get(os.path.splitext(source)[1].lower())
         broken = packed and isinstance(error, OSError) and not error.errno
-        what = f"cannot be unpacked as {packed}: " if broken else ""
+        what = f"cannot be decompressed as {packed}: " if broken else ""
         raise DataError(f"{source}: {what}{reason(error)}") from error
 
 
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
-    """List the files of data.paths, each with the directory that it was found in, or None if it
-    was named, and count the hidden entries of directories, which are skipped; raises DataError.
+    """List the files of data.paths, each with the searched directory, or None for a named file.
+    Also count the hidden entries of directories, which are skipped; raises DataError.
 
     Files of a glob or a directory are sorted. A glob that matches files ignores directories.
     """
@@ -170,7 +170,7 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
             near = similar_path(Path(pattern), os.path.exists)
             raise DataError(f"data.paths: {pattern} matches no file or directory{near}")
         paths = [each for each in names if not each.is_dir()]
-        for each in paths:  # reading a pipe or a socket could block
+        for each in paths:  # refuse pipes and sockets, which could block
             with usable(each), open_regular(each, 2**63, follow=True):
                 found[each] = None
         for root in () if paths else names:
@@ -204,7 +204,7 @@ def unreadable(error: OSError) -> None:
 
 
 def begins_with_mark(path: Path) -> bool:
-    """Whether a readable text begins with a byte order mark."""
+    """Return whether a readable text begins with a byte order mark."""
     from diffllm.data.text.readers import unpacked
 
     with suppress(OSError, ValueError), unpacked(path) as file:

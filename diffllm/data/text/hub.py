@@ -41,7 +41,7 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     dataset = str(cfg.dataset)
     if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", dataset) or Path(dataset).exists():
         raise DataError(
-            f"data.dataset={dataset}: no name of a dataset of the hub, which is owner/name; "
+            f"data.dataset={dataset} must be the name of a hub dataset, as owner/name; "
             "data.paths reads local files"
         )
     revision = resolve_revision(dataset, cfg.revision, cache_dir)
@@ -56,12 +56,12 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
-    """Make a part of each of the dataset's files, or of several; raises DataError. The library's
-    own copies go to `copies`."""
+    """Make one part per file of the dataset, or per several files; raises DataError. The library
+    caches files in `copies`."""
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
     to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
-    # A slice of a split cannot be streamed: it is copied into the cache.
+    # A slice of a split cannot be streamed; the library copies the slice into the cache.
     streaming = "[" not in cfg.split
     with naming(where):
         rows = library().load_dataset(
@@ -88,8 +88,8 @@ def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Ite
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
-    """Return the commit that a branch or tag stood for when this cache first used it, so that later
-    runs read the same corpus, also offline."""
+    """Return the commit of a branch or tag at the first use with this cache, so that later runs
+    read the same corpus, also offline."""
     if revision and re.fullmatch(COMMIT, revision):
         return revision
     stored = cache_dir / "revisions" / f"{combined_hash([dataset, revision])[:32]}.json"
@@ -117,8 +117,8 @@ def library() -> ModuleType:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # Local files are nobody's download, and the counter wants the network.
+    # The counter of downloads would need the network even for local files.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    # Releases that still run a dataset's own code would ask this, or the user.
+    # Refuse code of datasets: older releases read this setting, or would ask the user.
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     return datasets

@@ -26,8 +26,8 @@ REFERENCE = {
     "scipy": ("1.17.1", "f00b62b844b5ca5f5aa4be2a1c20f999c8e0b7f5d3ab6452a2a03811f016d527"),
     "sympy": ("1.14.0", "9f54be8db41058e181a3eef835da3e1c2db4ef184f8f2c0e77c79491b92b55de"),
 }
-"""Version and hash over all texts of each package, in corpus order, as in constraints.txt. Without
-torch: its versions vary most between machines."""
+"""Version and hash over all texts of each package, in corpus order, as in constraints.txt. torch is
+excluded, because its versions vary most between machines."""
 REFERENCE_SHA256 = "1222415951b03a9bb3e5c9a67672e14b6ac6e8092f1ab990d6e5da60c1214b1d"
 """Hash over all texts of the reference corpus, in corpus order."""
 
@@ -45,7 +45,8 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
     for path in texts:
         by_text.setdefault(facts[path].sha256, path)
     if not by_text:
-        raise DataError(f"data=packages: none of {', '.join(REFERENCE)} is installed")
+        names = ", ".join(REFERENCE)
+        raise DataError(f"data=packages: none of {names} is installed; try data=stdlib")
     kept = list(by_text.values())
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
     identity = texts_hash([facts[path] for path in kept])

@@ -1,5 +1,5 @@
-"""Documents of local files, read in slices: of parquet row groups or of whole lines. Other files
-are one slice; only arrays of JSON and texts that are one document are in memory whole."""
+"""Documents of local files, read in slices of parquet row groups or of whole lines. Other files are
+one slice. Only JSON arrays and texts of one document are completely in memory."""
 
 import codecs
 import io
@@ -27,7 +27,7 @@ from diffllm.data.text.corpus import (
 from diffllm.data.text.file_index import COMPRESSIONS, FileFacts
 
 COMPRESSED_TEXT = 4
-"""Estimated bytes of text per byte."""
+"""Estimated bytes of text per compressed byte."""
 BLOCK_BYTES = 1 << 22
 
 
@@ -41,7 +41,7 @@ class Slice:
     read: Callable[["Slice"], Iterator[TextBatch]]
     start: int = 0
     stop: int | None = None
-    """Bytes, or row groups; None: to the end."""
+    """Range in bytes or row groups; None: to the end of the file."""
 
 
 def slices_of(
@@ -134,8 +134,8 @@ def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
     texts = [(row or {}).get(name) for name in columns]
     for name, text in zip(columns, texts, strict=True):
         if not isinstance(text, str | None):
-            raise ValueError(f"column {name!r} holds {type(text).__name__}, not text")
-        (text or "").encode()  # half of a surrogate pair is no text
+            raise ValueError(f"column {name!r} contains {type(text).__name__}, not text")
+        (text or "").encode()  # raises for half of a surrogate pair
     return texts
 
 
@@ -171,7 +171,7 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the bytes [start, stop) of a file, which end with a line, as blocks of whole lines."""
+    """Yield the bytes [start, stop) of a file in blocks of whole lines; `stop` must end a line."""
     with unpacked(path) as file:
         if start:
             file.seek(start)
@@ -194,7 +194,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a file, decompressed if it is compressed; a truncated file raises."""
+    """Open a file, with decompression by suffix; truncated compressed files raise at reading."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
@@ -203,7 +203,7 @@ def unpacked(path: Path) -> IO[bytes]:
 
 
 def raw(path: Path) -> Any:
-    """Open a file for pyarrow, which takes names for UTF-8 unless they are bytes."""
+    """Open a file for pyarrow by a name in bytes; pyarrow encodes other names as UTF-8."""
     return pyarrow.OSFile(os.fsencode(path))
 
 

@@ -1,5 +1,5 @@
 """Generated examples of a task as a corpus. A document is an example with its answer, or several
-with a shared context. Seeds differ from those of `diffllm evaluate`."""
+with a shared context. Seeds differ from the seeds of `diffllm evaluate`."""
 
 import re
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ class SyntheticConfig(DataConfig):
 
     source: str = "synthetic"
     task: str = "mqar"
-    """Task whose examples the documents are: needle, mqar, icl."""
+    """Task of the examples: needle, mqar or icl."""
     level: dict[str, Any] = field(default_factory=dict)
     """Difficulty, for example {filler: 64}; missing settings have their easiest value."""
     examples: int = bounded(100_000, least=1, most=10**9)
-    """Documents."""
+    """Number of documents."""
     answers_only: bool = True
-    """Take the loss of answers alone, not of what they are found in."""
+    """Compute the loss only over answers, not over the text before an answer."""
     task_seed: int = 0
     """Seed of the examples."""
 
@@ -57,7 +57,7 @@ class SyntheticConfig(DataConfig):
             if key not in known or type(value) is not int or not 0 <= value <= LARGEST:
                 raise ConfigError(
                     f"data.level: {key}={value} must be one of {', '.join(known)} with a whole "
-                    f"number, at most {LARGEST:,}"
+                    f"number from 0 to {LARGEST:,}"
                 )
 
 

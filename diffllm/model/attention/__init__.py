@@ -1,1 +1,1 @@
-"""The attention variants: one file each; `diffllm.model` imports every module of this folder."""
+"""Attention variants, one file per variant; `diffllm.model` imports all modules of this folder."""

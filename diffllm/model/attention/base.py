@@ -1,7 +1,7 @@
 """The contract between a decoder block and an attention variant.
 
-A variant is one file beside this one: a dataclass config that is registered under its name and
-builds a module, and the module itself. It usually subclasses `Attention` and writes `context`.
+A variant is one file in this folder. The file contains a registered dataclass config and the module
+that the config builds, usually a subclass of `Attention` that overrides `context`.
 
 Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K kv heads, d head_dim.
 """
@@ -35,44 +35,45 @@ if TYPE_CHECKING:
     from diffllm.model.config import ModelConfig
 
 Aux = dict[str, Tensor]
-"""The tensors that a layer hands to diagnostics, by name: "q", "k" and "v" as projected, "context"
+"""Tensors of a layer for diagnostics, by name: projected "q", "k" and "v", "context"
 (B, T, heads, width), "lambda", "gate"."""
 
 Maps = dict[str, Tensor]
-"""Explicit maps by name, (B, heads, T, S) each; the last one weights the values."""
+"""Explicit maps by name, (B, heads, T, S) each; the last map weights the values."""
 
 
 @dataclass
 class AttentionConfig:
-    """The base of every variant's config; composing it without a variant is an error."""
+    """Base class of the variants' configs; a config must choose a variant."""
 
     backend: Backend = Backend.sdpa
-    """The kernel of training; decoding goes through SDPA, or explicit maps with `reference`."""
+    """Kernel of training; decoding uses SDPA, or explicit maps with `reference`."""
     context_scale: float = bounded(1.0, above=0)
-    """Fixed factor on what enters `wo`: a control for how much attention writes."""
+    """Fixed factor on the input of `wo`: a control for the magnitude of attention's output."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """Return the module of layer `layer_idx` (from 0)."""
         raise NotImplementedError(f"{type(self).__name__} does not build an attention module")
 
     def validate(self, model: ModelConfig) -> None:
-        """Raise ConfigError for a model shape that this variant cannot take."""
+        """Raise ConfigError for a model shape that this variant does not support."""
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        """Return the width of the widest of queries, keys and values on `device`."""
+        """Return the largest width of queries, keys and values on `device`."""
         return model.head_dim
 
     @property
     def explicit_mask(self) -> bool:
-        """Whether documents are masked by a boolean tensor, because no kernel knows this map."""
+        """Whether documents need a boolean mask, because no fused kernel computes this map."""
         return False
 
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Decide what is left to the device in training, by name: "attention" is the kernel.
+        """Return the settings chosen for `device` in training, by name; "attention" is the kernel.
 
-        `dtype` is that of queries and keys; with `documents`, they see their own document only.
+        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
+        same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 
@@ -84,7 +85,7 @@ class AttentionConfig:
         return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """Return this config with `device`'s choices of tensor shapes filled in."""
+        """Return this config with the tensor layouts chosen for `device`."""
         return self
 
     def prepare(
@@ -94,7 +95,7 @@ class AttentionConfig:
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ) -> None:
-        """Make the kernel ready; raises ConfigError if it cannot run. Arguments as for
+        """Load and try the kernel; raise ConfigError if it cannot run. Arguments as for
         `choices`."""
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
@@ -113,20 +114,23 @@ class KVCache:
         self.k = torch.zeros(k_shape, dtype=dtype, device=device)
         self.v = torch.zeros(v_shape, dtype=dtype, device=device)
         self.length = 0
-        """Positions in use, of the longest row."""
+        """Used positions of the longest row."""
         self.lengths: Tensor | None = None
-        """Positions in use by each row, (B,) int64; None where all rows are equally long."""
+        """Used positions of each row, (B,) int64; None if all rows are equally long."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, T, heads, width), T = 1 if rows differ in length; return all so far.
+        """Append k and v (B, T, heads, width); return all keys and values, (B, S, heads, width).
 
-        Both are (B, S, heads, width).
+        T must be 1 if rows differ in length. Raises ValueError, before any change, for another T
+        or a full cache.
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
-            raise ValueError(f"KV cache of {self.k.shape[2]} positions is full")
+            raise ValueError(f"KV cache of {self.k.shape[2]} positions is full: {end} needed")
         if self.lengths is not None and k.shape[1] > 1:
-            raise ValueError(f"{k.shape[1]} positions at once after rows of different lengths")
+            raise ValueError(
+                f"{k.shape[1]} positions appended to rows of different lengths: append 1 at a time"
+            )
         self.length = end
         for cached, new in ((self.k, k), (self.v, v)):
             if self.lengths is None:
@@ -147,7 +151,7 @@ class KVCache:
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
-        """Copy the only row `count` times, with room for more positions."""
+        """Copy a cache of one row to `count` rows, with `room` more positions."""
         made = copy.copy(self)
         made.k, made.v = (
             F.pad(x[:, :, : self.length].expand(count, -1, -1, -1), (0, 0, 0, room))
@@ -162,17 +166,17 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """The base of the variants' modules: projections, RoPE and KV cache.
+    """Base class of the variants' modules: projections, RoPE and KV cache.
 
     Args:
-        n_query_heads: heads that `wq` makes; the baseline's H unless the variant says otherwise.
-        context_dim: width of what enters `wo`; n_query_heads * head_dim by default.
+        n_query_heads: heads of `wq`; model.n_heads by default.
+        context_dim: input width of `wo`; n_query_heads * head_dim by default.
     """
 
     fp32_parameters: tuple[str, ...] = ()
-    """Names of own parameters that mixed precision must leave in float32."""
+    """Names of parameters that mixed precision must keep in float32."""
     maps_note: str = ""
-    """A remark on the maps for readers of a figure, empty if the names say enough."""
+    """Remark on the maps, shown with figures; empty if the names of the maps are enough."""
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
@@ -196,9 +200,10 @@ class Attention(nn.Module):
         self.qk_norm = model.qk_norm
 
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
-        """Return a variant's own statistics of this layer, float32 scalars by name; here none.
+        """Return additional statistics of this variant, float32 scalars by name; empty by default.
 
-        `diffllm.metrics.table.add_metric` must know each name. `aux` contains what `context` adds.
+        Register each name with `diffllm.metrics.table.add_metric`. `aux` contains the tensors that
+        `forward` and `context` add.
         """
         return {}
 
@@ -210,13 +215,13 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         aux: Aux | None = None,
     ) -> Tensor:
-        """Attend: x (B, T, D), normalised -> (B, T, D).
+        """Attend: normalised x (B, T, D) -> (B, T, D).
 
         Args:
             rope: tables of the T positions.
             mask: from `training_mask`, or a boolean tensor; None is causal.
             cache: earlier positions; extended in place.
-            aux: filled with what diagnostics read, when given.
+            aux: if given, filled with tensors for diagnostics.
         """
         q, k, v = self.project(x, rope)
         if cache is not None:
@@ -243,18 +248,18 @@ class Attention(nn.Module):
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
-        """Return the vectors (B, T, heads, width) that enter `wo`; each variant defines its own."""
+        """Return the vectors (B, T, heads, width) that enter `wo`; variants override this."""
         raise NotImplementedError
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Return the explicit maps by name, (B, heads, T, S) each; the last one weights the values.
+        """Return the explicit maps by name, (B, heads, T, S) each; the last map weights the values.
 
-        For figures, probes and tests; gates and head norms act behind it.
+        For figures, probes and tests. Gates and head norms are not part of a map.
         """
         return {"map": attention_weights(q, k, mask)}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        """Return q k / sqrt(d) of each map by its name, (B, heads, T, S) each; none is masked."""
+        """Return unmasked q k / sqrt(d) by name of the map, (B, heads, T, S) each."""
         return {"map": attention_scores(q, k)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -263,17 +268,17 @@ class Attention(nn.Module):
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
-        """Return the mask that `forward` of any layer takes for a batch of tokens (B, T)."""
+        """Return the mask of a batch of tokens (B, T), for `forward` of any layer."""
         kernel = self.kernel(tokens.device, dtype, documents is not None).value
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
-        """Fill what a variant has besides matrices and norms, which the decoder fills."""
+        """Fill parameters and buffers, except matrices and norms, which the decoder fills."""
 
     def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
         """Count training FLOPs per token: projections, q k and weights v.
 
-        `visible_keys` is the mean number of keys that a query sees, by default (seq_len + 1) / 2.
+        `visible_keys` is the mean number of keys per query, by default (seq_len + 1) / 2.
         """
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
         width = self.head_dim + self.value_dim
@@ -287,6 +292,6 @@ class Attention(nn.Module):
         return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Count the bytes of one position of one sequence in this cache."""
+        """Count the bytes of the KV cache per position and sequence."""
         cache = self.new_cache(1, 1, torch.float32, "meta")
         return (cache.k.numel() + cache.v.numel()) * bytes_per_value

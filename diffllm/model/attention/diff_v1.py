@@ -1,7 +1,7 @@
 """Differential attention, first version (Ye et al., ICLR 2025, arXiv 2410.05258).
 
-Shapes: H and K are the baseline's heads, so there are H/2 differential heads and K/2 kv groups
-whose values are 2d wide.
+Shapes: H and K count the heads of standard attention, so there are H/2 differential heads and K/2
+kv groups with values of width 2d.
 """
 
 import math
@@ -34,11 +34,11 @@ FAST_WIDTH = 128
 
 
 class Values(Enum):
-    """The layout of a pair's values, 2d wide, for the kernel; one kernel call either way.
+    """The layout of a pair's values (width 2d) in the single kernel call.
 
-    auto: the faster of the two on the device, see `values_layout`.
+    auto: the faster layout on the device, see `values_layout`.
     wide: unchanged.
-    split: in two halves of width d, which repeats queries and keys.
+    split: two halves of width d; queries and keys are repeated.
     """
 
     auto = "auto"
@@ -52,7 +52,7 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSe
         return AutoSetting(values, ASKED)
     if device.type == "cuda" and 2 * head_dim > FAST_WIDTH:
         return AutoSetting(
-            Values.split, f"not measured: few kernels are fast at width {2 * head_dim}"
+            Values.split, f"few kernels are fast at width {2 * head_dim}; not measured"
         )
     return AutoSetting(Values.wide, f"2 x {head_dim} on the {device.type}")
 
@@ -60,18 +60,18 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSe
 @schema(group="attention", name="diff_v1", package="model.attention")
 @dataclass
 class DiffV1Config(AttentionConfig):
-    """DIFF V1 (arXiv 2410.05258): one lambda a layer, and a norm a head."""
+    """DIFF V1 (arXiv 2410.05258): one lambda per layer, one norm per head."""
 
     head_norm: bool = True
-    """RMSNorm over the 2d channels of a head; the factor (1 - lambda_init) stays without it."""
+    """Apply RMSNorm to the 2d channels of each head; false keeps the factor 1 - lambda_init."""
     head_norm_eps: float = bounded(1e-5, above=0)
-    """Added to the mean square inside that norm."""
+    """Added to the mean square inside the norm of `head_norm`."""
     lambda_init: float | None = None
-    """One constant for all layers; null: 0.8 - 0.6 exp(-0.3 l)."""
+    """Constant for all layers; null: 0.8 - 0.6 exp(-0.3 l) in layer l."""
     clamp: bool = False
-    """Clamp the map at 0 and renormalise it: needs the explicit map, for small models only."""
+    """Clamp the map at 0 and renormalise; computes explicit maps, so only for small models."""
     values: Values = Values.auto
-    """The layout in which the kernel gets values; the results are the same."""
+    """Layout of the values in the kernel call; does not change the result."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV1Attention":
         return DiffV1Attention(model, self, layer_idx)
@@ -80,19 +80,21 @@ class DiffV1Config(AttentionConfig):
         for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
             if heads % 2:
                 raise ConfigError(
-                    f"model.{name}={heads} must be even for attention=diff_v1: "
-                    "heads are used in pairs"
+                    f"model.{name}={heads} must be even for attention=diff_v1: heads form pairs"
                 )
         if self.clamp and self.backend in (Backend.flash, Backend.flex):
             raise ConfigError(
-                f"model.attention.backend={self.backend.name} has no clamped map; "
+                f"model.attention.backend={self.backend.name} does not support clamp=true; "
                 "choose sdpa or reference"
             )
         if self.clamp and self.values is Values.split:
-            raise ConfigError("model.attention.values=split has no effect on a clamped map")
+            raise ConfigError(
+                "model.attention.values=split has no effect with clamp=true: remove values=split"
+            )
         if self.lambda_init == 1:
             raise ConfigError(
-                "model.attention.lambda_init=1 leaves no context: 1 - lambda_init is a factor of it"
+                "model.attention.lambda_init=1 makes all contexts zero (factor 1 - lambda_init): "
+                "choose another value"
             )
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
@@ -107,7 +109,7 @@ class DiffV1Config(AttentionConfig):
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
         if self.clamp:
-            return {"attention": AutoSetting(Kernel.explicit, "no kernel clamps a map")}
+            return {"attention": AutoSetting(Kernel.explicit, "no fused kernel clamps maps")}
         layout = values_layout(self.values, model.head_dim, device)
         values = AutoSetting(layout.value.name, layout.reason)
         return super().choices(model, device, dtype, documents) | {"values": values}
@@ -121,8 +123,8 @@ class DiffV1Config(AttentionConfig):
 class DiffV1Attention(Attention):
     """context = nn.RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
 
-    Adjacent heads are a pair: differential head i uses q[2i], q[2i+1] and, with j = i // (H/K),
-    k[2j], k[2j+1] and the 2d-wide v[j], as the reference FlashAttention files do.
+    Adjacent heads form a pair, as in the FlashAttention files of the reference. Differential head i
+    uses q[2i] and q[2i+1]. With j = i // (H/K), it uses k[2j], k[2j+1] and v[j] of width 2d.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -137,13 +139,13 @@ class DiffV1Attention(Attention):
             self.head_norm = nn.RMSNorm(self.value_dim, cfg.head_norm_eps)
         self.cfg, self.layer_idx = cfg, layer_idx
         self.maps_note = "difference clamped at 0 and renormalised" if cfg.clamp else ""
-        # A tensor, not a float: layers with different constants share one compiled graph.
+        # A tensor, because different floats would compile one graph per layer.
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Project and rotate: x (B, T, D) -> q (B, T, H, d), k (B, T, K, d), v (B, T, K/2, 2d).
 
-        In q and k, all first members of a pair come before all second ones.
+        In q and k, the first members of all pairs precede the second members.
         """
         q, k, v = super().project(x, rope)
         return by_map(q), by_map(k), v.unflatten(2, (-1, 2)).flatten(3)
@@ -165,6 +167,7 @@ class DiffV1Attention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         layout = values_layout(self.cfg.values, self.head_dim, q.device).value
+        # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)
         low, high = (repeated(half, k) for half in v.chunk(2, dim=-1))
@@ -202,9 +205,9 @@ class DiffV1Attention(Attention):
 
 
 def clamped(weights: Tensor) -> Tensor:
-    """Clamp negative weights to 0, scale rows to sum 1; without a positive one a row is 0.
+    """Clamp negative weights to 0 and scale rows to sum 1; rows without positive weights are 0.
 
-    weights (..., T, S), differences of two maps.
+    The weights (..., T, S) are differences of two maps.
     """
     positive = weights.clamp_min(0)
     total = positive.sum(-1, keepdim=True)
@@ -212,5 +215,5 @@ def clamped(weights: Tensor) -> Tensor:
 
 
 def by_map(heads: Tensor) -> Tensor:
-    """Reorder adjacent pairs of heads (B, T, 2n, d): all first members, then all second."""
+    """Reorder adjacent pairs of heads (B, T, 2n, d): all first members, then all second members."""
     return heads.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3)

@@ -17,17 +17,17 @@ FIXED = 0.5
 
 
 class Pairing(Enum):
-    """The pairing of query heads: 2i with 2i+1, which share key and value, or i with H+i."""
+    """The pairing of query heads: 2i and 2i+1, which share key and value, or i and H+i."""
 
     adjacent = "adjacent"
     halves = "halves"
 
 
 class Lambda(Enum):
-    """The source of lambda, which is per token and head unless said otherwise.
+    """The formula of lambda.
 
-    sigmoid: sigmoid(w_lambda x). raw: w_lambda x. scalar: sigmoid of one learned number a head.
-    fixed: `lambda_value`. none: 1.
+    Per token and head: sigmoid is sigmoid(w_lambda x), raw is w_lambda x. Per head: scalar is the
+    sigmoid of a learned number. Constant: fixed is `lambda_value`, none is 1.
     """
 
     sigmoid = "sigmoid"
@@ -40,16 +40,16 @@ class Lambda(Enum):
 @schema(group="attention", name="diff_v2", package="model.attention")
 @dataclass
 class DiffV2Config(AttentionConfig):
-    """DIFF V2: a second query a head, and a lambda a token and head."""
+    """DIFF V2: two queries per head, and one lambda per token and head."""
 
     pairing: Pairing = Pairing.adjacent
-    """Heads that are a pair: 2i and 2i+1, which share key and value, or i and i+H."""
+    """Pairs of query heads: 2i and 2i+1, which share key and value, or i and i+H."""
     lambda_form: Lambda = Lambda.sigmoid
-    """How lambda is made: from each token, bounded or raw; learned a head; a constant; 1."""
+    """Formula of lambda: per token, with or without sigmoid; learned per head; constant; 1."""
     lambda_value: float = FIXED
-    """The constant lambda, read by lambda_form=fixed only."""
+    """Constant lambda, only for lambda_form=fixed."""
     head_norm: bool = False
-    """Normalise each head over head_dim as V1 does, without V1's factor."""
+    """Apply RMSNorm to each head as V1 does, without the factor of V1."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "DiffV2Attention":
         return DiffV2Attention(model, self)
@@ -65,8 +65,8 @@ class DiffV2Config(AttentionConfig):
 class DiffV2Attention(Attention):
     """context = attn1 - sigmoid(w_lambda x) * attn2, lambda per token and per head.
 
-    Twice the query heads over the baseline's kv heads, in one kernel call. Heads 2i and 2i+1 are
-    a pair; they lie in one GQA group, so they share key and value.
+    One kernel call attends with twice the query heads of standard attention and the same kv heads.
+    Heads 2i and 2i+1 form a pair; both are in one GQA group, so they share key and value.
     """
 
     def __init__(self, model: ModelConfig, cfg: DiffV2Config):
@@ -78,7 +78,7 @@ class DiffV2Attention(Attention):
         self.cfg = cfg
         if cfg.pairing is Pairing.halves:
             self.maps_note = (
-                "map 1 and map 2 weight different values: their difference weights none"
+                "map 1 and map 2 weight different values, so their difference weights no values"
             )
         if cfg.lambda_form in (Lambda.sigmoid, Lambda.raw):
             self.w_lambda = nn.Linear(model.dim, model.n_heads, bias=False)
@@ -107,7 +107,7 @@ class DiffV2Attention(Attention):
         return dict(zip(("map 1", "map 2"), self.pair(attention_scores(q, k), dim=1), strict=True))
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Return the first and second members of all pairs among 2H heads in dimension `dim`."""
+        """Split 2H heads in dimension `dim` into the first and second members of all pairs."""
         if self.cfg.pairing is Pairing.adjacent:
             first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
         else:

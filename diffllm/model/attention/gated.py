@@ -13,7 +13,7 @@ from diffllm.model.config import ModelConfig
 
 
 class Gate(Enum):
-    """The granularity of the gate: one value for every channel, or one for every head."""
+    """The granularity of the gate: one value per channel, or one value per head."""
 
     elementwise = "elementwise"
     headwise = "headwise"
@@ -25,14 +25,14 @@ class GatedConfig(AttentionConfig):
     """Gated attention (arXiv 2505.06708)."""
 
     gate: Gate = Gate.elementwise
-    """Width of the gate: one value a channel of a head, or one a head."""
+    """Granularity of the gate: one value per channel, or one value per head."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "GatedAttention":
         return GatedAttention(model, self)
 
 
 class GatedAttention(Attention):
-    """context = sigmoid(w_gate x) * softmax(q k) v; the gate reads what the projections read."""
+    """context = sigmoid(w_gate x) * softmax(q k) v; the gate has the same input x as q, k, v."""
 
     def __init__(self, model: ModelConfig, cfg: GatedConfig):
         super().__init__(model)

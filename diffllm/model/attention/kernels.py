@@ -1,7 +1,7 @@
-"""The attention kernel that trains on a device, the form of its mask, and its package.
+"""Choice of the attention kernel of training, the form of its mask, and flash-attn.
 
-`dtype` is that of queries and keys, `width` the largest of queries, keys and values, `documents`
-whether queries see their own document only.
+In all functions, `dtype` is the dtype of queries and keys, and `width` is the largest width of
+queries, keys and values. With `documents`, queries see only keys of the same document.
 """
 
 import functools
@@ -35,7 +35,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """The attention kernels of training, each named in the words of a run's headline."""
+    """Attention kernels of training; the values are printed in the headline of a run."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -55,13 +55,13 @@ HOPPER_OR_BLACKWELL = (9, 10)
 """Major compute capabilities of the data-centre GPUs on which flash-attn-4 runs under torch."""
 PACKED = (Kernel.varlen, Kernel.varlen_2, Kernel.varlen_4)
 FLEX_WIDTHS = range(64, 129)
-"""Widths of heads for which torch has tiles for FlexAttention that were tuned on Hopper, forward
-and backward (torch/_inductor/template_heuristics/triton.py)."""
+"""Head widths with tuned FlexAttention tiles for Hopper in torch, forward and backward
+(torch/_inductor/template_heuristics/triton.py)."""
 DOCUMENTS_ON_HOPPER = AutoSetting(
-    Kernel.flex, "not measured: torch's FlashAttention-2 was written for older GPUs"
+    Kernel.flex, "torch's FlashAttention-2 was written for older GPUs; not measured"
 )
-"""The kernel that masks documents on Hopper and Blackwell without flash-attn-4. Benchmarks replace
-it by `Kernel.varlen`."""
+"""Kernel for masked documents on Hopper and Blackwell without flash-attn-4. Benchmarks replace this
+value by `Kernel.varlen`."""
 
 
 def training_kernel(
@@ -72,30 +72,30 @@ def training_kernel(
     documents: bool,
     explicit_mask: bool = False,
 ) -> AutoSetting:
-    """Choose the `Kernel` that attends in a training forward pass.
+    """Choose the `Kernel` of a training forward pass.
 
-    With `explicit_mask`, a boolean tensor masks documents.
+    With `explicit_mask`, documents need a boolean mask.
     """
     if backend is Backend.reference:
         return AutoSetting(Kernel.explicit, ASKED)
     if backend is Backend.flex:
         return AutoSetting(Kernel.flex, ASKED)
     if documents and explicit_mask:
-        return AutoSetting(Kernel.masked, "documents of a map that no other kernel knows")
+        return AutoSetting(Kernel.masked, "no other kernel masks documents in this map")
     if device.type == "cuda" and not flash_takes(dtype, width):
-        why = f"heads {width} wide" if dtype in HALF else f"in {dtype_name(dtype)}"
+        why = f"head width {width}" if dtype in HALF else f"in {dtype_name(dtype)}"
         return AutoSetting(Kernel.masked if documents else Kernel.efficient, why)
     if device.type != "cuda" and documents:
         return AutoSetting(Kernel.masked, f"documents on the {device.type}")
-    if backend is Backend.flash:  # which `prepare_backend` has made ready
+    if backend is Backend.flash:  # `prepare_backend` has activated the package
         version = "4" if sdpa_is_flash_4() else "2"
         return AutoSetting(Kernel[("varlen_" if documents else "flash_") + version], ASKED)
     if documents:
         return document_kernel(device, width)
     if device.type == "cuda":
-        return AutoSetting(Kernel.sdpa, "the first in torch's order that takes these heads")
+        return AutoSetting(Kernel.sdpa, "torch uses the first kernel that supports these heads")
     if in_float32(dtype, width):
-        where = "on this CPU" if width > NARROW else f"with heads {width} wide"
+        where = "on this CPU" if width > NARROW else f"at head width {width}"
         return AutoSetting(Kernel.cpu_float32, f"faster than bf16 {where}")
     return AutoSetting(Kernel.cpu, f"on the {device.type}")
 
@@ -104,9 +104,9 @@ def document_kernel(device: torch.device, width: int) -> AutoSetting:
     if capability(device)[0] not in HOPPER_OR_BLACKWELL:
         return AutoSetting(Kernel.varlen, "documents")
     if not (fault := flash_4_fault(device, width)):
-        return AutoSetting(Kernel.varlen_4, "not measured: flash-attn-4 is written for these GPUs")
+        return AutoSetting(Kernel.varlen_4, "flash-attn-4 is written for these GPUs; not measured")
     if width not in FLEX_WIDTHS:
-        return AutoSetting(Kernel.varlen, f"heads {width} wide; {fault}")
+        return AutoSetting(Kernel.varlen, f"head width {width}; {fault}")
     if not installed("triton"):
         return AutoSetting(Kernel.varlen, f"triton is not installed; {fault}")
     return AutoSetting(DOCUMENTS_ON_HOPPER.value, f"{DOCUMENTS_ON_HOPPER.reason}; {fault}")
@@ -119,7 +119,7 @@ def prepare_backend(
     dtype: torch.dtype | None = None,
     documents: bool = False,
 ) -> None:
-    """Find and try the package of `backend`; raises ConfigError if it cannot run on `device`."""
+    """Load and try the package of `backend`; raise ConfigError if it cannot run on `device`."""
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
         raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
@@ -128,33 +128,34 @@ def prepare_backend(
     if dtype is not None and dtype not in HALF:
         raise ConfigError(f"{name} needs precision=bf16; in float32 choose sdpa, flex or reference")
     if width > WIDEST:
-        raise ConfigError(f"{name} takes heads up to {WIDEST} wide, this variant needs {width}")
+        raise ConfigError(f"{name} supports head widths up to {WIDEST}, this variant needs {width}")
     try:
         version = flash_version(device)
         if not version:
             raise ConfigError(
-                f"{name} needs the flash-attn package, which is not installed: version 2, or "
-                "flash-attn-4 on Hopper and Blackwell; or choose sdpa or flex"
+                f"{name} needs the flash-attn package: install version 2, or flash-attn-4 on "
+                "Hopper and Blackwell; or choose sdpa or flex"
             )
         if version == 4 and documents and not VARLEN_TAKES_FLASH_4:
             raise ConfigError(
                 f"{name} with data.mask_documents=true: {NEEDS_TORCH}; or choose sdpa"
             )
-        if version == 4:  # called through torch's dispatcher, version 2 by its own functions
+        if version == 4:  # torch's dispatcher calls version 4; version 2 is called directly
             activate_flash_4()
         try_flash(device, width, documents)
     except ConfigError:
         raise
-    except Exception as error:  # a package built for another torch or GPU may raise anything
+    except Exception as error:  # a package built for another torch or GPU may raise any exception
         raise ConfigError(
-            f"{name}: flash-attn fails with torch {torch.__version__} at width {width}: {error}"
+            f"{name}: flash-attn fails with torch {torch.__version__} at width {width} "
+            f"(choose sdpa or flex): {error}"
         ) from error
 
 
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
-    """Build the mask of a batch in the form that `kernel` takes; one mask serves all layers.
+    """Build the mask of a batch in the form that `kernel` needs; all layers share the mask.
 
-    Without `documents`, each row is one document; only shape and device of tokens (B, T) count.
+    Without `documents`, each row is one document; only shape and device of tokens (B, T) matter.
     """
     length = tokens.shape[1]
     if documents is None:
@@ -163,7 +164,8 @@ def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -
         return document_blocks(documents.ids)
     if kernel not in PACKED:
         return documents.mask()
-    # One graph for any number of documents: it is dynamic, and the longest is always a whole row.
+    # Compile one graph for any number of documents: the number is dynamic, and the bound on the
+    # length is constant.
     torch._dynamo.maybe_mark_dynamic(documents.boundaries, 0)
     return Packed(documents.boundaries, length)
 
@@ -178,7 +180,7 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
-    """Build the causal mask within documents for every head; ids (B, T) as in `Documents`."""
+    """Build the causal mask within documents for all heads; ids (B, T) as in `Documents`."""
     batch, length = ids.shape
 
     def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Return `create_block_mask`, compiled on GPUs, where it would make several T * T masks."""
+    """Return `create_block_mask`, compiled on GPUs to avoid several T * T masks."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
 
@@ -204,7 +206,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def flash_version(device: torch.device) -> int:
-    """Return the newest version of flash-attn here that runs on `device`, 4 or 2; 0 without any."""
+    """Return the newest installed version of flash-attn for `device`: 4, 2, or 0 if missing."""
     if not installed("flash_attn"):
         return 0
     if capability(device)[0] in HOPPER_OR_BLACKWELL and installed("flash_attn.cute"):
@@ -213,7 +215,7 @@ def flash_version(device: torch.device) -> int:
 
 
 def activate_flash_4() -> None:
-    """Replace torch's own flash kernels by flash-attn-4, which compiles without a graph break."""
+    """Replace torch's flash kernels by flash-attn-4, so that compiled graphs do not break."""
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
@@ -223,7 +225,7 @@ def activate_flash_4() -> None:
 
 
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
-    """Make small calls of the flash-attn package, which raise if it was built for another GPU."""
+    """Run flash-attn on small tensors; raise any exception if the package does not fit the GPU."""
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
     if documents:
@@ -234,7 +236,7 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Activate flash-attn-4; return the reason why it cannot mask documents on `device`, or ""."""
+    """Activate flash-attn-4; return "", or the reason if it cannot mask documents on `device`."""
     try:
         if flash_version(device) != 4:
             return "flash-attn-4 is not installed"

@@ -1,4 +1,4 @@
-"""Documents, masks, and the calls of attention kernels; no other module calls a kernel.
+"""Documents, masks, and calls of attention kernels; no other module calls attention kernels.
 
 Shapes: B batch, n documents, T query tokens, S key tokens, H query heads, K kv heads, d width of q
 and k, dv width of v.
@@ -19,21 +19,21 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from diffllm.core.torch_versions import CPU, VARLEN_GQA
 
 NARROW = 32
-"""The head width up to which the fused kernel is faster in float32 than in bf16 on CPUs with fast
-bf16 (forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; at 64 and more, slower)."""
+"""Largest head width at which float32 is faster than bf16 in the fused kernel, on CPUs with fast
+bf16. Forward and backward at 256 to 1024 tokens: 1.5 to 1.0 times; from width 64, slower."""
 SLOW_BF16 = "Intel" in str(CPU.get("cpu_name")) and not CPU.get("amx_bf16")
-"""Whether bf16 products take twice as long as float32 products, as on Intel CPUs without AMX. The
-fused kernel is then faster in float32 at all tested head widths (64 to 256: 1.4 to 2 times)."""
+"""Whether bf16 products take twice as long as float32 products (Intel CPUs without AMX). If so, the
+fused kernel is faster in float32 at all tested head widths (64 to 256: 1.4 to 2 times)."""
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST = 256
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FLASH_4 = "diffllm.model.flash_attention_4"
-"""The module by which torch's dispatcher finds flash-attn-4, and the name it goes by there."""
+"""Module of flash-attn-4 for torch's dispatcher, and its registered name."""
 
 
 class Documents(NamedTuple):
-    """The documents of a batch whose rows are cut from one stream of documents."""
+    """The documents of a batch with rows cut from one stream of documents."""
 
     positions: Tensor
     """Position of each token in its document, (B, T) int64."""
@@ -44,9 +44,9 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, end: int) -> "Documents":
-        """Find documents, which end with the token `end`; rows begin and end with parts of one.
+        """Find documents by their last token `end`; a row may begin or end inside a document.
 
-        tokens (B, T) int64; on the CPU, because the number of documents is needed.
+        tokens (B, T) int64, on the CPU, because the shape depends on the number of documents.
         """
         batch, length = tokens.shape
         starts = torch.ones_like(tokens, dtype=torch.bool)
@@ -62,28 +62,28 @@ class Documents(NamedTuple):
         return Documents(*(moved(part, device) for part in self))
 
     def visible_keys(self) -> Tensor:
-        """Count the keys that the queries see, summed over all B * T queries: () int64."""
+        """Count visible keys, summed over all B * T queries: () int64."""
         lengths = self.boundaries.diff().long()
         return (lengths * (lengths + 1) // 2).sum()
 
     def mask(self) -> Tensor:
-        """Return (B, 1, T, T) bool: True where a query sees a key of its document, not later."""
+        """Return (B, 1, T, T) bool: True for earlier or equal positions of the same document."""
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
         return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; the host does not wait for a GPU."""
+    """Copy a CPU tensor to a device; does not block the host on a GPU."""
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
 
 class Backend(Enum):
-    """The kernel that attends in training.
+    """The attention kernel of training.
 
     sdpa: torch's scaled_dot_product_attention, on any device.
-    flash: the flash-attn package, version 4 on Hopper and Blackwell where installed, else 2.
+    flash: the flash-attn package, version 4 on Hopper and Blackwell if installed, else 2.
     flex: FlexAttention, compiled; GPUs only.
     reference: explicit maps, for tests and figures; memory grows with T * S.
     """
@@ -95,7 +95,7 @@ class Backend(Enum):
 
 
 class Packed(NamedTuple):
-    """The documents of a batch, end to end, as variable-length kernels take them."""
+    """The concatenated documents of a batch, in the form of variable-length kernels."""
 
     boundaries: Tensor
     """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
@@ -104,9 +104,8 @@ class Packed(NamedTuple):
 
 
 Mask = Tensor | Packed | BlockMask | None
-"""The positions that a query sees. None: those up to its own. A boolean tensor, True where it may
-look, broadcastable to (B, H, T, S). Or the documents in the form that a kernel wants, always
-causal."""
+"""The keys that a query sees. None: causal. A boolean tensor, broadcastable to (B, H, T, S): True
+for visible keys. `Packed` and `BlockMask`: causal within documents."""
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -126,12 +125,12 @@ def attend(
     Query head h reads key head h // (H / K).
 
     Args:
-        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j goes
-            with value head j % Kv.
-        mask: see `Mask`. Without one the last query is aligned with the last key.
-        backend: for T > 1, unless it is `reference`; a tensor mask goes through SDPA or explicit
-            maps.
-        scale: the factor on q k; d^-0.5 by default.
+        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j uses
+            value head j % Kv.
+        mask: see `Mask`. Without a mask, the last query is aligned with the last key.
+        backend: kernel for T > 1. `reference` also applies to T = 1. A tensor mask uses SDPA or
+            explicit maps.
+        scale: factor on q k; d^-0.5 by default.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend is Backend.reference:
@@ -150,7 +149,7 @@ def attend(
 
 
 def repeated(v: Tensor, k: Tensor) -> Tensor:
-    """Repeat v's heads, all in their order, until there are as many as of k."""
+    """Repeat the sequence of v's heads until v has as many heads as k."""
     times = k.shape[2] // v.shape[2]
     return v if times == 1 else v.repeat(1, 1, times, 1)
 
@@ -160,7 +159,7 @@ def for_all_heads(mask: Tensor) -> bool:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k and v with zeros, which leave q k as it is, for kernels that know one width."""
+    """Pad q, k and v with zeros to one width, for kernels that need it; q k does not change."""
     width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     return q, k, v
@@ -175,8 +174,11 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which SDPA on a GPU does not use cuDNN, which would plan and keep a
-    kernel for every length. Entering takes about 25 us: enter once per forward pass."""
+    """Return a context in which SDPA on a GPU does not use cuDNN.
+
+    cuDNN would compile and keep a plan per length. Entering the context takes about 25 us, so enter
+    it once per forward pass.
+    """
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
@@ -184,16 +186,16 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
     """Attend through torch's scaled_dot_product_attention; arguments and result as for `attend`."""
     dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
     if q.device.type == "cpu":
-        q, k, v = same_width(q, k, v)  # else the unfused path, three times as slow
+        q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
         if in_float32(dtype, v.shape[-1]):
             q, k, v = q.float(), k.float(), v.float()
     elif mask is None and flash_takes(dtype, max(q.shape[-1], dv)):
-        q, k, v = same_width(q, k, v)  # FlashAttention, which groups heads itself
-    elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel, which does not
+        q, k, v = same_width(q, k, v)  # FlashAttention supports grouped heads
+    elif q.shape[2] != k.shape[2]:  # the memory-efficient kernel needs one key head per query head
         k, v = (heads.repeat_interleave(q.shape[2] // heads.shape[2], 2) for heads in (k, v))
     causal = mask is None and n_queries == n_keys
     if mask is None and n_queries < n_keys:
-        from torch.nn.attention.bias import causal_lower_right  # as does this
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler: 1 s
 
         mask = causal_lower_right(n_queries, n_keys)
     out = F.scaled_dot_product_attention(
@@ -209,7 +211,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend with T = 1: one kernel call per value head, so each key and value is read once."""
+    """Attend with T = 1: one kernel call per value head, so keys and values are read once."""
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
     values = v.transpose(1, 2)
@@ -252,17 +254,17 @@ def varlen(
             q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True
         )
     else:
-        from torch.nn.attention.varlen import varlen_attn  # loads the compiler: a second
+        from torch.nn.attention.varlen import varlen_attn  # loads the compiler: 1 s
 
         options = {"scale": scale, "window_size": (-1, 0), **VARLEN_GQA}
-        # torch 2.15 prefers cuDNN, which makes a plan for every number of documents and keeps it.
+        # torch 2.15 prefers cuDNN, which compiles and keeps a plan per number of documents.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     return out.view(*shape, -1)[..., :dv]
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Attend through FlexAttention, which is a fused kernel only when compiled."""
+    """Attend through FlexAttention, compiled, because uncompiled FlexAttention is not fused."""
     kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out: Tensor = kernel(
         q.transpose(1, 2),
@@ -285,7 +287,7 @@ def attention_weights(
 ) -> Tensor:
     """Compute the explicit map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
 
-    Arguments as for `attend`. Memory grows with T * S: for teaching, tests and figures.
+    Arguments as for `attend`. Memory grows with T * S; for teaching, tests and figures.
     """
     n_queries, n_keys = q.shape[1], k.shape[1]
     if mask is None:

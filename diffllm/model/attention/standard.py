@@ -17,13 +17,13 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.init import Initializer
 
 SINK_CHANNELS = 8
-"""Channels that q and k gain for a learned sink: 8, because kernels want multiples of 8."""
+"""Additional channels of q and k for a learned sink; kernels need multiples of 8."""
 
 
 class Sink(Enum):
-    """The term that the softmax denominator holds besides the keys.
+    """The additional term in the softmax denominator.
 
-    learned: exp(s) with one logit s a head (gpt-oss; attention sinks, arXiv 2309.17453).
+    learned: exp(s) with one logit s per head (gpt-oss; attention sinks, arXiv 2309.17453).
     one: 1 (off-by-one softmax, Miller 2023).
     """
 
@@ -38,9 +38,9 @@ class StandardConfig(AttentionConfig):
     """Softmax attention, the baseline."""
 
     query_heads: float = bounded(1.0, above=0, most=64)
-    """Number of query heads over the baseline's `n_heads`."""
+    """Number of query heads divided by `n_heads`."""
     sink: Sink = Sink.none
-    """Term in the softmax's denominator: none, one learned logit a head, or 1."""
+    """Additional term in the softmax denominator: none, a learned logit per head, or 1."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
         return StandardAttention(model, self)
@@ -62,7 +62,7 @@ class StandardConfig(AttentionConfig):
             )
         if self.sink is not Sink.none and self.backend is Backend.flex:
             raise ConfigError(
-                f"model.attention.backend=flex has no sink={self.sink.name}; "
+                f"model.attention.backend=flex does not support sink={self.sink.name}; "
                 "choose sdpa, flash or reference"
             )
 
@@ -75,7 +75,7 @@ class StandardAttention(Attention):
         self.sink_kind = cfg.sink
         learned = cfg.sink is Sink.learned
         self.sink = nn.Parameter(torch.empty(self.n_query_heads)) if learned else None
-        """The sink's logit of each head, (H,); None for a logit of 0."""
+        """Logit of the sink per head, (H,); None without a learned sink."""
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
@@ -87,8 +87,7 @@ class StandardAttention(Attention):
         return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Return the maps of `Attention.maps`; with a sink, rows sum to less than 1, the sink
-        having the rest."""
+        """Return the maps of `Attention.maps`; with a sink, row sums are 1 minus its weight."""
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
@@ -102,18 +101,18 @@ class StandardAttention(Attention):
 def with_sink(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Return arguments of `attend` whose softmax denominator also holds exp(logit), 1 without one.
+    """Return arguments of `attend` that add exp(logit), or 1 if None, to the softmax denominator.
 
-    The sink is a key in front of all others whose value is zero, so any kernel computes it and its
-    gradient. A key of zeros has logit 0. For a learned logit, q and k get more channels, one of
-    which multiplies to it for the sink and to nothing for the others. Where there is a mask, or
-    one query a key, a query goes in front too: it keeps the causal mask square.
+    The sink is an additional first key with value zero, so any kernel computes the sink and its
+    gradient. A key of zeros has logit 0. For a learned logit, q and k get additional channels: one
+    channel of q contains the logit, and only the sink has a 1 in this channel of k. With a mask, or
+    as many queries as keys, an additional first query keeps the causal mask square.
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv). logit: (H,) or None.
 
     Returns:
-        q, k, v, mask and scale. Of the output, the last T queries count.
+        q, k, v, mask and scale. Only the last T queries of the output are meaningful.
     """
     d = q.shape[-1]
     if mask is not None or q.shape[1] == k.shape[1]:

@@ -13,21 +13,21 @@ from diffllm.core.torch_versions import IS_ROCM
 from diffllm.model.auto_setting import AutoSetting, dtype_name
 
 ALIGNMENT = 16
-"""Rows of the operands of a grouped product must be a multiple of this many bytes."""
+"""A grouped product needs rows whose size in bytes is a multiple of this number."""
 MOST_GROUPS = 1024
-"""The number of experts from which on torch has no grouped product on CUDA."""
+"""Torch has no grouped product on CUDA for this number of experts or more."""
 JOIN_FROM = 4
-"""Rows an expert over F from which one product for gate and up is worth copying their weights."""
+"""Mean rows per expert, divided by F, from which joining gate and up is worth copying weights."""
 GROUPED = "grouped"
-LOOPED = "one an expert"
+LOOPED = "one per expert"
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts as stacked weights; each runs on its own rows."""
+    """E SwiGLU experts as stacked weights; an expert computes only rows routed to it."""
 
     adjacent = ("w1", "w3")
-    """The two parameters that may be allocated, in this order, as the halves [:, :F] and [:, F:] of
-    one contiguous (E, 2 F, D): gate and up are then one product without a copy."""
+    """Two parameters that may share one contiguous (E, 2 F, D) tensor, in this order, as the halves
+    [:, :F] and [:, F:]. Gate and up are then one product without a copy."""
 
     def __init__(self, n_experts: int, dim: int, expert_dim: int):
         super().__init__()
@@ -39,9 +39,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert: (M, D) as x.
 
-        x (M, D) and weights (M,) are sorted by expert; counts (E,) int64 are the rows of each
-        expert. The weight is applied before w2: that is the same, and keeps no output for its
-        gradient.
+        x (M, D) and weights (M,) are sorted by expert; counts (E,) int64 are the rows per expert.
+        The weight is applied before w2: the result is the same, and the gradient of the weight does
+        not need the output of w2.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
     """Compute the activation weight * silu(gate) * up: (M, F) in the dtype of gate.
 
-    The weights are (M,) float; gate and up (M, F) each, or side by side in one tensor (M, 2 F).
+    The weights are (M,) float; gate and up are (M, F) each, or joined in one tensor (M, 2 F).
     """
     gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
@@ -64,18 +64,20 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 def grouped_product(
     device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
 ) -> AutoSetting:
-    """Choose `GROUPED`, one product for all experts, or `LOOPED`; `widths` of rows in and out."""
+    """Choose `GROUPED` (one product) or `LOOPED` for rows of `widths` in and out."""
     if device.type not in ("cpu", "cuda"):
-        return AutoSetting(LOOPED, f"torch groups none on {device.type}")
+        return AutoSetting(LOOPED, f"torch has no grouped product on {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return AutoSetting(LOOPED, f"torch groups none in {dtype_name(dtype)}")
+        return AutoSetting(LOOPED, f"torch has no grouped product in {dtype_name(dtype)}")
     if n_experts >= MOST_GROUPS:
-        return AutoSetting(LOOPED, f"torch groups fewer than {MOST_GROUPS}")
+        return AutoSetting(LOOPED, f"torch groups fewer than {MOST_GROUPS} experts")
     if any(width * dtype.itemsize % ALIGNMENT for width in widths):
-        return AutoSetting(LOOPED, f"rows have to be multiples of {ALIGNMENT} bytes")
+        return AutoSetting(LOOPED, f"row sizes must be multiples of {ALIGNMENT} bytes")
     if device.type == "cuda" and dtype == torch.bfloat16:
-        return AutoSetting(GROUPED, "a kernel on Hopper and Blackwell, torch's own loop elsewhere")
-    return AutoSetting(GROUPED, "torch's own loop")
+        return AutoSetting(
+            GROUPED, "one kernel on Hopper and Blackwell, a loop in torch on other GPUs"
+        )
+    return AutoSetting(GROUPED, "a loop in torch")
 
 
 def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
@@ -83,30 +85,30 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Whether an expert without rows may get an uninitialised gradient, as on Blackwell."""
+    """Return whether gradients of experts without rows may be uninitialised, as on Blackwell."""
     return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Return the mean rows of an expert from which gate and up are one product; None if never."""
+    """Return the mean rows per expert from which gate and up are one product; None if never."""
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
         return AutoSetting(None, "joined in bf16 on CUDA only")
     if grouped_product(device, dtype, n_experts, (width, dim)).value != GROUPED:
         return AutoSetting(None, "not grouped")
     if strides_are_adjacent(w1, w3):
-        return AutoSetting(0, "their weights lie side by side")
-    return AutoSetting(JOIN_FROM * width, "their weights lie apart")
+        return AutoSetting(0, "adjacent weights")
+    return AutoSetting(JOIN_FROM * width, "joining copies the weights")
 
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Whether w1 and w3 have the strides of the halves [:, :F] and [:, F:] of one (E, 2 F, D)."""
+    """Return whether the strides fit the halves [:, :F] and [:, F:] of one (E, 2 F, D)."""
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
-    """Join two tensors (E, F, D) to one (E, 2 F, D): a view if they are its halves."""
+    """Join two tensors (E, F, D) into (E, 2 F, D), without a copy if their memory is adjacent."""
     n_experts, width, dim = w1.shape
     behind = w1.data_ptr() + width * dim * w1.element_size()
     one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
@@ -115,20 +117,20 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
     return torch.cat((w1, w3), 1)
 
 
-# Each is one operation to compilers, which know grouped products in bf16 only.
+# Custom operations, because compilers support grouped products only in bf16.
 
 
 @torch.library.custom_op("diffllm::expert_linear", mutates_args=())
 def expert_linear(
     x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
 ) -> Tensor:
-    """Multiply rows (M, in), sorted by expert, with their expert's weight: (M, out).
+    """Multiply rows (M, in), sorted by expert, by the weights of their experts: (M, out).
 
     Args:
         weight: (E, out, in), in the dtype of x.
-        beside: another one of that shape, for (M, 2 out): both products side by side.
-        ends: (E,) int32, the index behind the last row of each expert.
-        transposed: go back, as a gradient does: from rows as wide as that output to (M, in).
+        beside: another weight of the same shape; the output is then (M, 2 out).
+        ends: (E,) int32, the index after the last row of each expert.
+        transposed: multiply by transposed weights, from the width of the output to (M, in).
     """
     weight = weight if beside is None else joined(weight, beside)
     weight = weight.transpose(1, 2) if transposed else weight
@@ -140,7 +142,7 @@ def expert_linear(
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Compute a weight's gradient (E, out, in) from the output's (M, out) and x (M, in)."""
+    """Compute the gradient of a weight, (E, out, in), from `grad` (M, out) and x (M, in)."""
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
         out = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
@@ -167,7 +169,7 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Give each weight a product of its own: halves of one gradient would be copied to be added."""
+    """Compute the gradient of each weight separately; halves of one gradient need copies."""
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grad_x = expert_linear(grad, weight, beside, ends, True)

@@ -1,6 +1,6 @@
 """Feed-forward layers: SwiGLU, and the mixture of experts.
 
-Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts a token, M = N k rows.
+Shapes: B batch, T tokens, N = B T, D model width, E experts, k experts per token, M = N k rows.
 """
 
 from typing import Any, NamedTuple
@@ -35,15 +35,15 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs a token: 2 forward and 4 backward for every weight."""
+        """Count training FLOPs per token: 2 forward and 4 backward per weight."""
         return 6 * sum(p.numel() for p in self.parameters())
 
 
 class Routed(NamedTuple):
-    """Token counts and losses of routing, of one layer or stacked over L MoE layers."""
+    """Token counts and losses of routing, for one layer or stacked over L MoE layers."""
 
     counts: Tensor
-    """Tokens that each expert got, (E,) int64."""
+    """Tokens per expert, (E,) int64."""
     balance: Tensor
     """Load-balancing loss, summed over tokens; differentiable; 0 if its weight is 0."""
     z: Tensor
@@ -51,8 +51,8 @@ class Routed(NamedTuple):
 
 
 class MoE(nn.Module):
-    """The sum over a token's experts of weight * expert(x), plus the shared experts. No capacity:
-    every token reaches all of its experts, and no row is padding."""
+    """A mixture of experts: the sum of weight * expert(x) over a token's experts, plus the shared
+    experts. Experts have no capacity limit: no token is dropped, and no row is padding."""
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
@@ -62,11 +62,12 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Compute the output (B, T, D) of x (B, T, D), and the counts and losses of its routing."""
+        """Return the output (B, T, D) of x (B, T, D), and routing counts and losses."""
         rows = x.flatten(0, 1)
         routing = self.router(rows)
         if aux is not None:
             aux["router"] = routing.shares.detach()
+        # A slot is one expert of a token; `order` sorts slots by expert, `inverse` undoes `order`.
         slots = routing.experts.flatten()
         order = slots.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(
@@ -84,7 +85,7 @@ class MoE(nn.Module):
         return out.view_as(x), self.routed(routing, counts, x.shape[1])
 
     def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
-        """Return counts and losses of a routing; `length` is the T of the routed sequences."""
+        """Return the counts and losses of a routing of sequences of `length` tokens."""
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
             balance = sequence_balance(routing.shares, routing.experts, length)
@@ -95,10 +96,10 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
-        """Decide what is left to `device` for tokens of `dtype`, by name."""
+        """Return the settings chosen for `device` and tokens of `dtype`, by name."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
-        several = f"one product from {joining.value} rows an expert"
+        several = f"one product from {joining.value} rows per expert"
         gate_up = {None: "two products", 0: "one product"}.get(joining.value, several)
         return {
             "router_product": router_product(device, dtype),
@@ -111,13 +112,12 @@ class MoE(nn.Module):
         return (self.cfg.n_experts - self.cfg.top_k) * each
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs per token: 2 forward and 4 backward for every weight that it
-        uses."""
+        """Count training FLOPs per token: 2 forward and 4 backward per active weight."""
         return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
 
 
 class _Send(torch.autograd.Function):
-    """Copies each token's row once for each of its experts, in their order."""
+    """Copies the row of each token once per chosen expert, sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Sums the experts' outputs of each token: the transpose of `_Send`."""
+    """Sums the experts' outputs per token: the transpose of `_Send`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -147,5 +147,5 @@ class _Return(torch.autograd.Function):
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
-    """Sum each token's rows: (M, D) in the experts' order -> (n, D)."""
+    """Sum the rows of each token: (M, D) sorted by expert -> (n, D)."""
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

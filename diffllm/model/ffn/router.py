@@ -1,6 +1,6 @@
-"""The config of the mixture of experts, and its router, which balances the load of experts.
+"""The config of a mixture of experts, and the router, which balances the load of experts.
 
-Shapes: N tokens, T tokens of a sequence, D model width, E experts, k experts a token.
+Shapes: N tokens, T tokens per sequence, D model width, E experts, k experts per token.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from diffllm.model.auto_setting import AutoSetting, dtype_name
 
 
 class Score(Enum):
-    """The function that turns a token's router logits into scores."""
+    """The function that turns router logits into scores."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
 
 
 class Balance(Enum):
-    """The tokens over which the load-balancing loss compares experts."""
+    """The set of tokens over which the load-balancing loss compares experts."""
 
     sequence = "sequence"
     global_batch = "global_batch"
@@ -37,33 +37,33 @@ class MoEConfig:
     """Dropless top-k routing over SwiGLU experts, with balancing by bias, by loss, or both."""
 
     n_experts: int = bounded(0, least=0, most=2**16)
-    """Routed experts of a layer; 0 is a dense model, for which the other fields are not read."""
+    """Routed experts per layer; 0 is a dense model, which ignores the other fields."""
     top_k: int = bounded(2, least=1, most=2**16)
-    """Experts that a token is routed to."""
+    """Routed experts per token."""
     expert_dim: int = bounded(0, least=0, most=2**24)
-    """Width of each routed and of each shared expert."""
+    """Width of each routed and each shared expert."""
     n_shared: int = bounded(0, least=0, most=2**10)
-    """Experts that every token goes to, as one SwiGLU of n_shared * expert_dim."""
+    """Shared experts, used by all tokens: one SwiGLU of width n_shared * expert_dim."""
     n_dense_layers: int = bounded(0, least=0)
-    """Number of first layers that stay dense, `ffn_dim` wide."""
+    """Number of first layers that are dense, with width `ffn_dim`."""
     score: Score = Score.sigmoid
-    """Function that makes scores of a router's logits."""
+    """Function that turns router logits into scores."""
     renormalise: bool = True
-    """Make the weights of a token's top_k experts sum to 1."""
+    """Scale the weights of the top_k experts of a token to sum 1."""
     routed_scaling: float = bounded(1.0, above=0)
     """Factor on the routed experts' weights (DeepSeek-V3, arXiv 2412.19437, equation 16)."""
     bias_update_rate: float = bounded(1e-3, least=0)
-    """Change of the balancing bias at an optimizer step; 0: no bias. Wang et al., arXiv 2408.15664.
-    The default is for sigmoid scores; of softmax, whose scores are 1 / n_experts on average, it
-    would be several percent a step from 32 experts on."""
+    """Change of the balancing bias per optimizer step; 0: no bias. Wang et al., arXiv 2408.15664.
+    The default suits sigmoid scores. Softmax scores average 1 / n_experts: from 32 experts on, a
+    step of the default is several percent of a score."""
     balance_loss: float = bounded(0.0, least=0)
-    """Weight of the load-balancing loss of a layer; the losses of layers are summed."""
+    """Weight of the load-balancing loss per layer; losses are summed over layers."""
     balance_over: Balance = Balance.global_batch
-    """Tokens over which the load-balancing loss takes the experts' shares. With sequence as in
-    DeepSeek-V3, equations 17 to 20; with global_batch those of the whole batch (Qiu et al., arXiv
-    2501.11873), of the optimizer step before."""
+    """Tokens over which the load-balancing loss computes expert loads. sequence: each sequence
+    (DeepSeek-V3, equations 17 to 20). global_batch: the whole batch of the previous optimizer step
+    (Qiu et al., arXiv 2501.11873)."""
     router_z_loss: float = bounded(0.0, least=0)
-    """Weight of mean(logsumexp(router logits)^2) of a layer (ST-MoE, arXiv 2202.08906)."""
+    """Weight of mean(logsumexp(router logits)^2) per layer (ST-MoE, arXiv 2202.08906)."""
 
     def validate(self, n_layers: int) -> None:
         if self.n_experts == 0:
@@ -84,7 +84,7 @@ class MoEConfig:
 EPS = 1e-20
 PARTS = 3
 HIGH_BITS = -(1 << 16)
-"""The mask of those bits of a float32 that a bf16 has too."""
+"""Mask of the bits that a float32 shares with bf16."""
 FLOAT32 = "float32"
 SPLIT = "bf16 products, float32 sums"
 
@@ -93,7 +93,7 @@ class Routing(NamedTuple):
     """The routing of N tokens."""
 
     experts: Tensor
-    """Indices of each token's experts, (N, k) int64, distinct in each row."""
+    """Indices of the chosen experts, (N, k) int64, distinct within a row."""
     weights: Tensor
     """Factors on the experts' outputs, (N, k) float32."""
     shares: Tensor
@@ -103,10 +103,10 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer that takes the top k of scores plus a bias; the weights are scores without it.
+    """A linear layer that chooses the top k experts by score plus bias, and weights them by score.
 
-    The bias moves only where experts are chosen, so it has no gradient: after each optimizer
-    step it goes up for experts with less than the mean of the tokens, down for those with more
+    The bias affects only the choice of experts, so it has no gradient. After each optimizer step,
+    the bias rises for experts with fewer tokens than the mean, and falls for experts with more
     (Wang et al., arXiv 2408.15664).
     """
 
@@ -122,7 +122,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(cfg.n_experts))
 
     def forward(self, x: Tensor) -> Routing:
-        """Route x (N, D) of any float dtype; everything inside is in float32 at least."""
+        """Route x (N, D) of any float dtype; computes in at least float32."""
         logits = router_logits(x, self.weight)
         if self.cfg.score is Score.softmax:
             scores = shares = logits.softmax(-1)
@@ -137,10 +137,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Update bias and load from the experts' tokens (E,) int64, unless `skipped` is 1.0."""
-        missing = counts.sum() - len(counts) * counts  # integers: none at exactly the mean
+        """Update bias and load from the tokens per expert, (E,) int64, unless `skipped` is 1.0."""
+        missing = counts.sum() - len(counts) * counts  # integers, so exactly 0 at the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
         load = counts * (len(counts) / counts.sum())
+        # torch.where, because reading `skipped` would wait for the device.
         keep = skipped > 0
         self.bias.copy_(torch.where(keep, self.bias, moved))
         self.load.copy_(torch.where(keep, self.load, load))
@@ -151,7 +152,7 @@ class Router(nn.Module):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x (N, D) with the transpose of weight (E, D): (N, E), float32 at least."""
+    """Multiply x (N, D) by the transpose of weight (E, D): (N, E), at least float32."""
     dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
@@ -159,19 +160,20 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
-    """Choose the product of tokens of `dtype` and the router's weight: `FLOAT32` or `SPLIT`."""
+    """Choose the product of tokens and the router's weight: `FLOAT32` or `SPLIT`."""
     if dtype != torch.bfloat16:
         return AutoSetting(FLOAT32, f"tokens are {dtype_name(dtype)}")
     if device.type != "cuda" or IS_ROCM:
-        return AutoSetting(FLOAT32, "torch has bf16 products in float32 on CUDA only")
+        return AutoSetting(FLOAT32, "torch multiplies bf16 with float32 output only on CUDA")
     return AutoSetting(SPLIT, "as exact as float32, on faster units")
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
     """Return T times the balance loss of a sequence, summed over sequences: a scalar.
 
-    The loss is sum over experts of f P, f the tokens that chose the expert over the uniform
-    number, P the mean share (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): 1 when balanced.
+    The loss is the sum over experts of f P (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): f
+    is the number of tokens routed to the expert, divided by the number under uniform routing; P is
+    the mean share. A balanced sequence has loss 1.
 
     Args:
         shares: (N, E), differentiable; N is a multiple of `length`, the T of a sequence.
@@ -186,7 +188,7 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
     """Return the balance loss of differentiable shares (N, E), summed over tokens: a scalar.
 
-    load (E,): tokens of the global batch that chose each expert over the uniform number.
+    load (E,): tokens of the global batch per expert, divided by the number under uniform routing.
     """
     return (shares * load).sum()
 
@@ -194,9 +196,9 @@ def global_balance(shares: Tensor, load: Tensor) -> Tensor:
 class SplitProduct(torch.autograd.Function):
     """The product of x (N, D) in bf16 and the transpose of a float32 weight (E, D): (N, E) float32.
 
-    Three bf16 numbers of 8 significant bits hold a float32 of 24, and the product of two bf16
-    numbers is exact in float32: only the float32 sums round. The gradient of the weight is as
-    exact; that of x is one product of bf16 numbers.
+    Three bf16 numbers of 8 significant bits represent a float32 of 24 bits. The product of two bf16
+    numbers is exact in float32, so only the float32 sums round. The gradient of the weight is
+    equally exact; the gradient of x is one bf16 product.
     """
 
     @staticmethod
@@ -215,11 +217,11 @@ class SplitProduct(torch.autograd.Function):
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Split a float32 tensor into three bf16 tensors of the same sum; exact from 2^-100, and for
-    0."""
+    """Split a float32 tensor into three bf16 tensors with the same sum; exact for 0 and
+    magnitudes from 2^-100."""
     parts = []
     for _ in range(PARTS):
-        # Masks bits, because compilers drop a rounding to bf16 that goes back to float32 at once.
+        # Mask bits, because compilers remove a conversion to bf16 and back to float32.
         part = (x.view(torch.int32) & HIGH_BITS).view(torch.float32)
         parts.append(part.bfloat16())
         x = x - part

@@ -1,4 +1,4 @@
-"""Comparisons of runs that never happened, with metrics that look as if they had."""
+"""Comparisons of synthetic runs with plausible metrics."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ def run(
     label: str | None = None,
     finished: bool = True,
 ) -> Run:
-    """A run with a line every `every` steps, n lines."""
+    """Return a run with n metrics lines, one every `every` steps."""
     cfg = copy.deepcopy(config(variant))
     cfg.seed, cfg.steps = seed, n * every
     lines = [dict(line) for line in made_lines(variant, seed, n, every, probes)]
@@ -62,7 +62,7 @@ def run(
 def made_lines(
     variant: str, seed: int, n: int, every: int, probes: bool
 ) -> tuple[dict[str, Any], ...]:
-    """Make the lines of a run's metrics.jsonl."""
+    """Return the lines of a run's metrics.jsonl."""
     rng = np.random.default_rng([seed, sum(map(ord, variant))])
     steps = np.arange(1, n * every + 1)
     data = np.random.default_rng(seed).normal(0, 0.06, len(steps))
@@ -113,7 +113,7 @@ def made_lines(
 
 
 def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> dict[str, float]:
-    """Return diagnostics like those of a step at the share `t` of a run."""
+    """Return plausible diagnostics of the step at share `t` of a run."""
     depth = np.arange(LAYERS) / LAYERS
     scale = {"diff_v2_no_lambda": 0.12, "diff_v2_no_sigmoid": 0.5 + 3 * t}.get(variant, 0.35)
     mean = scale * (0.3 + 0.7 * t) * (0.5 + depth) * rng.lognormal(0, 0.03, LAYERS)
@@ -148,7 +148,7 @@ def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> 
 
 
 def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool = False):
-    """A row a variant, gaps to the first."""
+    """Return a comparison with a row per variant, and gaps to the first row."""
     runs = [run(v, seed, n, probes=probes) for v in variants for seed in range(seeds)]
     title = (
         " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
@@ -157,13 +157,13 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
 
 
 def incomparable() -> Comparison:
-    """Rows of different length, one of them unfinished."""
+    """Return rows of different numbers of steps, one row with an unfinished run."""
     long, short = [run("standard", s, 80) for s in (0, 1)], run("diff_v2", 0, 40, finished=False)
     return compare([*long, short], title="diff_v2 against standard")
 
 
 def lines_of(run: Run) -> list[dict[str, Any]]:
-    """metrics.jsonl again, a dict a line; NaN for null."""
+    """Return the lines of metrics.jsonl as dicts, with NaN for null."""
     both = zip(run.metrics.steps.tolist(), run.metrics.tokens.tolist(), strict=True)
     lines: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in both]
     for name, (places, values) in run.metrics.columns.items():
@@ -173,14 +173,14 @@ def lines_of(run: Run) -> list[dict[str, Any]]:
 
 
 def barely_started() -> Comparison:
-    """One run with one line, and one with none."""
+    """Return a run with a single metrics line, and a run without lines."""
     one, none = run("diff_v2", n=1, finished=False), run("standard", n=1, finished=False)
     one.metrics, none.metrics = Metrics(lines_of(one)[:1]), Metrics([])
     return compare([one, none], title="Two young runs")
 
 
 def not_finite() -> Comparison:
-    """A run that diverged, with null where its numbers were NaN; and a row of such numbers."""
+    """Return a diverged run with null for NaN in its metrics, and a row of only such numbers."""
     runs = [run("standard", s, 60) for s in (0, 1)]
     lines = lines_of(runs[1])
     for line in lines[31:]:
@@ -199,7 +199,7 @@ HOSTILE = '<script>alert("x")</script>&\'"{{ 7 * 7 }}#fe0000'
 
 
 def hostile() -> Comparison:
-    """Names that would be markup."""
+    """Return a comparison whose names contain HTML markup."""
     made = compare([run(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE)
     made.rows[0].label, made.rows[1].label = HOSTILE, "</title></svg><img src=x onerror=alert(1)>"
     made.differences = [HOSTILE]
@@ -213,7 +213,7 @@ def hostile() -> Comparison:
 
 
 def sweep_of_rates() -> Comparison:
-    """Two variants at three learning rates."""
+    """Return two variants at three learning rates."""
     runs = []
     for rate in (3e-4, 1e-3, 3e-3):
         for variant in ("standard", "diff_v2"):

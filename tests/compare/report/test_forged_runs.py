@@ -35,12 +35,12 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("line", NOT_RECORDS)
-def test_metrics_line_that_is_no_record_of_numbers_is_none(line: str):
+def test_metrics_line_without_record_of_numbers_returns_none(line: str):
     assert read_metrics_line(line) is None
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
-def test_number_beyond_reason_reads_as_missing(tmp_path: Path, value: str):
+def test_extreme_number_reads_as_missing(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
@@ -57,7 +57,7 @@ def test_impossible_fact_of_a_run_is_refused(tmp_path: Path, fact: str):
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_metrics_keep_lines_in_order_and_count_the_others(places: list[tuple[int, int] | None]):
+def test_metrics_skip_and_count_lines_out_of_order(places: list[tuple[int, int] | None]):
     lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
     metrics = Metrics(lines)
     assert len(metrics.steps) + metrics.skipped == len(lines)
@@ -99,7 +99,7 @@ def test_axes_of_extreme_values_are_finite(values: list[float], log: bool):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of two arms and two seeds, with its runs in s/."""
+    """Return the directory of a study of two arms and two seeds, with runs in s/."""
     root = tmp_path_factory.mktemp("kept")
     arms = "{standard: [attention=standard], v2: [attention=diff_v2]}"
     rule = "{kind: difference, arm: v2, against: standard, below: 0.0}"
@@ -111,7 +111,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
-    """Replace fields of a JSON file; a callable value takes the run's number."""
+    """Return a change that replaces fields of a JSON file; a callable gets the run's number."""
 
     def change(run: Path, number: int) -> None:
         content = json.loads((run / name).read_text())
@@ -122,7 +122,7 @@ def fields(name: str, **values: Any) -> Callable[[Path, int], None]:
 
 
 def lines(change: Callable[[list[str], int], list[str]]) -> Callable[[Path, int], None]:
-    """Replace the lines of metrics.jsonl."""
+    """Return a change that replaces the lines of metrics.jsonl."""
 
     def changed(run: Path, number: int) -> None:
         file = run / "metrics.jsonl"
@@ -138,7 +138,7 @@ def large(texts: list[str], number: int) -> list[str]:
 
 
 def backwards(texts: list[str], number: int) -> list[str]:
-    """Make the clock of a run go backwards."""
+    """Make the time of a run decrease over its lines."""
     line = json.loads(texts[0])
     places = [{"step": n, "tokens": 256 * n, "perf/step_ms": (-9.0) ** n} for n in (2, 3, 4)]
     return [json.dumps({**line, **place}) for place in places]
@@ -169,7 +169,7 @@ def test_forged_runs_are_read_or_refused_without_warnings(kept, tmp_path, monkey
     assert {tools.main(words) for words in commands} <= {0, 2}
 
 
-def test_skipped_lines_of_a_run_give_one_warning(kept, tmp_path, capsys):
+def test_skipped_metrics_lines_give_a_single_warning(kept, tmp_path, capsys):
     run = shutil.copytree(next((kept / "s").iterdir()), tmp_path / "a")
     lines(lambda texts, n: [*texts, *NOT_RECORDS, texts[0]])(run, 0)
     assert load_run(run).metrics.skipped == len(NOT_RECORDS) + 1

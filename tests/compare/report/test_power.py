@@ -1,4 +1,4 @@
-"""`diffllm power`: what a pilot's runs say of the seeds, tokens and hours that a gap takes."""
+"""`diffllm power`: seeds, tokens and hours that a gap needs, from the runs of a pilot."""
 
 import json
 import math
@@ -20,7 +20,7 @@ POOLED = math.sqrt(0.0022 / 3)
 
 @pytest.fixture
 def power(capsys, tmp_path):
-    """Run the command on pilots below `tmp_path`: exit code, stdout, stderr."""
+    """Return a function that runs the command in `tmp_path`: exit code, stdout, stderr."""
 
     def run(*words):
         code = tools.main(["power", *(word.replace("@", f"{tmp_path}/") for word in words)])
@@ -29,7 +29,7 @@ def power(capsys, tmp_path):
     return run
 
 
-def test_the_seeds_of_a_gap_follow_from_the_pilot(power, tmp_path):
+def test_required_seeds_follow_from_pilot_variance(power, tmp_path):
     for variant, losses in LOSSES.items():
         for seed, loss in enumerate(losses):
             words = (f"attention={variant}", f"seed={seed}")
@@ -66,7 +66,7 @@ def test_the_seeds_of_a_gap_follow_from_the_pilot(power, tmp_path):
     seeds = [each["needs"][0]["seeds"] for each in (one_sided, said, three)]
     assert seeds == sorted(set(seeds))
     text = power("pilot=@pilot", "gap=0.06")[1]
-    assert f"sd {POOLED:.4f} nats a token" in text
+    assert f"sd {POOLED:.4f} nats per token" in text
     unpaired = said["needs"][0]
     row = next(line for line in text.splitlines() if line.startswith("unpaired")).split()
     shown = [f"{unpaired['sd']:.4f}", f"{unpaired['sd_upper']:.4f}"]
@@ -82,7 +82,7 @@ def test_the_seeds_of_a_gap_follow_from_the_pilot(power, tmp_path):
     assert "6 seeds per arm are enough" in few
 
 
-def test_diverged_and_unlike_runs_are_said(power, tmp_path):
+def test_power_reports_diverged_and_incomparable_runs(power, tmp_path):
     sweep(tmp_path / "a", LOSSES)
     write_run(tmp_path / "a/lost", "attention=gated", summary={"heldout_loss": None})
     sweep(tmp_path / "b", {"standard": [4.0, 5.0]}, "steps=40")
@@ -106,10 +106,10 @@ def test_diverged_and_unlike_runs_are_said(power, tmp_path):
         (["pilot=@nothing", "gap=0.1"], "no such directory"),
         (["pilot=@one", "gap=0.1"], "needs at least 2 seeds"),
         (["pilot=@unfinished", "gap=0.1"], "0 finished, 0 diverged"),
-        (["pilot=@same", "gap=0.1"], "do not vary"),
+        (["pilot=@same", "gap=0.1"], "have the same loss"),
     ],
 )
-def test_a_mistake_ends_in_one_line(power, tmp_path, words, said):
+def test_power_prints_a_single_error_line_for_invalid_arguments(power, tmp_path, words, said):
     name = next((word.partition("@")[2] for word in words if "@" in word), "")
     losses = {
         "two": [4.0, 4.1], "one": [4.0], "unfinished": [None, None], "same": [4.0, 4.0],

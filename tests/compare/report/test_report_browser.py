@@ -1,6 +1,6 @@
 """The layout of the report page in a browser: nothing is wider than the window.
 
-One page shows all reports in frames of the wanted widths and themes and asks them questions.
+A single page loads all reports in frames of given widths and themes, and measures each frame.
 """
 
 import json
@@ -65,7 +65,7 @@ VIEWS += [(name, 360, False) for name in ODD]
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory):
-    """Every view's answers; a view is (page, width, dark)."""
+    """Return the measurements of every view; a view is (page, width, dark)."""
     folder = tmp_path_factory.mktemp("pages")
     made = {FOUR: lambda: sample.compared(sample.FOUR, 2, 40, probes=True), **ODD}
     files = {name: f"{i}.html" for i, name in enumerate(made)}
@@ -112,7 +112,7 @@ def test_page_fits_the_window_and_follows_the_theme(views, width, dark):
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_pages_fit_a_phone(views, name):
+def test_unusual_pages_fit_a_phone(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["wide"] <= 360

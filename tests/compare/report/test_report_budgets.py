@@ -1,4 +1,4 @@
-"""Gaps at equal tokens, FLOPs and seconds, on curves whose values are known everywhere."""
+"""Gaps at equal tokens, FLOPs and seconds, on curves with known values."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SLOPE = 0.5
 
 
 def loss(variant, tokens, seed=0):
-    """A line over the logarithm of tokens, on which reading between evaluations is exact."""
+    """Return a line over the logarithm of tokens, for which interpolation is exact."""
     return 6 - SLOPE * math.log(tokens) - 0.1 * (variant == "gated") + 0.01 * seed
 
 
@@ -47,7 +47,7 @@ def compared(tmp_path, **how):
     return compare(loaded(sorted(tmp_path.iterdir())))
 
 
-def test_gaps_at_equal_cost_are_read_off_the_curves(tmp_path):
+def test_gaps_at_equal_cost_equal_known_curves(tmp_path):
     (_, gated) = compared(tmp_path).rows
     end = 20 * TOKENS
     for cost, share in (("tokens", 1.0), ("flops", 2 / 3), ("seconds", 100 / 125)):
@@ -62,11 +62,11 @@ def test_gaps_at_equal_cost_are_read_off_the_curves(tmp_path):
 
 
 KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
-"""Visible keys of the steps up to each; 10 on average."""
+"""Visible keys by logged step, over the steps since the last logged step; mean 10."""
 PER_KEY = {"standard": 1e4, "gated": 3e4}
 
 
-def test_flops_of_masked_documents_are_spent_over_logged_visible_keys(tmp_path):
+def test_flops_of_masked_documents_use_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -75,7 +75,7 @@ def test_flops_of_masked_documents_are_spent_over_logged_visible_keys(tmp_path):
     standard, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:
         whole, per_key = FLOPS[run.variant], PER_KEY[run.variant]
-        none = whole - per_key * (32 + 1) / 2  # per token without attention
+        none = whole - per_key * (32 + 1) / 2  # FLOPs per token without attention
         assert run.facts["flops_per_token"] == pytest.approx(none + 10 * per_key)
         spent = np.cumsum([5 * TOKENS * (none + keys * per_key) for keys in KEYS.values()])
         tokens = np.array([5, 7.5, 10, 15, 20]) * TOKENS
@@ -86,7 +86,7 @@ def test_flops_of_masked_documents_are_spent_over_logged_visible_keys(tmp_path):
     assert row.values["flops_per_token"] == gated.facts["flops_per_token"]
 
 
-def test_the_error_of_reading_bounds_how_far_a_curved_curve_is_off(tmp_path):
+def test_reported_interpolation_error_bounds_true_error(tmp_path):
     def bent(variant, tokens, seed):
         return 6 - 0.1 * (variant == "gated") + 40 / tokens**0.5
 
@@ -97,13 +97,13 @@ def test_the_error_of_reading_bounds_how_far_a_curved_curve_is_off(tmp_path):
     assert gated.equal["tokens"].error == 0
 
 
-def test_an_evaluation_is_read_as_it_is_and_two_leave_the_error_unknown():
+def test_interpolation_is_exact_at_evaluations_and_has_unknown_error_with_two():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
     assert read_curve(curve, 20.0) == (2.0, 0.0)
     assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
 
 
-def test_what_is_unknown_has_no_gap(tmp_path):
+def test_unknown_cost_gives_no_gap(tmp_path):
     (_, gated) = compared(tmp_path, flops_per_token=None).rows
     assert sorted(gated.equal) == ["seconds", "tokens"]
     assert gated.values["gap_at_flops"] is None
@@ -116,7 +116,7 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     assert sorted(found.rows[1].equal) == ["flops", "tokens"]
 
 
-def test_a_run_that_diverged_is_in_no_gap_at_equal_cost(tmp_path):
+def test_gap_at_equal_cost_excludes_diverged_run(tmp_path):
     for seed in (0, 1):
         written(tmp_path / f"a{seed}", "standard", seed)
     written(tmp_path / "b0", "gated", 0)
@@ -127,7 +127,7 @@ def test_a_run_that_diverged_is_in_no_gap_at_equal_cost(tmp_path):
     assert {found.gap.seeds for found in gated.equal.values()} == {1}
 
 
-def test_the_noise_floor_is_that_of_pooled_seeds(tmp_path):
+def test_noise_floor_uses_pooled_variance_of_seeds(tmp_path):
     deviation = {"standard": 0.02, "gated": 0.04}
 
     def noisy(variant, tokens, seed):
@@ -141,7 +141,7 @@ def test_the_noise_floor_is_that_of_pooled_seeds(tmp_path):
     assert seed_noise([rows[0]]).values[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
-def test_the_noise_floor_holds_95_percent_of_gaps_of_equal_rows():
+def test_noise_floor_contains_95_percent_of_gaps_between_equal_rows():
     rng = np.random.default_rng(0)
 
     class Drawn:

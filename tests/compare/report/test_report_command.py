@@ -1,4 +1,4 @@
-"""`diffllm report`: which runs it finds, where its files go, what it prints and refuses."""
+"""`diffllm report`: search for runs, location of files, output and errors."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """cmp1/ and cmp2/ with runs, in the current directory."""
+    """Create cmp1/ and cmp2/ with runs in the current directory."""
     monkeypatch.chdir(tmp_path)
     sweep(Path("cmp1"), LOSSES)
     sweep(Path("cmp2"), {"gated": [4.0]})
@@ -40,7 +40,7 @@ def files(root):
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-# Where runs are found and where files go
+# Search for runs, and location of the report
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def files(root):
         ),
     ],
 )
-def test_files_land_next_to_the_runs_that_the_title_names(swept, capsys, words, home, title, found):
+def test_report_is_next_to_runs_and_title_names_runs(swept, capsys, words, home, title, found):
     before = files(swept)
     code, out, err = report(capsys, *words)
     assert (code, err) == (0, "")
@@ -78,7 +78,7 @@ def test_a_run_named_twice_counts_once(swept):
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
-def test_a_directory_that_is_not_theirs_is_never_written(swept, tmp_path, monkeypatch, capsys):
+def test_report_is_not_written_into_foreign_directory(swept, tmp_path, monkeypatch, capsys):
     for name in ("a/x", "b/y", "b/z"):
         sweep(tmp_path / name, {"standard": [4.0]})
     (tmp_path / "elsewhere").mkdir()
@@ -94,7 +94,7 @@ def test_a_directory_that_is_not_theirs_is_never_written(swept, tmp_path, monkey
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
-def test_runs_of_a_sweep_that_have_not_started_are_noted(swept):
+def test_report_notes_sweep_runs_that_have_not_started(swept):
     names = [path.name for path in sorted(Path("cmp1").iterdir())]
     planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
     record = swept / "cmp1/sweep.json"
@@ -114,13 +114,13 @@ def test_runs_of_a_sweep_that_have_not_started_are_noted(swept):
     assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
 
 
-def test_a_name_with_glob_characters_is_a_name_first(tmp_path):
+def test_existing_path_with_glob_characters_is_not_a_pattern(tmp_path):
     run = write_run(tmp_path / "a[1]" / "run", "attention=standard")
     write_run(tmp_path / "a1" / "run", "attention=gated")
     assert find_runs([tmp_path / "a[1]"]).runs == [run]
 
 
-def test_what_lies_in_runs_and_in_hidden_directories_is_not_searched(tmp_path):
+def test_find_runs_skips_directories_inside_runs_and_hidden_directories(tmp_path):
     run = write_run(tmp_path / "run", "attention=standard")
     write_run(run / "checkpoints" / "inner", "attention=gated")
     write_run(tmp_path / ".trash" / "run", "attention=gated")
@@ -130,7 +130,7 @@ def test_what_lies_in_runs_and_in_hidden_directories_is_not_searched(tmp_path):
     assert find_runs([tmp_path]).runs == [run]
 
 
-def test_report_takes_a_baseline_and_a_directory(swept, capsys):
+def test_report_accepts_baseline_and_directory(swept, capsys):
     code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert code == 0
     assert "gap to diff_v2" in out
@@ -145,17 +145,17 @@ def test_report_takes_a_baseline_and_a_directory(swept, capsys):
     [
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
         (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline=?"]),
-        ([], ["no run is named"]),
+        ([], ["no runs given"]),
         (["nowhere"], ["nowhere: no such directory"]),
         (["cmp1", "nowhere*"], ["nowhere*: no such directory"]),
         (["cmp1/standard-seed0/config.yaml"], ["config.yaml: no such directory"]),
-        (["cmp1/standard-seed0/checkpoints"], ["checkpoints: no run in it"]),
-        (["cmp1", "cmp2/gated-seed0/check*"], ["check*: no run in it"]),
+        (["cmp1/standard-seed0/checkpoints"], ["checkpoints contains no run"]),
+        (["cmp1", "cmp2/gated-seed0/check*"], ["check* contains no run"]),
         (["cmp1", "out=cmp1/standard-seed0/config.yaml"], ["config.yaml", "out=DIR"]),
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(swept, capsys, words, parts):
+def test_invalid_arguments_print_a_single_error_line_and_write_no_file(swept, capsys, words, parts):
     before = files(swept)
     code, out, err = report(capsys, *words)
     assert (code, out) == (2, "")
@@ -164,7 +164,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(swept, capsys, words, parts):
     assert files(swept) == before
 
 
-def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
+def test_failed_write_keeps_existing_report(swept, monkeypatch):
     write_report([Path("cmp1")])
     before = {name: (swept / name).read_bytes() for name in files(swept)}
     monkeypatch.setattr(diffllm.compare.report.page, "csv_text", lambda rows: "\ud800")
@@ -173,7 +173,7 @@ def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
     assert {name: (swept / name).read_bytes() for name in files(swept)} == before
 
 
-# What is printed
+# Output
 
 
 # Runs that cannot be read
@@ -188,7 +188,7 @@ def test_a_failed_write_leaves_what_was_there(swept, monkeypatch):
         ("summary.json", ""),
     ],
 )
-def test_a_damaged_run_is_a_note(swept, capsys, name, text):
+def test_report_notes_damaged_run(swept, capsys, name, text):
     Path("cmp1/standard-seed1", name).write_text(text)
     code, out, err = report(capsys, "cmp1")
     assert (code, err) == (0, "")
@@ -198,7 +198,7 @@ def test_a_damaged_run_is_a_note(swept, capsys, name, text):
     assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
 
 
-def test_only_damaged_runs_are_an_error(swept, capsys):
+def test_report_of_only_damaged_runs_fails(swept, capsys):
     for run in Path("cmp1").iterdir():
         (run / "config.yaml").write_text("")
     code, out, err = report(capsys, "cmp1")

@@ -29,7 +29,7 @@ from diffllm.statistics.estimates import Rate
         (1e21, "1000E"), (math.nan, "–"),
     ],
 )  # fmt: skip
-def test_compact_rounds_before_it_chooses_the_prefix(value, text):
+def test_compact_rounds_before_choosing_the_prefix(value, text):
     assert compact(value) == text
 
 
@@ -45,12 +45,12 @@ def test_a_rate_has_garwoods_interval(events, steps):
     assert (rate.low, rate.high) == pytest.approx(
         (1000 * low / steps if events else 0, 1000 * high / steps)
     )
-    # the ends are where so few, or so many, events have a chance of 2.5%
+    # At each end, at most or at least this many events have a probability of 2.5%.
     assert stats.poisson.cdf(events, rate.high * steps / 1000) == pytest.approx(0.025)
 
 
 def diverging(root, *, gave_up=False):
-    """standard with three good seeds; gated with two, and one that diverged."""
+    """Return runs of standard with three finite seeds, and of gated with a diverged third seed."""
     for seed in range(3):
         write_run(
             root / f"standard{seed}", "attention=standard", f"seed={seed}", loss=4.0 + seed / 10
@@ -67,14 +67,14 @@ def diverging(root, *, gave_up=False):
 
 
 @pytest.mark.parametrize("gave_up", [False, True])
-def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
+def test_every_table_reports_diverged_seed_of_row(tmp_path, gave_up):
     found = diverging(tmp_path, gave_up=gave_up)
     gated = found.rows[1]
     assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
     told = "1 of 3 seeds diverged (33%, 0.84% to 91%)"
 
     text = table_text(found)
-    assert f"gated: {told}.\nRuns that diverged are in no loss or gap" in text
+    assert f"gated: {told}.\nLosses and gaps exclude diverged runs" in text
     assert "2 of 3, 1 diverged" in text
     assert "standard: " not in text
     assert all(line.isascii() and len(line) <= 100 for line in text.splitlines())
@@ -100,7 +100,7 @@ def test_a_row_with_a_diverged_seed_says_so_in_every_table(tmp_path, gave_up):
     assert float(lines[0]["diverged_low"]) == 0
 
 
-def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
+def test_row_of_only_diverged_seeds_has_share_without_loss(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
@@ -128,7 +128,7 @@ def test_a_row_of_which_all_seeds_diverged_has_no_loss_but_its_share(tmp_path):
         ([Cell("3")], []),
     ],
 )
-def test_a_column_of_one_value_is_a_sentence(cells, said):
+def test_column_of_equal_values_becomes_sentence(cells, said):
     names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
     table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
     assert found == said
@@ -141,9 +141,10 @@ def with_events(root, name, seed, total, judged, **more):
     return write_run(root / f"{name}{seed}", *words, summary={**counts, **more})
 
 
-def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path):
+def test_event_rate_sums_events_and_judged_steps_over_seeds(tmp_path):
     with_events(tmp_path, "standard", 0, 2.0, 300.0)
-    with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)  # its events count
+    # Events of diverged runs count.
+    with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)
     with_events(tmp_path, "gated", 0, 0.0, 500.0)
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert "All zero" not in page(found)
@@ -170,7 +171,7 @@ def test_events_are_those_of_all_seeds_of_a_row_over_their_judged_steps(tmp_path
     assert gated.values["loss_events"] == 0
 
 
-def test_the_end_of_a_sweep_names_runs_that_diverged(tmp_path, capsys):
+def test_sweep_outcome_names_diverged_runs(tmp_path, capsys):
     jobs = []
     for number, loss in enumerate((4.0, math.nan, None)):
         path = tmp_path / f"run{number}"

@@ -22,7 +22,7 @@ def checkpoint(loss: float, value: float | None) -> Checkpoint:
     return Checkpoint(loss, {"top_1": {"of": "top_1", "value": value, "chance": None}})
 
 
-def test_the_loss_is_that_of_the_run_that_came_least_far() -> None:
+def test_equal_loss_is_lowest_loss_of_slowest_run() -> None:
     slow = [checkpoint(5.0, 1), checkpoint(4.0, 2)]
     fast = [checkpoint(4.5, 1), checkpoint(3.0, 4)]
     assert loss_of_all([slow, fast]) == 4.0
@@ -32,7 +32,7 @@ def test_the_loss_is_that_of_the_run_that_came_least_far() -> None:
     assert loss_of_all([]) is None
 
 
-def test_a_score_is_read_between_the_two_checkpoints_around_it() -> None:
+def test_score_is_interpolated_between_neighbouring_checkpoints() -> None:
     run = [checkpoint(6.0, 0.0), checkpoint(5.0, 1.0), checkpoint(3.0, 5.0)]
     assert scores_at(4.5, run)["top_1"]["value"] == pytest.approx(2.0)
     assert scores_at(5.0, run)["top_1"]["value"] == 1.0
@@ -45,7 +45,7 @@ def test_a_score_is_read_between_the_two_checkpoints_around_it() -> None:
 def write(
     place: Path, seeds: int = 3, unit: str = "magnitude", lead: float = 0.5, **more: Any
 ) -> Comparison:
-    """Runs of standard that end at loss 4, and of diff_v2, which are `lead` lower at each step."""
+    """Write runs of standard that end at loss 4, and of diff_v2 with losses lower by `lead`."""
     for variant, ahead in (("standard", 0.0), ("diff_v2", lead)):
         for seed in range(seeds):
             run = place / f"{variant}{seed}"
@@ -65,7 +65,7 @@ def write(
     return read([place])[0]
 
 
-def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> None:
+def test_score_determined_by_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> None:
     comparison = write(tmp_path)
     (outliers,) = comparison.evaluated
     ahead = outliers.lines[0].cells[1]
@@ -76,13 +76,13 @@ def test_a_score_that_follows_from_the_loss_has_no_gap_at_equal_loss(tmp_path: P
     assert line.cells[1].gap.mean == pytest.approx(0, abs=1e-12)
     html = page(comparison)
     assert "outliers at equal loss" in html
-    assert "At 4.000 nats a token of the held-out sample" in html
+    assert "At 4.000 nats per token of the held-out sample" in html
     _, second = csv.DictReader(io.StringIO(csv_text(comparison.rows)))
     assert float(second["outliers: top_1, gap"]) == pytest.approx(-0.5)
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
 
 
-def test_checkpoints_that_were_asked_otherwise_are_not_read(tmp_path: Path) -> None:
+def test_checkpoints_evaluated_with_different_settings_are_skipped(tmp_path: Path) -> None:
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
     (outliers,) = write(tmp_path, **other).evaluated
     assert outliers.equal == []

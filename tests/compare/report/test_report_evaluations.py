@@ -1,4 +1,4 @@
-"""Results of evaluations in the report: means, gaps paired by seed, and what is left out."""
+"""Results of evaluations in the report: means, gaps paired by seed, and skipped results."""
 
 import csv
 import io
@@ -57,7 +57,7 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_scores_by_depth_have_means_and_gaps_of_their_own(runs: Path) -> None:
+def test_scores_by_depth_have_means_and_gaps(runs: Path) -> None:
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
@@ -90,7 +90,7 @@ def test_means_and_gaps_are_over_the_same_seeds(runs: Path) -> None:
     assert of_all.mean.mean == pytest.approx(sum(means) / 3)
 
 
-def test_page_table_and_text_have_them(runs: Path) -> None:
+def test_page_and_csv_contain_scores_and_gaps(runs: Path) -> None:
     comparison = compared(runs)
     html = page(comparison)
     assert "Evaluations" in html
@@ -104,7 +104,7 @@ def test_page_table_and_text_have_them(runs: Path) -> None:
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(runs: Path) -> None:
+def test_newest_checkpoint_counts_and_seeds_without_results_are_skipped(runs: Path) -> None:
     run = runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)
@@ -112,7 +112,7 @@ def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(run
     (mqar,) = comparison.evaluated
     cell = mqar.lines[1].cells[1]
     assert (cell.mean.seeds, cell.gap.seeds) == (2, 2)
-    assert any("diff_v21 left out, evaluated after other tokens" in n for n in comparison.notes)
+    assert any("diff_v21, evaluated after another number of tokens" in n for n in comparison.notes)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_newest_checkpoint_counts_and_seeds_without_results_are_left_out(run
         ({0: 0.9, 1: 0.95}, "0.607 to 1.000"),
     ],
 )
-def test_intervals_of_shares_hold_possible_values_alone(
+def test_intervals_of_shares_contain_only_possible_values(
     tmp_path: Path, shares: dict[int, float], text: str
 ) -> None:
     for variant in EASY:
@@ -142,8 +142,9 @@ def test_intervals_of_shares_hold_possible_values_alone(
     ("unit", "text"),
     [
         ("magnitude, largest of layers", "0.000 to 14.206"),
+        ("nats per token", "0.000 to 14.206"),
         ("nats a token", "0.000 to 14.206"),
-        ("change of loss, nats a token", "−11.206 to 14.206"),
+        ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
 def test_only_intervals_of_changes_contain_negative_values(
@@ -158,7 +159,7 @@ def test_only_intervals_of_changes_contain_negative_values(
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_intervals_of_scores_with_a_range_stay_within_it(runs: Path) -> None:
+def test_intervals_of_scores_stay_within_range(runs: Path) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
@@ -183,7 +184,7 @@ def test_small_scores_have_intervals_with_significant_digits(tmp_path: Path) -> 
     assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
 
 
-def test_other_levels_are_not_compared(runs: Path) -> None:
+def test_results_at_different_levels_are_not_compared(runs: Path) -> None:
     for seed in range(3):
         write_result(runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
     comparison = compared(runs)
@@ -192,14 +193,14 @@ def test_other_levels_are_not_compared(runs: Path) -> None:
     assert any(note.startswith("mqar: ") for note in comparison.notes)
 
 
-def test_a_score_that_is_no_number_is_in_no_mean(runs: Path) -> None:
+def test_mean_excludes_score_that_is_not_a_number(runs: Path) -> None:
     write_result(runs / "standard0", score("pairs 4", None), score("pairs 8", 0.2))
     (mqar,) = compared(runs).evaluated
     standard, diff_v2 = mqar.lines[1].cells
     assert (standard.mean.seeds, diff_v2.mean.seeds, diff_v2.gap.seeds) == (2, 3, 2)
 
 
-def test_names_in_a_result_are_no_markup(runs: Path) -> None:
+def test_page_escapes_names_in_results(runs: Path) -> None:
     for run in runs.iterdir():
         write_result(run, {"of": "<b>", "value": 0.5}, {"of": "x", "value": 0.1})
     html = page(compared(runs))
@@ -219,7 +220,7 @@ def test_names_in_a_result_are_no_markup(runs: Path) -> None:
                  '"value": 1, "by_z": {"a": []}',
              ))],
 )  # fmt: skip
-def test_what_is_no_result_is_passed_over(runs: Path, text: str) -> None:
+def test_report_skips_file_that_is_not_a_result(runs: Path, text: str) -> None:
     place = results_of(runs / "standard0", 20)
     (place / "mqar.jsonl").write_text(text)
     (place / "directory.jsonl").mkdir()
@@ -236,13 +237,13 @@ def test_what_is_no_result_is_passed_over(runs: Path, text: str) -> None:
     assert any(f"{place / 'mqar.jsonl'}: " in note for note in comparison.notes)
 
 
-def test_report_skips_a_result_whose_scores_were_edited(runs: Path) -> None:
+def test_report_skips_result_with_edited_scores(runs: Path) -> None:
     file = results_of(runs / "standard0", 20) / "mqar.jsonl"
     file.write_text(file.read_text().replace('"value": 0.5', '"value": 0.9871'))
     comparison = compared(runs)
     (standard, _) = comparison.evaluated[0].lines[1].cells
     assert standard.mean == estimate(EASY["standard"][1:]).within(0, 1)
-    said = f"{file}: was changed after it was written: its checksum differs; it is skipped."
+    said = f"{file}: was changed after it was written: its checksum differs; skipped."
     assert said in comparison.notes
 
 

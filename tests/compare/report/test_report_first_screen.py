@@ -1,4 +1,4 @@
-"""The first things that a report says: sentences, intervals, folded parts, texts and commands."""
+"""First screen of a report: sentences, intervals, folded parts, texts and commands."""
 
 import json
 from pathlib import Path
@@ -40,13 +40,13 @@ def test_the_first_sentence_is_the_gap(swept):
     assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
 
 
-def test_a_comparison_as_text(swept, tmp_path):
+def test_text_of_comparison_has_losses_gaps_and_notes(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
     assert lines[4:8] == [
-        "Nats a token, means over seeds; in brackets 95% intervals.",
-        "An interval that holds 0 shows no difference.",
+        "Nats per token, means over seeds; 95% intervals in brackets.",
+        "An interval that contains 0 shows no difference.",
         "0 of 2 gaps survive Holm's correction at 0.05.",
         "",
     ]
@@ -69,7 +69,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
-    own = {"variant_line": "What it was on another machine."}
+    own = {"variant_line": "Description from a different machine."}
     write_run(tmp_path / "a", "attention=gated", summary=more, facts=facts)
     write_run(tmp_path / "b", "attention=diff_v1", facts=own)
     text = Reader(page(compare(loaded([tmp_path / "a", tmp_path / "b"])))).text
@@ -82,7 +82,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_facts_of_the_wrong_type_are_left_out(tmp_path, odd):
+def test_facts_of_the_wrong_type_are_omitted(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
     summary = json.loads((path / "summary.json").read_text())
@@ -95,19 +95,19 @@ def test_facts_of_the_wrong_type_are_left_out(tmp_path, odd):
 # The line that explains a variant
 
 
-def test_every_variant_is_explained_in_a_line_of_its_own():
+def test_every_variant_is_explained_in_a_separate_line():
     lines = [variant_line(name, variant_config(name)) for name in variants()]
     assert all(lines)
     assert len(set(lines)) == len(lines)
     assert max(map(len, lines)) < 160
 
 
-def test_figures_show_the_first_of_groups_that_cannot_be_compared(swept, tmp_path):
+def test_figures_show_only_first_of_incomparable_groups(swept, tmp_path):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )
     text = page(compare(loaded([*sorted(swept.iterdir()), tmp_path / "longer"])))
-    assert "and the figures show the first alone" in text
+    assert "figures show only the first group" in text
     words = words_of(figures_of(text)["Held-out sample loss"])
     assert words[-3:] == ["standard steps=20", "gated steps=20", "diff_v2 steps=20"]
     assert "diff_v1 steps=40" in Reader(text).text

@@ -1,4 +1,4 @@
-"""The tests behind a report's gaps: p, Holm, Welch, correlation, divergence."""
+"""Statistical tests of gaps in a report: p, Holm, Welch, correlation, divergence."""
 
 import csv
 import io
@@ -23,14 +23,14 @@ from diffllm.statistics.estimates import Estimate
 
 LOSSES = {
     "standard": [4.00, 4.10, 4.20, 4.05],
-    "gated": [3.90, 4.01, 4.09, 3.95],  # shown
-    "diff_v1": [3.98, 4.06, 4.19, 4.03],  # alone, but not after Holm
+    "gated": [3.90, 4.01, 4.09, 3.95],  # significant
+    "diff_v1": [3.98, 4.06, 4.19, 4.03],  # significant only without Holm's correction
     "diff_v2": [4.05, 4.02, 4.20, 4.09],
 }
 
 
 def compared(losses):
-    """A comparison with these final losses: {"standard": [of seed 0, of seed 1, ...], ...}."""
+    """Return a comparison of runs with these final losses by variant, in the order of seeds."""
     runs = []
     for variant, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
@@ -46,11 +46,11 @@ def four():
 
 @pytest.fixture(scope="module")
 def shown(four):
-    """The text of its page."""
+    """Return the text of the page of `four`."""
     return " ".join(Reader(page(four)).text.split())
 
 
-def test_every_gap_has_its_tests_in_the_table(four):
+def test_table_contains_tests_of_every_gap(four):
     lines = list(csv.DictReader(io.StringIO(csv_text(four.rows))))
     base = LOSSES["standard"]
     ps = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines[1:]]
@@ -69,13 +69,13 @@ def test_every_gap_has_its_tests_in_the_table(four):
 
 
 def gap_cells(found):
-    """The cells of each line of the table of tests, by the heads of their columns."""
+    """Return the cells of each line of the table of tests, by head of the column."""
     table = gap_table(found.rows, row_styles(found.rows))
     heads = [column.head for column in table.columns]
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_the_first_screen_says_which_gaps_survive(four, shown):
+def test_first_screen_names_gaps_that_survive_holm(four, shown):
     expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
@@ -85,10 +85,10 @@ def test_the_first_screen_says_which_gaps_survive(four, shown):
         for column in table_columns(four.rows, four.baseline)
         if column.title == "Gap to standard"
     )
-    assert tags == ["baseline", "", "not after Holm", "no difference shown"]
+    assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
-def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
+def test_plot_fills_marks_of_gaps_that_survive_holm(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
@@ -99,7 +99,7 @@ def test_the_plot_fills_the_marks_of_gaps_that_survive(four):
     assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
-def test_plot_of_gaps_from_one_seed_names_no_correction():
+def test_plot_of_gaps_from_single_seed_names_no_correction():
     found = compared({"standard": [4.0], "gated": [3.9]})
     (_, svg), *_ = figures_of(page(found)).items()
     assert "mean" in words_of(svg)
@@ -107,7 +107,7 @@ def test_plot_of_gaps_from_one_seed_names_no_correction():
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_a_gap_off_the_scale_has_an_arrow_and_its_value(four, seeds):
+def test_gap_beyond_the_scale_has_arrow_and_value(four, seeds):
     gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(5.25, 5.0, 5.5, seeds)]
     axes = draw_gaps(gaps, row_styles(four.rows)[1:3]).axes[0]
     (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
@@ -117,7 +117,7 @@ def test_a_gap_off_the_scale_has_an_arrow_and_its_value(four, seeds):
     assert legend == ["95% interval", "mean", "off the scale"]
 
 
-def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
+def test_gap_without_variance_or_from_single_seed_is_never_significant():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
     found = compared(losses)
     gated, diff_v2 = found.rows[1:]
@@ -129,7 +129,7 @@ def test_a_gap_without_variance_or_from_one_seed_is_never_shown():
     page(found)
 
 
-def test_a_row_that_diverged_more_is_never_better():
+def test_row_with_more_diverged_runs_is_never_better():
     losses = {
         "standard": [4.00, 4.10, 4.20, 4.05],
         "gated": [3.50, 3.61, 3.70, float("nan")],
@@ -148,8 +148,8 @@ def test_a_row_that_diverged_more_is_never_better():
     lines = gap_cells(found)
     assert [line["Row"].text for line in lines] == [row.label for row in found.rows[1:]]
     assert lines[0]["Diverged, 95%, and p"].text == "1 of 4 (1% to 81%) against 0 of 4"
-    assert "in favour of the side that diverged more" in lines[0]["p, Holm"].tag
-    assert lines[2]["p, Holm"].tag == "no seed ended finite in both"
+    assert "favours the row with more diverged runs" in lines[0]["p, Holm"].tag
+    assert lines[2]["p, Holm"].tag == "no common seed with finite losses"
     expected = "1 of 2 gaps survive Holm's correction at 0.05; worse: diff_v1."
     assert holm_sentence(found.rows) == expected
     text = " ".join(Reader(page(found)).text.split())
@@ -162,7 +162,7 @@ def test_a_row_that_diverged_more_is_never_better():
 
 
 def with_documents(tmp_path, seeds, texts=40):
-    """Two arms whose runs kept the losses of their documents; the gap is -0.1 in every one."""
+    """Write runs of two arms with losses of documents; the gap of every document is -0.1."""
     rng, runs = np.random.default_rng(0), []
     tokens = rng.integers(20, 200, texts)
     for variant, gap in (("standard", 0.0), ("diff_v2", -0.1)):
@@ -179,7 +179,7 @@ def with_documents(tmp_path, seeds, texts=40):
     return runs
 
 
-def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
+def test_gap_has_interval_over_documents_and_seeds(tmp_path):
     runs = with_documents(tmp_path, LEAST_SEEDS)
     found = compare(runs, title="made")
     row = found.rows[1]
@@ -190,7 +190,7 @@ def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
     interval = line["Documents and seeds, bootstrap, 95%"].text
     assert interval.startswith("−0.1")
     assert interval in text
-    assert "An interval over documents and seeds together is withheld" not in text
+    assert "The interval over documents and seeds is withheld" not in text
     other = document_losses(runs[0].path)
     replace(other, tokens=other.tokens + 1).save(runs[0].path, 12)
     row = compare(runs).rows[1]
@@ -201,13 +201,13 @@ def test_a_gap_has_an_interval_over_documents_and_seeds(tmp_path):
     assert "has no losses of held-out documents" in compare(runs).rows[1].no_documents
 
 
-def test_few_seeds_or_documents_have_no_such_interval_and_the_page_says_why(tmp_path):
+def test_page_explains_missing_interval_of_few_seeds_or_documents(tmp_path):
     found = compare(with_documents(tmp_path / "a", LEAST_SEEDS - 1), title="made")
     assert found.rows[1].documents is None
     text = " ".join(Reader(page(found)).text.split())
     assert (
-        "An interval over documents and seeds together is withheld: with fewer than 8 seeds it can "
-        "cover less than 90%." in text
+        "The interval over documents and seeds is withheld: with fewer than 8 seeds its coverage "
+        "can be below 90%." in text
     )
     few = compare(with_documents(tmp_path / "b", LEAST_SEEDS, texts=5))
-    assert "it takes 20 documents, these are 5" in few.rows[1].no_documents
+    assert "needs 20 documents, has 5" in few.rows[1].no_documents

@@ -51,7 +51,7 @@ def html_of(case: str) -> str:
 
 
 class Reader(HTMLParser):
-    """Balance of tags, ids, what would be loaded, text."""
+    """Parser that checks the balance of tags, and collects ids, links, handlers and text."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -107,13 +107,13 @@ def test_the_same_input_gives_the_same_bytes():
 
 
 def figures_of(text: str) -> dict[str, str]:
-    """The SVG files of a page by their titles."""
+    """Return the SVG files of a page by title."""
     found = re.findall(r'<h3>([^<]*)</h3>\s*<div><img [^>]*;base64,([^"]*)">', text)
     return {title: base64.b64decode(data).decode() for title, data in found}
 
 
 def words_of(svg: str) -> list[str]:
-    """The texts of an SVG file in their order; it must be well-formed."""
+    """Return the texts of an SVG file in order; the file must be well-formed."""
     texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
     return [(each.text or "").strip() for each in texts]
 
@@ -170,7 +170,7 @@ def test_a_legend_of_many_rows_names_variants():
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
-def test_differences_and_notes_are_shown_and_leave_no_gap():
+def test_page_of_incomparable_rows_shows_differences_without_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
@@ -183,12 +183,12 @@ def test_differences_and_notes_are_shown_and_leave_no_gap():
 
 
 def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
-    """Cells of every column by its title."""
+    """Return the cells of every column by title."""
     columns = table_columns(comparison.rows, comparison.baseline)
     return {column.title: column.cells for column in columns}
 
 
-def test_a_gap_says_whether_it_shows_a_difference():
+def test_tag_of_gap_reports_interval_that_contains_0():
     comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
     base, row = comparison.rows
 
@@ -222,7 +222,7 @@ def series(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 
 
-def test_a_mean_ends_where_a_seed_does():
+def test_mean_ends_at_end_of_shortest_seed():
     band = curves.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
@@ -234,7 +234,7 @@ def test_a_mean_ends_where_a_seed_does():
     assert curves.over_seeds([series(np.nan, np.nan)]) is None
 
 
-def test_a_value_that_is_not_finite_leaves_a_gap():
+def test_value_that_is_not_finite_interrupts_curve():
     band = curves.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
@@ -247,7 +247,7 @@ def test_a_value_that_is_not_finite_leaves_a_gap():
 
 
 @pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])
-def test_a_running_mean_is_one(n, points):
+def test_smoothed_equals_centred_running_mean(n, points):
     assert curves.window(n) == points
     rng = np.random.default_rng(0)
     series = Series(np.arange(n), rng.normal(size=n))
@@ -270,14 +270,14 @@ def test_the_drawn_band_keeps_extremes():
 
 
 def with_baseline(comparison: Comparison) -> Comparison:
-    """Every row with a gap is measured from the first."""
+    """Set the first row as the baseline of every row with a gap."""
     for row in comparison.rows:
         row.baseline = comparison.rows[0] if row.gap else None
         row.is_baseline = row is comparison.rows[0]
     return comparison
 
 
-def test_gaps_are_of_the_same_seeds():
+def test_gap_curves_are_paired_by_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
@@ -308,7 +308,7 @@ def test_layers_show_finished_runs_or_a_common_step():
 
 
 def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
-    """The axes of curves, a row each."""
+    """Return the axes of curves, one row per curve."""
     rows = [
         Row(f"{label} {i}", {"attention": variant}, [])
         for i, variant in zip(range(len(y)), sample.FOUR, strict=False)
@@ -318,7 +318,7 @@ def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
         return draw_curves(bands, row_styles(rows), "unit", **how).axes[0]
 
 
-def test_a_spike_does_not_set_the_scale_and_a_row_above_it_is_marked():
+def test_spike_does_not_set_scale_and_row_above_scale_is_marked():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000
@@ -334,7 +334,7 @@ def test_a_spike_does_not_set_the_scale_and_a_row_above_it_is_marked():
     assert len(axes.figure.legends[0].get_texts()) == 2, "shortened names are equal"
 
 
-def test_a_logarithmic_scale_stays_one_with_a_zero():
+def test_scale_stays_logarithmic_with_zero_values():
     y = np.linspace(9, 3, 50)
     y[20] = 0
     axes = drawn([y], log=True)
@@ -342,4 +342,4 @@ def test_a_logarithmic_scale_stays_one_with_a_zero():
     assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
     comparison = CASES["four variants"]()
     comparison.rows[0].runs[0].series("train/update_norm").values[7] = 0.0
-    assert "Logarithmic scale; values that are not above 0 leave a gap." in page(comparison)
+    assert "Logarithmic scale, which omits values of 0 or below." in page(comparison)

@@ -1,4 +1,4 @@
-"""Which runs make a row, what each is measured against, and what is said about the rest."""
+"""Rows of runs, baselines of rows, and notes about all other runs."""
 
 import csv
 import io
@@ -59,7 +59,7 @@ def row_of(comparison, label):
 
 
 def said(comparison, *parts):
-    """The notes that hold all these parts."""
+    """Return the notes that contain all of `parts`."""
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
 
@@ -74,7 +74,7 @@ def four(tmp_path_factory):
     return loaded(sweep(root, FOUR, "model.match_params_to=diff_v2"))
 
 
-def test_a_sweep_of_variants_and_seeds_is_a_row_a_variant(four):
+def test_sweep_of_variants_and_seeds_has_a_row_per_variant(four):
     assert len({run.cfg.model.ffn_dim for run in four}) > 1, "solved widths are not swept"
     found = compare(four, title="four")
     assert found.title == "four"
@@ -93,9 +93,9 @@ def test_a_sweep_of_variants_and_seeds_is_a_row_a_variant(four):
     assert [row.baseline for row in found.rows] == [None, *[found.rows[0]] * 3]
 
 
-def test_the_order_of_runs_changes_nothing(four):
+def test_order_of_runs_does_not_change_comparison(four):
     runs = [run for run in four if run.variant in ("standard", "diff_v2")][1:5]
-    for run in (runs[0], runs[-1]):  # repeated, and so noted
+    for run in (runs[0], runs[-1]):  # Duplicate runs, which give notes.
         runs.append(replace(run, path=run.path / "again"))
     runs[1] = replace(runs[1], summary=None)
     reports = [compare(list(order)) for order in list(permutations(runs))[::7]]
@@ -104,7 +104,7 @@ def test_the_order_of_runs_changes_nothing(four):
     assert len({csv_text(report.rows) for report in reports}) == 1
 
 
-def test_the_baseline_is_the_one_asked_for(four):
+def test_baseline_argument_selects_baseline(four):
     found = compare(four, "diff_v1")
     assert found.baseline == "diff_v1"
     assert row_of(found, "diff_v1").gap is None
@@ -126,7 +126,7 @@ THIRD = "diff_v2_lambda_fixed model.attention.lambda_value=0.3"
 PLAIN = [("standard", 4.0), ("diff_v2", 3.9)]
 VALUES = [("diff_v2_no_lambda", 4.1), ("diff_v2_lambda_fixed", 3.8)]
 SWEPT = {
-    "a learning rate has rows and baselines of its own": (
+    "every learning rate has separate rows and baselines": (
         [
             ("standard optim.lr=1e-3", 4.0),
             ("diff_v2 optim.lr=1e-3", 3.9),
@@ -178,7 +178,7 @@ SWEPT = {
             "diff_v2 match_params_to=diff_v2": -0.05,
         },
     ),
-    "a target is measured from what is matched to it": (
+    "baseline of a target is the row matched to the target": (
         [*PLAIN, ("gated", 3.95), (f"standard {PARAMS}", 3.92)],
         None,
         {
@@ -188,7 +188,7 @@ SWEPT = {
             "diff_v2 match_params_to=diff_v2": -0.02,
         },
     ),
-    "a target of both sizes is the baseline of rows that are matched to one": (
+    "a target of both sizes is the baseline of rows matched to either size": (
         [("standard", 4.0), (f"diff_v2 {TO_STANDARD}", 3.9), (f"diff_v2 {FLOPS}", 3.93)],
         None,
         {
@@ -197,7 +197,7 @@ SWEPT = {
             "diff_v2 match_flops_to=standard match_params_to=null": -0.07,
         },
     ),
-    "unmatched rows have a gap beside matched ones": (
+    "unmatched rows have a gap next to matched rows": (
         [*PLAIN, (f"diff_v2 {TO_STANDARD}", 3.95)],
         None,
         {
@@ -220,13 +220,13 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_each_row_has_a_gap_to_the_like_row_of_the_baseline(tmp_path, case):
+def test_every_row_has_gap_to_matching_baseline_row(tmp_path, case):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]
     assert found.differences == []
     alone = case.startswith("no row")
-    assert bool(said(found, "No gap of diff_v2 lr=0.002: no run of standard")) is alone
+    assert bool(said(found, "No gap for diff_v2 lr=0.002: no run of standard")) is alone
     if "target" in case and baseline is None:
         assert not said(found, "diff_v2", "makes runs of equal size")
 
@@ -238,7 +238,7 @@ def test_each_row_has_a_gap_to_the_like_row_of_the_baseline(tmp_path, case):
         "model.z_loss=1e-4", "model.init_std=0.1", "model.ffn_dim=512",
     ]),
 )  # fmt: skip
-def test_a_dimension_of_a_sweep_forbids_nothing(tmp_path, override):
+def test_swept_key_keeps_rows_comparable(tmp_path, override):
     swept = [(f"{variant} {override}", loss) for variant, loss in PLAIN]
     found = compare(written(tmp_path, *PLAIN, *swept))
     assert found.differences == []
@@ -265,7 +265,7 @@ OF_NO_EFFECT = [
         OF_NO_EFFECT,
     ),
 )
-def test_where_and_how_fast_a_run_ran_tells_nothing_apart(tmp_path, override):
+def test_location_and_speed_do_not_distinguish_runs(tmp_path, override):
     variant = "diff_v1" if "values" in override else "standard"
     base = f"{variant} {FILES}"
     found = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
@@ -274,7 +274,7 @@ def test_where_and_how_fast_a_run_ran_tells_nothing_apart(tmp_path, override):
     assert found.differences == []
 
 
-# What forbids a comparison
+# Keys and facts that make rows incomparable
 
 INCOMPARABLE = {
     "steps=40": "steps",
@@ -307,7 +307,7 @@ INCOMPARABLE = {
         INCOMPARABLE.items(),
     ),
 )
-def test_a_key_that_forbids_a_comparison_is_named(tmp_path, override, key):
+def test_comparison_names_incomparable_key(tmp_path, override, key):
     found = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
     assert list(found.differences) == [key]
     standard, _ = labels(found)
@@ -318,7 +318,7 @@ def test_a_key_that_forbids_a_comparison_is_named(tmp_path, override, key):
 
 
 @pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
-def test_a_fact_that_forbids_a_comparison_is_named(tmp_path, fact):
+def test_comparison_names_incomparable_fact(tmp_path, fact):
     other = {fact: "0123456789abcdef"}
     runs = [("standard", 4.0), ("diff_v2", 3.0, other), ("standard seed=1", 4.0, other)]
     found = compare(written(tmp_path, *runs))
@@ -326,13 +326,13 @@ def test_a_fact_that_forbids_a_comparison_is_named(tmp_path, fact):
     changed = f"{fact}=01234567"
     (group,) = (each for each in found.groups if each.values[fact] == "01234567")
     assert [row.label for row in group.rows] == [f"standard {changed}", f"diff_v2 {changed}"]
-    assert all(row.gap is None for row in found.rows)  # the only like pair has no common seed
+    assert all(row.gap is None for row in found.rows)  # Comparable rows share no seed.
 
 
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
-def test_without_facts_the_config_decides(tmp_path):
+def test_config_decides_without_facts(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
@@ -348,7 +348,7 @@ def test_without_facts_the_config_decides(tmp_path):
     assert [row.gap for row in found.rows] == [None] * 3
 
 
-def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
+def test_run_without_facts_has_no_gap_to_run_with_facts(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     runs[2:] = [replace(run, facts={}) for run in runs[2:]]
     found = compare(runs[:2] + runs[3:])
@@ -360,11 +360,12 @@ def test_a_run_without_facts_has_no_gap_to_one_with_them(tmp_path):
     assert found.rows[2].values["parameters"] is None
     assert said(found, "d: run.json does not record corpus, tokenizer, compute_dtype, heldout_tok")
     bases = [row.gap is not None for row in compare(runs).rows]
-    assert bases == [False, True, False, True]  # both of the last pair are unknown, as if alone
+    # Both runs of the last pair lack facts, so their configs are compared.
+    assert bases == [False, True, False, True]
 
 
-def test_a_loss_of_a_sample_is_not_compared_with_one_of_the_whole_split(tmp_path):
-    """Older versions measured `eval.sequences` samples, and noted no tokens."""
+def test_sample_loss_is_not_compared_with_loss_of_whole_split(tmp_path):
+    """Older versions measured only `eval.sequences` samples, without recording tokens."""
     variants = ("standard", "gated", "standard", "gated", "standard")
     counts = (None, None, 5000, 5000, 12_345_678_901)
     older, older_gated, whole, gated, other = written(
@@ -385,7 +386,7 @@ def test_a_loss_of_a_sample_is_not_compared_with_one_of_the_whole_split(tmp_path
     assert values == {"5000", "12345678901"}
 
 
-def test_asking_for_more_tokens_than_there_are_is_the_whole_split(tmp_path):
+def test_eval_tokens_above_split_size_equals_whole_split(tmp_path):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
     whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
     assert compare([whole, more]).differences == []
@@ -395,7 +396,7 @@ def test_asking_for_more_tokens_than_there_are_is_the_whole_split(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
-def test_another_run_never_changes_a_gap(tmp_path, override):
+def test_additional_run_never_changes_a_gap(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
@@ -404,7 +405,7 @@ def test_another_run_never_changes_a_gap(tmp_path, override):
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
 
 
-def test_long_labels_become_letters_that_say_what_differs(tmp_path):
+def test_long_labels_become_letters_of_groups_with_differing_keys(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     found = compare(runs)
@@ -415,10 +416,10 @@ def test_long_labels_become_letters_that_say_what_differs(tmp_path):
     assert found.rows[1].gap.mean == pytest.approx(-0.1)
 
 
-# What is noted
+# Notes
 
 
-def test_unfinished_runs_are_shown_but_count_nowhere(tmp_path):
+def test_unfinished_runs_are_shown_but_excluded_from_statistics(tmp_path):
     paths = sweep(tmp_path, {"standard": [4.0, 4.2], "diff_v2": [3.9, None], "gated": [None]})
     found = compare(loaded(paths))
     assert labels(found) == ["standard", "gated", "diff_v2"]
@@ -433,30 +434,30 @@ def test_unfinished_runs_are_shown_but_count_nowhere(tmp_path):
     assert gated.baseline is None
     assert diff_v2.gap.mean == pytest.approx(-0.1)
     assert len(said(found, "has not finished: step 10 of 20")) == 2
-    assert said(found, "gap of diff_v2 to standard is over seed 0 alone", "seed 1.")
+    assert said(found, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
 
 
-def test_a_loss_that_is_not_finite_is_noted_and_in_no_mean(tmp_path):
+def test_loss_that_is_not_finite_is_noted_and_excluded_from_mean(tmp_path):
     runs = written(tmp_path, ("standard", 4.0), ("standard seed=1", math.nan), ("standard seed=2",))
     runs[2].summary["heldout_loss"] = None
     found = compare(runs)
     (row,) = found.rows
     assert (row.loss.mean, row.loss.seeds) == (4.0, 1)
     assert row.diverged == row.values["seeds_diverged"] == 2
-    assert len(said(found, "not a finite number")) == 2
+    assert len(said(found, "is not finite")) == 2
 
 
-def test_gap_is_over_seeds_of_both_sides_and_names_the_others(tmp_path):
+def test_gap_uses_common_seeds_and_note_names_remaining_seeds(tmp_path):
     seeds = {"standard": (0, 1, 2), "diff_v2": (2, 1, 5), "gated": (8,)}
     words = [(f"{variant} seed={seed}",) for variant, own in seeds.items() for seed in own]
     found = compare(written(tmp_path, *words))
     assert row_of(found, "diff_v2").gap.seeds == 2
     assert row_of(found, "gated").gap is None
-    assert said(found, "gap of diff_v2 to standard is over seed 1, 2 alone", "seed 0, 5.")
+    assert said(found, "gap of diff_v2 to standard uses only seed 1, 2", "seed 0, 5.")
     assert said(found, "gap of gated to standard is unknown")
 
 
-def test_initial_values_of_their_own_seed_pair_with_the_same(tmp_path):
+def test_runs_are_paired_by_seed_and_init_seed(tmp_path):
     one = "model.init_seed=1"
     runs = [("standard", 4.0), (f"standard {one}", 5.0), ("gated", 3.9), (f"gated {one}", 4.9)]
     found = compare(written(tmp_path, *runs))
@@ -466,7 +467,7 @@ def test_initial_values_of_their_own_seed_pair_with_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("newest", ["a", "b"])
-def test_of_two_runs_with_one_seed_the_newest_finished_counts(tmp_path, newest):
+def test_newest_finished_run_counts_for_duplicate_seed(tmp_path, newest):
     for name, loss in (("a", 4.0), ("b", 5.0)):
         written = 2e9 if name == newest else 1e9
         write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
@@ -476,12 +477,12 @@ def test_of_two_runs_with_one_seed_the_newest_finished_counts(tmp_path, newest):
         assert [run.path.name for run in found.rows[0].runs] == [newest]
         assert found.rows[0].loss.mean == {"a": 4.0, "b": 5.0}[newest]
         other = {"a": "b", "b": "a"}[newest]
-        assert said(found, f"{tmp_path / other} is left out", f"{tmp_path / newest} is newer")
-        assert said(found, f"{tmp_path / 'c'} is left out", "finished")
+        assert said(found, f"{tmp_path / other} is skipped", f"{tmp_path / newest} is newer")
+        assert said(found, f"{tmp_path / 'c'} is skipped", "finished")
         assert len(found.notes) == 2
 
 
-def test_unequal_parameters_are_noted_with_the_override_that_matches_them(tmp_path):
+def test_note_on_unequal_parameters_names_matching_override(tmp_path):
     names = ("standard", "gated", "diff_v2")
     found = compare(written(tmp_path, *((name,) for name in names)))
     standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
@@ -505,13 +506,13 @@ def test_more_than_half_a_percent_of_parameters_is_noted(tmp_path, count, notes)
 @pytest.mark.parametrize(
     ("facts", "named"), [({"device": "H"}, "device (CPU, H)"), ({"ranks": 8}, "ranks (1, 8)")]
 )
-def test_another_machine_is_comparable_in_all_but_speed(tmp_path, facts, named):
+def test_runs_of_different_machines_are_comparable_except_for_speed(tmp_path, facts, named):
     other = ("standard_sink compile=true", 4.0, facts | {"compiled": True})
     found = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
     assert found.differences == []
     assert found.rows[1].gap is not None
     (note,) = found.notes
-    assert note.startswith("Tokens a second and MFU are not comparable")
+    assert note.startswith("Tokens per second and MFU are not comparable")
     assert f"{named}, compile (null, true), compiled (false, true)." in note
 
 
@@ -526,7 +527,7 @@ def test_damaged_lines_are_noted_but_not_a_last_line_cut_short(tmp_path):
     lines = file.read_text().splitlines()
     huge = f'{{"step": 1, "tokens": {10**30}}}'
     broken = [lines[0], "{", "[1]", '{"step": null, "tokens": 3}', huge, *lines[1:3]]
-    file.write_text("\n".join(broken))  # the last line is complete but for its line break
+    file.write_text("\n".join(broken))  # The last line lacks only the line break.
     (run,) = loaded([path])
     assert (len(run.metrics.steps), run.metrics.skipped) == (3, 4)
     assert said(compare([run]), "skipped 4 damaged or misplaced lines")
@@ -535,7 +536,7 @@ def test_damaged_lines_are_noted_but_not_a_last_line_cut_short(tmp_path):
 # Columns
 
 
-def test_columns_hold_what_they_say(tmp_path):
+def test_columns_contain_expected_statistics(tmp_path):
     for seed in (0, 1):
         lines = metric_lines(20, 256, 4.0)
         for line in lines:
@@ -625,7 +626,7 @@ def test_runs_of_two_versions_of_a_plugin_are_neither_averaged_nor_compared(tmp_
     }
 
 
-def test_version_of_a_plugin_that_an_old_run_did_not_record_is_another(tmp_path):
+def test_unrecorded_plugin_version_counts_as_different(tmp_path):
     run, other = loaded(sweep(tmp_path, {"gated": [4.0, 4.2]}))
     run.facts["plugin_code"] = {"own": "1a"}
     assert len(compare([run, other]).rows) == 1, "a run without the plugin"
@@ -636,15 +637,15 @@ def test_version_of_a_plugin_that_an_old_run_did_not_record_is_another(tmp_path)
     ]
 
 
-# A run that was changed on its way
+# Runs whose config changed during training
 
 
 def change(path, step, **made):
-    """Have a run say that it was changed after a step."""
+    """Write a change of the config after a step into a run."""
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 
-def test_a_changed_run_is_measured_from_nothing_and_displaces_nothing(tmp_path):
+def test_changed_run_has_no_gap_and_replaces_no_run(tmp_path):
     paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})
     before = compare(loaded(paths))
     extended = write_run(tmp_path / "b", "attention=diff_v2", "seed=0", loss=1.0)
@@ -654,8 +655,9 @@ def test_a_changed_run_is_measured_from_nothing_and_displaces_nothing(tmp_path):
     assert [row.gap for row in after.rows[:2]] == [row.gap for row in before.rows]
     assert after.rows[2].gap is None
     assert after.differences == ["changed"]
-    assert said(after, "b was changed on its way (steps 10 to 20 after step 10)")
-    assert not said(after, "is left out")
+    changed = "b has no gap: its config changed during training (steps 10 to 20 after step 10)"
+    assert said(after, changed)
+    assert not said(after, "is skipped")
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
@@ -665,11 +667,11 @@ def test_no_gap_is_measured_between_runs_changed_after_their_first_step(tmp_path
         change(path, step, **{"optim.lr": [1e-3, 2e-3]})
     found = compare(loaded(paths))
     assert gaps(found) == {"standard": None, "diff_v2": gap}
-    assert len(said(found, "it has no gap")) == (0 if gap else 2)
+    assert len(said(found, "its config changed during training")) == (0 if gap else 2)
 
 
 @pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])
-def test_changes_that_cannot_be_read_leave_the_run_out(tmp_path, text):
+def test_run_with_unreadable_changes_is_skipped(tmp_path, text):
     path = write_run(tmp_path / "a", "attention=standard")
     (path / "changes.jsonl").write_text(text)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The trend of a gap over tokens, on curves whose gaps are planted lines."""
+"""Trends of gaps over tokens, for curves whose gaps are known lines."""
 
 import csv
 import io
@@ -20,12 +20,12 @@ NOISE = (-0.001, 0.0, 0.001)
 
 
 def gap_at(step, start, slope):
-    """The gap is `start` at step 2, and 1 at step 1, which is before 10% of 20 steps."""
+    """Return a gap: 1 at step 1, which is before 10% of 20 steps, then a line from `start`."""
     return 1.0 if step == 1 else start + slope * math.log2(step / 2)
 
 
 def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diverged=()):
-    """standard and gated; the slopes of seeds differ by NOISE."""
+    """Return a comparison of standard and gated; slopes differ by NOISE between seeds."""
     for variant in ("standard", "gated"):
         for seed in range(seeds):
             lines = [
@@ -48,7 +48,7 @@ def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diver
 
 
 def sentence(found):
-    """The only sentence about a trend, which the terminal and the figure of gaps share."""
+    """Return the only sentence about a trend, which must be in the terminal and in the figure."""
     (said,) = [line for line in whole_text(found).splitlines() if "per doubling of tokens" in line]
     first, _ = page_sections(found, row_styles(found.rows))
     (caption,) = [card.caption for card in first if card.title.endswith("over training")]
@@ -89,12 +89,12 @@ def test_slope_and_interval_are_in_the_csv_and_in_the_statistics_of_the_gaps(tmp
     assert column.cells[0].text in " ".join(Reader(page(found)).text.split())
 
 
-def test_one_seed_has_a_slope_and_no_interval(tmp_path):
+def test_single_seed_has_slope_without_interval(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, seeds=1))
     assert "moves: +0.0070 nats per token per doubling of tokens (no interval from one" in said
 
 
-def test_diverged_run_and_its_pair_are_in_no_trend(tmp_path):
+def test_trend_excludes_diverged_run_and_paired_run(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, diverged=[2]))
     assert "+0.0075 nats" in said, "the mean of the first two seeds"
     assert "2 seeds" in said
@@ -107,7 +107,7 @@ def test_two_evaluations_give_no_trend(tmp_path):
     assert "per doubling" not in whole_text(found)
 
 
-def test_many_gaps_have_one_sentence_and_a_column():
+def test_many_gaps_have_a_single_sentence_and_a_column():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8
     said = sentence(found)

@@ -96,7 +96,7 @@ def test_diverged_run_counts_at_equal_flops(tmp_path):
     assert found.tested[0].gap.seeds == 2
 
 
-def test_curve_without_a_logarithm_at_equal_flops_is_one_error(tmp_path):
+def test_curve_without_a_logarithm_at_equal_flops_is_refused(tmp_path):
     arms = {}
     for name, tokens, values in (("v2", [100, 200], [0.0, 0.5]), ("half", [100], [0.1])):
         curve = Series(np.array(tokens), np.array(values))

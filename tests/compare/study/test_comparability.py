@@ -52,7 +52,7 @@ def others(word: str) -> str:
 
 
 @pytest.mark.parametrize("word", IN_CONFIG)
-def test_study_whose_configs_differ_does_not_start_unless_declared(tmp_path, capsys, word):
+def test_study_with_different_configs_starts_only_if_declared(tmp_path, capsys, word):
     override, said = IN_CONFIG[word]
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
     study = study_file(tmp_path / "study.yaml", LOWER, **arms)
@@ -78,7 +78,7 @@ def judged(tmp_path, unequal, override="", half=None, v2=None):
 
 
 @pytest.mark.parametrize("word", [word for word in IN_CONFIG if word not in SIZES | {"flops": 0}])
-def test_verdict_on_configs_that_differ_is_not_comparable_unless_declared(tmp_path, word):
+def test_verdict_on_different_configs_is_not_comparable_unless_declared(tmp_path, word):
     override, said = IN_CONFIG[word]
     for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
         (tmp_path / place).mkdir()
@@ -89,7 +89,7 @@ def test_verdict_on_configs_that_differ_is_not_comparable_unless_declared(tmp_pa
 
 
 @pytest.mark.parametrize("word", IN_FACTS)
-def test_verdict_on_runs_whose_facts_differ_is_not_comparable_unless_declared(tmp_path, word):
+def test_verdict_on_different_facts_is_not_comparable_unless_declared(tmp_path, word):
     facts, said = IN_FACTS[word]
     for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
         (tmp_path / place).mkdir()

@@ -52,7 +52,7 @@ def with_keys(rule, **keys):
         ),
         (
             SOONER, 8, {"metric": "eval/loss"},
-            "rule.reaches=0.9: metric=eval/loss falls as a run learns, and log_rank takes one",
+            "rule.reaches=0.9: metric=eval/loss falls during training, and log_rank needs a",
         ),
         (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
         (
@@ -128,7 +128,7 @@ def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, 
     assert "would be: shown" in capsys.readouterr().out
     words = ["study", "run", str(study.path), "--dry-run"]
     assert main([*words, f"out={out}"]) == 0
-    assert "6 runs; 5 have ended" in capsys.readouterr().out
+    assert "6 runs; 5 finished" in capsys.readouterr().out
     assert main([*words, f"out={tmp_path / 'new'}"]) == 2
     assert "rule.alpha=0.2" in capsys.readouterr().err
 

@@ -71,7 +71,7 @@ def test_verdict_from_values_equals_the_verdict_from_runs(tmp_path, capsys, kind
     assert markdown(found) in capsys.readouterr().out
 
 
-def test_missing_file_of_values_is_named_with_a_similar_one(tmp_path, capsys):
+def test_error_about_missing_values_file_suggests_a_similar_name(tmp_path, capsys):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
     (tmp_path / "values.json").write_text("{}")
     missing = tmp_path / "valus.json"
@@ -127,7 +127,7 @@ def change(*keys, value):
         (change("more", value=1), "unknown key more"),
         (change("study_hash", value="0"), "study_hash does not match sha256 and digests"),
         (change("runs", 0, "arm", value="v2"), "the study has no run half-seed0 of arm v2, seed 0"),
-        (change("runs", 1, "name", value="half-seed0"), "runs has a name twice"),
+        (change("runs", 1, "name", value="half-seed0"), "runs contains a name twice"),
         (change("runs", value=[]), "runs is empty"),
         (change("runs", 0, "loss", value=None), "of a diverged run must be null"),
         (change("runs", 0, "loss", value="low"), "runs[0].loss='low' must be a number"),
@@ -142,7 +142,7 @@ def change(*keys, value):
         (change("texts", 0, "tokens", 0, value=0), "texts[0] has documents without tokens"),
     ],
 )
-def test_damaged_or_foreign_values_are_one_error(forty, tmp_path, capsys, edit, said):
+def test_damaged_or_foreign_values_print_one_error(forty, tmp_path, capsys, edit, said):
     study, file = forty
     content = json.loads(file.read_text())
     edit(content)
@@ -156,7 +156,7 @@ def test_damaged_or_foreign_values_are_one_error(forty, tmp_path, capsys, edit, 
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00", None])
-def test_file_that_is_no_json_of_values_is_refused(forty, tmp_path, text):
+def test_file_without_valid_values_is_refused(forty, tmp_path, text):
     file = tmp_path / "values.json"
     if text is not None:
         file.write_text(text)

@@ -104,7 +104,7 @@ def test_figures_are_static_svg_with_colours_and_a_background():
     assert picture(json.loads((RESULTS / "retrieval_mqar_short/verdict.json").read_text())) == ""
 
 
-def test_page_of_a_study_with_values_is_recomputed_from_them(tmp_path, monkeypatch):
+def test_page_of_a_study_is_recomputed_from_values_file(tmp_path, monkeypatch):
     rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
     study = study_file(tmp_path / "own.yaml", rule)
     losses = {"standard": [4.5, 4.52, 4.51], "half": [4.4, 4.41, 4.39], "v2": [4.3, 4.312, 4.289]}

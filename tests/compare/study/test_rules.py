@@ -98,7 +98,7 @@ def test_drawn_labels_do_not_depend_on_the_order_of_seeds(tmp_path):
     assert again.p == found.p
 
 
-def test_diverged_run_never_reaches_a_level_that_it_had_reached(tmp_path):
+def test_run_that_diverges_after_reaching_a_level_counts_as_censored(tmp_path):
     arm = timed("v2", [200, 300], diverged=[1])
     assert arm.times(0.9).reached == [True, False]
     assert arm.times(0.9).tokens == [200, 1000], "censored at the planned tokens"
@@ -150,7 +150,7 @@ def test_arm_that_diverges_more_often_is_never_shown_sooner(tmp_path):
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
-def test_divergence_of_one_whole_arm_decides(tmp_path, metric, rule, v2_diverges, verdict):
+def test_divergence_of_a_whole_arm_decides(tmp_path, metric, rule, v2_diverges, verdict):
     arms = [[NAN] * 4, list(4 + noise(4))]
     (found,) = decided(tmp_path, rule, two(*(arms if v2_diverges else arms[::-1])), metric=metric)
     assert found.verdict == verdict, found.reason
@@ -308,7 +308,7 @@ def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
         assert found.verdict == "shown"
 
 
-def test_gap_that_is_inside_its_margin_on_these_documents_only_is_not_equivalent(tmp_path):
+def test_gap_inside_margin_only_on_given_documents_is_not_equivalent(tmp_path):
     rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
@@ -322,7 +322,7 @@ def test_documents_are_not_resampled_with_fewer_than_eight_seeds(tmp_path):
     assert (found.verdict, found.documents) == ("shown", None)
 
 
-def test_documents_are_not_resampled_if_a_run_has_no_losses_of_them(tmp_path):
+def test_run_without_document_losses_prevents_resampling_of_documents(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     half.runs[8] = replace(half.runs[8], documents=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
@@ -371,7 +371,7 @@ def test_run_without_a_finite_metric_counts_as_diverged_everywhere(tmp_path):
 
 @pytest.mark.parametrize("lost", ["v2", "half", None])
 @pytest.mark.parametrize(("rule", "gap"), [(LOWER, -0.3), (HIGHER, 0.3), (ALIKE, 0.0)])
-def test_sweep_never_favours_the_arm_of_which_more_runs_diverged(tmp_path, rule, gap, lost):
+def test_sweep_never_favours_the_arm_with_more_diverged_runs(tmp_path, rule, gap, lost):
     half = 0.4 + noise(5)
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite

@@ -1,4 +1,4 @@
-"""Study files: what they say, and the one line that a bad one ends in."""
+"""Study files: content, and errors about invalid files."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_study_is_read_with_its_numbers(tmp_path):
+def test_study_file_is_read_with_all_numbers(tmp_path):
     study = load_study(written(tmp_path, GOOD))
     assert study.lr.grid == [1e-3, 2e-3, 4e-3]  # text in YAML 1.1
     assert study.rule.words(study.metric) == (
@@ -50,21 +50,25 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim:", "clam:", "unknown key clam; did you mean claim?"),
         ("claim: V2's advantage is more than damping\n", "", "claim is missing"),
         ("kind: difference", "kind: better", "rule.kind=better is not one of difference, equiv"),
-        ("arm: v2", "arm: v3", "rule.arm=v3 is no arm; known: half, standard, v2"),
+        ("arm: v2", "arm: v3", "rule.arm=v3 is not an arm; known: half, standard, v2"),
         ("against: half", "against: v2", "rule: v2 cannot be compared with itself"),
-        ("below: 0.0, ", "", "rule: kind=difference takes below, or above"),
-        ("below: 0.0", "below: 0.0, above: 0.1", "it has below, above"),
+        ("below: 0.0, ", "", "rule: kind=difference needs below, or above"),
+        ("below: 0.0", "below: 0.0, above: 0.1", "not below, above"),
         ("below: 0.0", "below: soon", "rule.below='soon' must be a number"),
         ("alpha: 0.05", "alpha: 0.7", "rule.alpha=0.7 must be less than 0.5"),
         ("alpha: 0.05", "margin: -1", "rule.margin=-1.0 must be positive"),
-        (RULE, "equivalence, arm: v2, against: half", "kind=equivalence takes margin; it has none"),
-        ("kind: difference", "kind: log_rank", "kind=log_rank takes reaches; it has below"),
+        (RULE, "equivalence, arm: v2, against: half", "kind=equivalence needs margin, not none"),
+        ("kind: difference", "kind: log_rank", "kind=log_rank needs reaches, not below"),
         (
             RULE,
             "log_rank, arm: v2, against: half, reaches: 0.9",
             "log_rank: metric=heldout_loss is not logged over training",
         ),
-        ("baseline: standard", "baseline: none", "baseline=none is no arm; known: half, standard"),
+        (
+            "baseline: standard",
+            "baseline: none",
+            "baseline=none is not an arm; known: half, standard",
+        ),
         (SEEDS, "seeds: [0]", "seeds=[0] must be 2 or more different seeds"),
         (SEEDS, "seeds: [0, -1]", "none below 0"),
         (SEEDS, "seeds: [0, true]", "seeds[1]=True must be a whole number"),
@@ -79,7 +83,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
             "runs (arms x seeds x learning rates): 15,009 are too many; at most 10,000",
         ),
         ("steps: 10", "extend: 21", "lr.extend=21 must be at most 20"),
-        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds=[1] would choose the learning rate and"),
+        (RATE_SEEDS, "seeds: [1, 101]", "lr.seeds=[1] must differ from seeds: they choose"),
         (GRID, "grid: [2e-3, 1e-3]", "two or more increasing rates"),
         (GRID, "grid: [0, 1e-3]", "increasing rates above 0"),
         (
@@ -87,8 +91,8 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
             "lr_sweep: [1e-3, 2e-3]",
             "with lr_sweep, metric=heldout_loss is not one of lr_sensitivity",
         ),
-        (METRIC, "lr_sweep: [1e-3, 2e-3]", "lr chooses one: give one of them"),
-        (METRIC, "metric: lr_sensitivity", "metric=lr_sensitivity takes lr_sweep"),
+        (METRIC, "lr_sweep: [1e-3, 2e-3]", "lr and lr_sweep exclude each other"),
+        (METRIC, "metric: lr_sensitivity", "metric=lr_sensitivity needs lr_sweep"),
         (METRIC, "metric: loss", "metric=loss is not one of heldout_loss"),
         (METRIC, "test: sign", "test=sign is not one of paired, welch"),
         (METRIC, "power: {gap: 0.02}", "power.sd is missing"),
@@ -99,7 +103,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim: V2's", "claim: [V2's", "is not YAML: "),
     ],
 )
-def test_a_bad_study_is_refused_with_its_key(tmp_path, old, new, said):
+def test_error_about_a_study_file_names_the_key(tmp_path, old, new, said):
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
         load_study(written(tmp_path, GOOD.replace(old, new, 1)))
@@ -108,8 +112,8 @@ def test_a_bad_study_is_refused_with_its_key(tmp_path, old, new, said):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "\x00"])
-def test_a_file_without_a_mapping_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"study\.yaml(:| is not YAML)"):
+def test_study_file_without_a_mapping_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"study\.yaml(:| must| is not YAML)"):
         load_study(written(tmp_path, text))
 
 
@@ -127,7 +131,7 @@ def test_a_file_without_a_mapping_is_refused(tmp_path, text):
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x: choose from basic"),
     ],
 )
-def test_a_wrong_command_ends_in_one_line(tmp_path, capsys, monkeypatch, words, said):
+def test_wrong_study_command_prints_one_error_line(tmp_path, capsys, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, GOOD)
     assert main(["study", *(word.format(path=path) for word in words)]) == 2
@@ -136,7 +140,7 @@ def test_a_wrong_command_ends_in_one_line(tmp_path, capsys, monkeypatch, words, 
     assert printed.err.count("\n") == 1
 
 
-def test_an_arm_that_cannot_run_is_named(tmp_path, capsys):
+def test_error_about_an_impossible_arm_names_the_arm(tmp_path, capsys):
     path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
     assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
     assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err

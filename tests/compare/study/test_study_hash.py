@@ -40,14 +40,14 @@ def test_hash_of_all_configs_is_in_every_run_and_in_the_verdict(written):
     assert numbers["study_hash"] != numbers["hash"] == study.hash
 
 
-def test_runs_of_older_versions_hold_the_hash_of_the_file(written):
+def test_runs_of_older_versions_contain_the_hash_of_the_file(written):
     study, out = written
     edit(out, judge(study, out).numbers()["study_hash"], study.hash)
     found = judge(study, out)
     assert found.verdict == "shown", found.reasons
 
 
-def test_setting_of_this_version_at_its_default_does_not_change_the_hash(written):
+def test_new_setting_with_default_value_does_not_change_the_hash(written):
     study, out = written
     before = judge(study, out).numbers()["study_hash"]
     edit(out, "  clip_norm: 1.0\n", "")  # as if an older version without the key had written it
@@ -63,7 +63,7 @@ def test_setting_of_this_version_at_its_default_does_not_change_the_hash(written
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_first_run_with_another_config_is_named(written, old, new, said):
+def test_error_names_first_run_with_different_config(written, old, new, said):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
     found = judge(study, out)

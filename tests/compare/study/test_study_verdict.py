@@ -93,12 +93,12 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (ALIKE, [4.401, 4.409, NAN], "underpowered"),
     ],
 )
-def test_a_rule_gives_its_verdict(tmp_path, rule, v2, verdict):
+def test_rule_gives_expected_verdict(tmp_path, rule, v2, verdict):
     (found,) = decided(tmp_path, rule, v2)
     assert found.verdict == verdict, found.reason
 
 
-def test_an_arm_that_always_diverges_is_refuted(tmp_path):
+def test_arm_that_always_diverges_is_refuted(tmp_path):
     half = [*HALF, 4.4, 4.41]
     (found,) = decided(tmp_path, LOWER, [NAN] * 5, half)
     assert found.verdict == "refuted"
@@ -107,7 +107,7 @@ def test_an_arm_that_always_diverges_is_refuted(tmp_path):
     assert found.verdict == "shown"
 
 
-def test_a_run_that_diverged_is_counted(tmp_path):
+def test_diverged_run_is_counted(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
     assert found.verdict == found.would_be == "underpowered"
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
@@ -127,7 +127,7 @@ def test_p_is_adjusted_for_all_rules_of_the_study(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
-def test_welch_takes_the_arms_as_two_samples(tmp_path):
+def test_welch_test_uses_arms_as_two_samples(tmp_path):
     v2 = [4.39, 4.4001, 4.3801]
     assert decided(tmp_path, LOWER, v2)[0].verdict == "shown"
     (found,) = decided(tmp_path, LOWER, v2, test="welch")
@@ -140,7 +140,9 @@ def test_welch_takes_the_arms_as_two_samples(tmp_path):
     "words",
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
-def test_thin_heldout_text_is_named_with_its_key(tmp_path, monkeypatch, capsys, words, counts):
+def test_warning_about_little_heldout_text_names_the_key(
+    tmp_path, monkeypatch, capsys, words, counts
+):
     monkeypatch.chdir(tmp_path)
     judged(tmp_path, LOWER, BETTER)
     for file in tmp_path.glob("out/*/summary.json"):
@@ -163,7 +165,7 @@ def judge_edited(tmp_path, old, new):
     return judge(load_study(path), tmp_path / "out")
 
 
-def test_a_study_edited_afterwards_is_exploratory(tmp_path):
+def test_study_edited_after_its_runs_is_exploratory(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "below: 0.0", "below: -0.05")
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
@@ -172,14 +174,14 @@ def test_a_study_edited_afterwards_is_exploratory(tmp_path):
     assert found.would_be == "refuted"
 
 
-def test_a_study_whose_arms_were_edited_cannot_even_be_compared(tmp_path):
+def test_study_with_edited_arms_is_not_comparable(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
     assert any("context_scale is 0.5, not 0.25" in reason for reason in found.reasons)
 
 
-def test_runs_that_have_not_ended_leave_it_exploratory(tmp_path):
+def test_study_with_unfinished_runs_is_exploratory(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312])
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
     assert "1 runs have not ended: v2-seed2" in found.reasons[0]
@@ -233,7 +235,7 @@ def test_study_with_runs_of_other_plugin_code_is_not_extended(tmp_path):
         check_study_runs(study, tmp_path / "new", 7)
 
 
-def test_a_run_that_was_changed_is_not_comparable(tmp_path):
+def test_study_with_a_changed_run_is_not_comparable(tmp_path):
     study = judged(tmp_path, LOWER, BETTER).study
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
     found = judge(study, tmp_path / "out")
@@ -242,7 +244,7 @@ def test_a_run_that_was_changed_is_not_comparable(tmp_path):
     assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
 
 
-def test_any_metric_can_decide(tmp_path):
+def test_rule_on_any_logged_metric_decides(tmp_path):
     found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
@@ -251,7 +253,7 @@ def test_any_metric_can_decide(tmp_path):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
 
 
-def test_on_a_log_scale_a_gap_is_a_ratio(tmp_path):
+def test_gap_on_log_scale_is_a_ratio(tmp_path):
     rule = LOWER.replace("below: 0.0", "below: -0.01")
     found = judged(tmp_path, rule, BETTER, scale="log")
     assert found.verdict == "shown"
@@ -264,7 +266,7 @@ def test_on_a_log_scale_a_gap_is_a_ratio(tmp_path):
 # Learning rates
 
 
-def test_the_learning_rate_is_chosen_by_seeds_that_do_not_decide(tmp_path):
+def test_learning_rate_is_chosen_with_separate_seeds(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     names = [run.name for run in next_runs(study, out)]
     assert len(names) == 2 * 3
@@ -281,7 +283,7 @@ def chosen(study, arm, out):
     return next(choice for choice in choose_all(study, out) if choice.arm == arm)
 
 
-def test_a_best_rate_at_the_end_of_the_grid_extends_it(tmp_path):
+def test_best_rate_at_the_end_of_the_grid_extends_the_grid(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
     assert [run.lr for run in chosen(study, "v2", out).wanted] == [0.0005]
@@ -311,7 +313,7 @@ def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
+def test_study_without_settled_learning_rate_is_not_comparable(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
@@ -322,10 +324,10 @@ def test_a_rate_that_is_not_settled_is_not_comparable(tmp_path):
     assert found.reasons[0] == "learning rate of half: the best is the largest of the grid"
 
 
-# What is written
+# Written pages
 
 
-def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
+def test_page_and_command_show_the_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     text = verdict_html(found)
@@ -350,7 +352,7 @@ def test_the_page_and_the_command_say_the_verdict(tmp_path, capsys):
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
 
 
-def test_every_page_names_size_tokens_seeds_and_what_was_equal(tmp_path):
+def test_verdict_page_names_size_tokens_seeds_and_equal_conditions(tmp_path):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -387,7 +389,7 @@ def test_sensitivity_is_the_mean_loss_over_the_best():
 
 
 @pytest.mark.slow
-def test_arms_are_compared_over_all_learning_rates(tmp_path):
+def test_sensitivity_rule_compares_arms_over_all_learning_rates(tmp_path):
     sweep = {"lr_sweep": "[1e-3, 2e-3, 4e-3]", "metric": "lr_sensitivity"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO, **sweep), tmp_path / "out"
     assert len(next_runs(study, out)) == 2 * 3 * 3
@@ -426,8 +428,8 @@ def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, ca
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
     pilot = tmp_path / "pilot"
     said = dry_run(study, out, capsys)
-    assert "6 runs. To go: 30.72k tokens" in said
-    assert "a time that is not known" in said
+    assert "6 runs. Left: 30.72k tokens" in said
+    assert "unknown time" in said
     assert not out.exists()
 
     write_arms(study, pilot, {"half": HALF})
@@ -441,7 +443,7 @@ def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, ca
 
     write_arms(study, out, {"v2": [4.3]})
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
-    assert "6 runs; 1 have ended. To go: 25.6k tokens" in dry_run(study, out, capsys)
+    assert "6 runs; 1 finished. Left: 25.6k tokens" in dry_run(study, out, capsys)
     assert not (out / "sweep.json").exists()
 
 
@@ -488,7 +490,7 @@ OURS = slow_but(
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_studies_can_run(tmp_path, name):
+def test_studies_of_the_repository_can_run(tmp_path, name):
     study = load_study(STUDIES / f"{name}.yaml")
     if name in BEFORE_UNEQUAL:
         with pytest.raises(ConfigError, match=r"arms differ in .* add flops to unequal"):
@@ -538,7 +540,7 @@ def reaching(tmp_path, steps):
         ([None] * 5, [None] * 5, "underpowered"),
     ],
 )
-def test_a_level_that_is_reached_sooner(tmp_path, v2, half, verdict):
+def test_log_rank_rule_decides_which_arm_reaches_a_level_sooner(tmp_path, v2, half, verdict):
     found = reaching(tmp_path, {"v2": v2, "half": half})
     assert found.verdict == verdict, found.reasons
     count = sum(at is not None for at in v2)

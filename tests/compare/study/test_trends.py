@@ -77,7 +77,7 @@ def decided(tmp_path, rule, v2, half=0 * NOISE, diverged=((), ()), asked="same",
         ("above: 0.0", -0.01, "refuted"),
     ],
 )
-def test_trend_is_judged_by_its_slope_per_doubling(tmp_path, rule, bound, slope, verdict):
+def test_trend_is_judged_by_slope_per_doubling(tmp_path, rule, bound, slope, verdict):
     found = decided(tmp_path, rule.replace("below: 0.0", bound), slope + NOISE)
     assert found.verdict == verdict, found.reason
     assert found.gap.mean == pytest.approx(slope, abs=1e-12)
@@ -97,7 +97,7 @@ def test_trend_without_variance_or_with_uneven_divergence_shows_nothing(tmp_path
     assert both.gap.seeds == 4
 
 
-def test_trend_by_welch_and_on_log_scale_is_judged_by_its_slope(tmp_path):
+def test_trend_by_welch_and_on_log_scale_is_judged_by_slope(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -168,12 +168,12 @@ def test_equal_or_wrongly_ordered_sizes_are_refused(tmp_path, parameters):
         ("over: tokens, ", "", "rule.over=None is not one of tokens, position, parameters"),
         ("over: tokens", "over: time", "rule.over=time is not one of"),
         ("kind: trend", "kind: difference", "rule.over=tokens is allowed only with kind=tr"),
-        ("below: 0.0", "margin: 0.1", "rule: kind=trend takes below, or above; it has margin"),
+        ("below: 0.0", "margin: 0.1", "rule: kind=trend needs below, or above, not margin"),
         ("over: tokens", "over: parameters", "over=parameters needs at least 3 sizes and has"),
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
     ],
 )
-def test_bad_rule_is_refused_with_its_key(tmp_path, old, new, said):
+def test_error_about_a_trend_rule_names_the_key(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", TOKENS.replace(old, new))
     assert said in str(caught.value)
@@ -182,12 +182,12 @@ def test_bad_rule_is_refused_with_its_key(tmp_path, old, new, said):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is no arm"),
+        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is not an arm"),
         ("v2_s: std_s", "v2_s: v2_s", "v2_s cannot be compared with itself"),
         ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l: an arm is named twice"),
     ],
 )
-def test_bad_sizes_are_refused_with_their_arm(tmp_path, old, new, said):
+def test_error_about_sizes_names_the_arm(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", SIZES.replace(old, new), **SIX)
     assert said in str(caught.value)
@@ -197,7 +197,7 @@ def test_bad_sizes_are_refused_with_their_arm(tmp_path, old, new, said):
     ("rule", "metric"),
     [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
 )
-def test_trend_of_metric_without_its_points_is_refused(tmp_path, rule, metric):
+def test_trend_of_metric_without_required_points_is_refused(tmp_path, rule, metric):
     with pytest.raises(ConfigError, match=f"metric={metric} "):
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
@@ -240,7 +240,7 @@ def written(tmp_path, rule, **more):
 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
-def test_verdict_page_of_a_loss_study_says_the_trend_of_its_deciding_rule(tmp_path, test):
+def test_verdict_page_of_a_loss_study_shows_trend_of_deciding_rule(tmp_path, test):
     difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
     found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)

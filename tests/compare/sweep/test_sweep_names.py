@@ -1,4 +1,4 @@
-"""From a sweep's command line to its runs: names, values, order, and what is refused."""
+"""Overrides of a sweep to runs: names, values, order, and refused overrides."""
 
 import re
 
@@ -42,11 +42,11 @@ def test_the_last_swept_key_changes_fastest() -> None:
         ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
     ],
 )
-def test_a_value_has_one_name_however_it_is_spelled(word: str, expected: list[str]) -> None:
+def test_spelling_of_value_does_not_change_name(word: str, expected: list[str]) -> None:
     assert names(word) == expected
 
 
-def test_paths_are_told_apart() -> None:
+def test_different_paths_have_different_names() -> None:
     found = names("data=files", "data.paths=[/a/b.txt],[/a_b.txt],[b.txt],[b.txt,c.txt]")
     assert len(set(found)) == 4
     assert re.fullmatch(r"paths_a_b.txt-\w{6}", found[0])
@@ -61,7 +61,7 @@ def test_paths_are_told_apart() -> None:
         (["model.rope.factor", "x.factor"], ["rope.factor", "x.factor"]),
     ],
 )
-def test_labels_are_as_short_as_they_can_be(keys: list[str], labels: list[str]) -> None:
+def test_labels_are_shortest_unambiguous_suffixes(keys: list[str], labels: list[str]) -> None:
     assert list(short_labels(keys).values()) == labels
 
 
@@ -78,25 +78,26 @@ def test_labels_are_as_short_as_they_can_be(keys: list[str], labels: list[str]) 
         ("hydra.launcher.partition=a,b", "one value each"),
     ],
 )
-def test_what_a_sweep_decides_itself_is_refused(word: str, named: str) -> None:
+def test_keys_that_sweep_sets_are_refused(word: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         split_overrides(["seed=0,1", word])
 
 
-def test_an_interval_has_no_single_values() -> None:
-    with pytest.raises(ConfigError, match=r"optim.lr=interval\(0,1\): a sweep needs single values"):
+def test_interval_sweep_is_refused() -> None:
+    message = r"optim.lr=interval\(0,1\): a sweep needs a list of values"
+    with pytest.raises(ConfigError, match=message):
         combinations(split_overrides(["optim.lr=interval(0,1)"])[0])
 
 
-def test_the_launchers_words_are_kept_apart() -> None:
+def test_launcher_overrides_are_separated_from_run_overrides() -> None:
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
     overrides, launcher = split_overrides(["seed=0,1", *words])
     assert launcher == words
     assert combinations(overrides) == [["seed=0"], ["seed=1"]]
 
 
-def test_a_name_of_many_values_is_cut_short_and_stays_its_own():
-    """A file system takes 255 bytes."""
+def test_long_name_is_truncated_and_unique():
+    """File systems limit names to 255 bytes."""
     words = [f"data.sample_prompt='{'prompt ' * 9}{n}'" for n in (1, 2)]
     keys = ["data.sample_prompt", "optim.lr", "wandb.project", "wandb.entity", "wandb.group"]
     long = [f"{key}={letter * 60}" for key, letter in zip(keys[2:], "abc", strict=True)]

@@ -1,4 +1,4 @@
-"""A sweep into a directory that holds runs already, without any training."""
+"""Plans of sweeps into directories with existing runs, without training."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def planned(*words: str) -> list[dict[str, Any]]:
 
 
 def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
-    """Write what such runs leave."""
+    """Write the files of begun or finished runs."""
     for run in runs:
         path = Path(run["path"])
         path.mkdir()
@@ -54,9 +54,9 @@ def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
     return {run["name"]: run["finished"] for run in runs}
 
 
-def test_more_values_run_only_what_is_new() -> None:
+def test_added_values_run_only_new_combinations() -> None:
     pretend(planned("attention=gated,standard", "seed=0,1"))
-    runs = planned("seed=0,2", "attention=standard,gated")  # the names keep their order
+    runs = planned("seed=0,2", "attention=standard,gated")  # Names keep the recorded order of keys.
     assert states(runs) == {
         "standard-seed0": True,
         "gated-seed0": True,
@@ -66,17 +66,17 @@ def test_more_values_run_only_what_is_new() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
-def test_another_fixed_value_is_refused_by_name() -> None:
+def test_changed_fixed_value_is_refused_by_name() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
-    for values in ("0,1", "2,3"):  # the same runs, and others
+    for values in ("0,1", "2,3"):  # The same runs, and different runs.
         with pytest.raises(ConfigError, match=r"outputs/mine .*steps: 200 there, 300 here"):
             planned(f"seed={values}", "steps=300")
     assert Path("outputs/mine/sweep.json").read_text() == before
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
 
 
-def test_a_finished_sweep_that_is_given_more_steps_goes_on() -> None:
+def test_finished_sweep_with_more_steps_resumes() -> None:
     pretend(planned("seed=0,1", "steps=200"))
     with pytest.raises(ConfigError, match=r"run\.allow_changes=\[optim\.warmup_steps,steps\]"):
         planned("seed=0,1", "steps=300")
@@ -84,7 +84,7 @@ def test_a_finished_sweep_that_is_given_more_steps_goes_on() -> None:
     assert states(runs) == {"seed0": False, "seed1": False}
 
 
-def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
+def test_sweep_with_changed_plugin_code_is_extended_only_if_allowed() -> None:
     pretend(planned("seed=0,1"))
     Path("outputs/mine/seed1/run.json").write_text('{"plugin_code": {"own": "1a2b"}}')
     with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b .*in seed1; ch"):
@@ -93,9 +93,9 @@ def test_sweep_of_other_plugin_code_is_extended_only_if_allowed() -> None:
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
-def test_sweep_without_values_of_its_keys_is_refused() -> None:
+def test_sweep_without_values_of_recorded_keys_is_refused() -> None:
     planned("seed=0,1")
-    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; give values of all"):
+    with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set all these keys"):
         planned("attention=gated,standard")
 
 
@@ -118,11 +118,11 @@ VARIANTS = "attention=standard,gated"
         ),
     ],
 )
-def test_key_of_one_value_gets_more_and_ended_runs_stay(
+def test_key_with_single_value_gets_more_values_and_ended_runs_remain(
     first: list[str], more: list[str], expected: dict[str, bool]
 ) -> None:
     pretend(planned(*first))
-    for _ in range(2):  # the second plan reads what the first one has recorded
+    for _ in range(2):  # The second plan reads the record of the first plan.
         assert states(planned(*more)) == expected
     with pytest.raises(ConfigError, match=r"weight_decay: 0\.1 there, 0\.2 here"):
         planned(*more, "optim.weight_decay=0.2")
@@ -143,7 +143,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
-def test_directory_of_another_kind_is_refused_and_unchanged(
+def test_directory_of_different_kind_is_refused_and_unchanged(
     workplace: Path, there: str, words: list[str], said: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
@@ -164,19 +164,19 @@ def test_directory_of_another_kind_is_refused_and_unchanged(
     assert snapshot(workplace) == before
 
 
-def test_never_to_resume_is_refused_where_runs_are() -> None:
+def test_resume_never_is_refused_if_runs_exist() -> None:
     pretend(planned("seed=0,1")[:1])
-    with pytest.raises(ConfigError, match="mine/seed0 holds a run and resume=never"):
+    with pytest.raises(ConfigError, match="mine/seed0 contains a run, but resume=never"):
         planned("seed=0,1", "resume=never")
 
 
-def test_a_damaged_run_leaves_the_others_to_run() -> None:
+def test_damaged_run_does_not_stop_remaining_runs() -> None:
     pretend(planned("seed=0,1"), finished=False)
     Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [")
     assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
 
 
-def test_one_sweep_at_a_time() -> None:
+def test_second_sweep_in_same_directory_is_refused() -> None:
     directory, _ = plan_sweep(split_overrides(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by process "):
         planned("seed=0,1")
@@ -184,20 +184,20 @@ def test_one_sweep_at_a_time() -> None:
     planned("seed=0,1")
 
 
-def test_a_bad_job_leaves_nothing_behind(workplace: Path) -> None:
+def test_invalid_job_leaves_no_files(workplace: Path) -> None:
     with pytest.raises(ConfigError, match="positive"):
         planned("optim.lr=1e-3,0")
     assert not list(workplace.iterdir())
 
 
-# Reports
+# Outcomes
 
 
 def job(path: Path, number: int = 1) -> Job:
     return Job(number, 2, path.name, str(path), 10, [], False)
 
 
-def test_the_report_is_a_table_with_reasons(
+def test_outcomes_are_a_table_with_reasons(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, failed = Path("s/done"), Path("s/failed")
@@ -228,7 +228,7 @@ def test_last_error_of_the_output_of_a_job(said: str, expected: str) -> None:
     assert last_error(said) == expected
 
 
-# Clusters, without one
+# Clusters, simulated
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_impossible_launcher_is_refused(words: list[str], ranks: int, named: str
         ClusterLauncher.of(words, ranks, "run.sweep=mine")
 
 
-def test_a_job_has_the_ranks_of_its_tasks() -> None:
+def test_cluster_has_a_rank_per_task() -> None:
     words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
     launcher = ["hydra/launcher=submitit_slurm", *words]
     cluster = ClusterLauncher.of(launcher, 1, "run.sweep=mine")
@@ -255,7 +255,7 @@ def test_a_job_has_the_ranks_of_its_tasks() -> None:
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
-def test_folder_below_a_file_is_refused_in_one_line(
+def test_submitit_folder_below_a_file_is_refused_in_a_single_line(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "file").touch()
@@ -269,19 +269,19 @@ def test_folder_below_a_file_is_refused_in_one_line(
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
-def test_the_rank_that_failed_first_is_the_reason() -> None:
+def test_reason_of_failed_job_is_earliest_failed_rank() -> None:
     ended = [Ending("failed", "lost a peer", 2.0), Ending("failed", "out of memory", 1.0)]
     assert first_failed(ended).reason == "out of memory"
     assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
     assert first_failed([Ending("finished", "", 2.0)] * 2).state == "finished"
 
 
-# A stand-in for squeue
+# A fake squeue
 
 
 @pytest.fixture
 def squeue(tmp_path, monkeypatch):
-    """Puts a squeue on PATH that prints, complains and exits as told."""
+    """Return a function that puts a squeue with given stdout, stderr and exit code on PATH."""
 
     def install(out, err, code):
         script = tmp_path / "squeue"
@@ -293,14 +293,14 @@ def squeue(tmp_path, monkeypatch):
     return install
 
 
-def test_a_job_is_in_the_queue_if_squeue_lists_it(squeue):
+def test_job_is_in_queue_if_listed_by_squeue(squeue):
     squeue("7_0\n", "", 0)
     assert in_queue("7_0")
     squeue("", "slurm_load_jobs error: Invalid job id specified\n", 1)
     assert not in_queue("7_0")
 
 
-def test_a_scheduler_that_does_not_answer_is_an_error_not_an_empty_queue(squeue, monkeypatch):
+def test_failing_squeue_raises_instead_of_reporting_empty_queue(squeue, monkeypatch):
     squeue("", "slurm_load_jobs error: Socket timed out\n", 1)
     with pytest.raises(ConfigError, match="Socket timed out"):
         in_queue("7_0")
@@ -309,7 +309,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error_not_an_empty_queue(squeue,
         in_queue("7_0")
 
 
-def test_sweep_whose_runs_are_queued_gets_no_new_key(squeue):
+def test_sweep_with_queued_runs_refuses_new_key(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
@@ -324,7 +324,7 @@ def test_sweep_whose_runs_are_queued_gets_no_new_key(squeue):
 @pytest.mark.parametrize(
     ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_ctrl_c_reports_what_happens_to_jobs(kind, said, monkeypatch, capfd):
+def test_ctrl_c_reports_effect_on_jobs(kind, said, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
