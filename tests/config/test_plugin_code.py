@@ -144,7 +144,7 @@ def run(mine, tmp_path) -> Path:
 
 def test_run_resumes_with_other_plugin_code_only_if_allowed(run, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"run with other plugin code \(plugins: own@\w+ there, o"
+        ConfigError, match=r"was made with other plugin code \(plugins: own@\w+ there, o"
     ):
         begun(run, "plugins=[own]").check()
     allowed = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")

@@ -148,7 +148,7 @@ NO_FITS = {
         ["data.tokenizer=null", "data.vocab_size=310"],
         "has a different tokenizer than",
     ),
-    "nothing": ("weights:{run}/none", [], "neither a run, one of its checkpoints"),
+    "nothing": ("weights:{run}/none", [], "neither a run, a checkpoint of a run nor"),
     "parameters": (
         "{import}",
         [],

@@ -254,7 +254,7 @@ def test_unknown_settings_are_refused():
 )
 def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope, said):
     rope = {"rope_theta": 10_000.0, **rope}
-    with pytest.raises(ValueError, match=r"RoPE|rotates a part|has no"):
+    with pytest.raises(ValueError, match=r"RoPE|partial_rotary_factor|has no"):
         rope_of(ForeignConfig({"rope_parameters": rope}))
     with pytest.raises(ValueError, match=said):
         DiffLLMConfig(rope_parameters=rope)

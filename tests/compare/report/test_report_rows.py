@@ -675,6 +675,6 @@ def test_run_with_unreadable_changes_is_skipped(tmp_path, text):
     path = write_run(tmp_path / "a", "attention=standard")
     (path / "changes.jsonl").write_text(text)
     with pytest.raises(
-        CheckpointError, match=r"changes\.jsonl (is not JSON|has a line that is no change)"
+        CheckpointError, match=r"changes\.jsonl (is not JSON|contains a line without)"
     ):
         load_run(path)
