@@ -157,8 +157,8 @@ def test_scores_are_totals_over_tokens_with_intervals_over_documents(
 
 
 def test_sums_exclude_tokens_that_are_only_context(tmp_path: Path) -> None:
-    words = ("data=synthetic", "data.task=mqar", "data.examples=200", "seq_len=64")
-    more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=280")
+    words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
+    more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=272")
     _, data = made(tmp_path / "run", *words, *more)
     stream = data.split("heldout")
     assert stream.masked
