@@ -338,7 +338,9 @@ def add_metric(metric: Metric) -> Metric:
         return metric
     for other in METRICS:
         if other.covers(metric.name) or metric.covers(other.name):
-            raise ConfigError(f"metric {metric.name} exists already, as {other.name}; rename it")
+            raise ConfigError(
+                f"metric {metric.name} has the name of {other.name}; choose a different name"
+            )
     METRICS.append(metric)
     if metric.section not in SECTIONS:
         SECTIONS.append(metric.section)

@@ -333,8 +333,8 @@ def write_factors(
         factor = (wanted / written).item()
         if not 0 < factor < float("inf"):
             raise ConfigError(
-                f"model.init_match=write: attention of layer {i} writes {written.item():.3g} "
-                f"(RMS), the baseline {wanted.item():.3g}: no factor matches them"
+                f"model.init_match=write: the initial output of attention in layer {i} has RMS "
+                f"{written.item():.3g}, the baseline's {wanted.item():.3g}; both must be above 0"
             )
         block.attention.wo.weight.mul_(factor)
         x, _ = with_write(block, x, positions, documents, tokens)

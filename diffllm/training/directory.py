@@ -169,7 +169,9 @@ def check_own_files(run: Path) -> None:
     for name in DIRECTORIES:
         place = run / name
         if os.path.lexists(place) and not place.is_dir():
-            raise CheckpointError(f"{place} is not a directory; move it away, or mount its disk")
+            raise CheckpointError(
+                f"{place} is not a directory; move it away, or mount the missing disk"
+            )
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:

@@ -116,8 +116,8 @@ def continuation(
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
                 f"{run} has saved step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} has no checkpoint; mount its disk, choose another "
-                f"run.name, set resume=CHECKPOINT, or delete {run} to start again"
+                f"{run / 'checkpoints'} has no checkpoint; mount this directory's disk, choose "
+                f"another run.name, set resume=CHECKPOINT, or delete {run} to start again"
             )
         return None, None  # The run is new, or was killed before its first checkpoint.
     saved = read_state(checkpoint)

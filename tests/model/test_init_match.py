@@ -63,5 +63,5 @@ def test_write_factors_mask_documents():
 def test_attention_with_zero_write_raises_error_with_layer(monkeypatch):
     cfg = config("standard")
     cfg.attention.context_scale = 1e-30
-    with pytest.raises(ConfigError, match=r"attention of layer 0 writes .* no factor matches"):
+    with pytest.raises(ConfigError, match=r"attention in layer 0 has RMS .* must be above 0"):
         write_factors(cfg, variant_config("standard"), torch.randint(64, (8, 24)))

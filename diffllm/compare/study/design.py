@@ -36,8 +36,8 @@ def check_design(study: Study) -> None:
         if rule.kind in PERMUTATION_KINDS:
             if better(study.metric) < 0:
                 raise ConfigError(
-                    f"{where}.reaches={rule.reaches:g}: metric={study.metric} falls during "
-                    f"training, and {rule.kind} needs a metric that rises"
+                    f"{where}: kind={rule.kind} needs a metric that rises during training; "
+                    f"metric={study.metric} falls"
                 )
             check_smallest_p(study, where, rule)
         if study.power:

@@ -197,7 +197,9 @@ def check_study(study: Study) -> None:
     if any(rule.kind == "log_rank" for rule in study.rules) and (
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
     ):
-        raise ConfigError(f"log_rank: metric={study.metric} is not logged over training")
+        raise ConfigError(
+            f"metric={study.metric} is not logged during training; kind=log_rank needs a logged one"
+        )
     for rule in study.rules:
         check_trend_metric(study, rule)
     for i, word in enumerate(study.unequal):
@@ -227,7 +229,9 @@ def check_curve(study: Study) -> None:
     """Raise ConfigError if a rule with at=flops has a metric without a logged curve."""
     logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
-        raise ConfigError(f"at=flops: metric={study.metric} is not logged over training")
+        raise ConfigError(
+            f"metric={study.metric} is not logged during training; at=flops needs a logged one"
+        )
 
 
 def check_numbers_of_runs(study: Study) -> None:
@@ -282,7 +286,9 @@ def check_trend_metric(study: Study, rule: Rule) -> None:
     if rule.over == POSITION and not of_loss:
         raise ConfigError(f"trend over {POSITION}: metric={study.metric} must be heldout_loss")
     if rule.over == TOKENS and not of_loss and study.metric in (*OF_THE_SUMMARY, LR_SENSITIVITY):
-        raise ConfigError(f"trend over {TOKENS}: metric={study.metric} is not logged over training")
+        raise ConfigError(
+            f"metric={study.metric} is not logged during training; over={TOKENS} needs a logged one"
+        )
 
 
 def check_grid(where: str, grid: list[float]) -> None:

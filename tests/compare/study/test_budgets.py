@@ -129,7 +129,11 @@ def test_run_without_known_flops_gives_no_gap_and_no_rule_at_equal_flops(tmp_pat
     ("rule", "metric", "said"),
     [
         (LOWER.replace("at: tokens", "at: time"), "heldout_loss", "rule.at=time is not one of"),
-        (LOWER.replace("at: tokens", "at: flops"), "train_loss", "at=flops: metric=train_loss is"),
+        (
+            LOWER.replace("at: tokens", "at: flops"),
+            "train_loss",
+            "metric=train_loss is not logged during training",
+        ),
         (
             "{kind: log_rank, arm: v2, against: half, reaches: 0.9, at: flops}",
             "tasks/mqar",

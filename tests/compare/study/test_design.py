@@ -52,7 +52,7 @@ def with_keys(rule, **keys):
         ),
         (
             SOONER, 8, {"metric": "eval/loss"},
-            "rule.reaches=0.9: metric=eval/loss falls during training, and log_rank needs a",
+            "rule: kind=log_rank needs a metric that rises during training; metric=eval/loss",
         ),
         (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
         (

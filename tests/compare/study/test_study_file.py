@@ -62,7 +62,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         (
             RULE,
             "log_rank, arm: v2, against: half, reaches: 0.9",
-            "log_rank: metric=heldout_loss is not logged over training",
+            "metric=heldout_loss is not logged during training; kind=log_rank needs",
         ),
         (
             "baseline: standard",
