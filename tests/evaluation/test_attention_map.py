@@ -103,7 +103,7 @@ def test_figure_and_table_of_a_run(make_run, command, variant):
     assert path_line == f"figure: {figure}"
     assert min(png_size(figure)) > 300
     assert out.startswith(f"{variant}, layer 1, {2 if variant == 'diff_v1' else 4} heads, mean ")
-    assert ("their difference weights none" in out) == (variant == "diff_v2_unshared_kv")
+    assert ("so their difference weights no values" in out) == (variant == "diff_v2_unshared_kv")
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert [row[0] for row in rows] == [str(h) for h in range(2 if variant == "diff_v1" else 4)]
 

@@ -79,7 +79,7 @@ def test_step_time_is_maximum_of_computation_and_communication(capsys):
     assert time["step_seconds"] == time["communication_seconds"]
     assert time["mfu"] == pytest.approx(0.5 * time["compute_seconds"] / time["step_seconds"])
     assert time["days"] == pytest.approx(1e9 / (16 * 128) * time["step_seconds"] / 86400)
-    assert f"an MFU of {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
+    assert f"MFU {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
 
 
 def test_text_reports_fit_and_assumptions(capsys):
