@@ -33,12 +33,12 @@ class CheckpointConfig:
 
     @property
     def steps(self) -> int:
-        """Steps between checkpoints; 0 if the interval is a time."""
+        """Return the number of training steps between checkpoints; 0 if `interval` is a time."""
         return self.interval if isinstance(self.interval, int) else 0
 
     @property
     def seconds(self) -> float | None:
-        """Seconds between checkpoints; None if the interval is a number of steps."""
+        """Return the seconds between checkpoints; None if `interval` is a number of steps."""
         match = DURATION.fullmatch(str(self.interval))
         return float(match[1]) * SECONDS[match[2]] if match else None
 
@@ -69,22 +69,30 @@ def hidden_path(directory: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoints in `directory`, good or damaged, oldest first."""
+    """List the checkpoints in `directory`, including damaged checkpoints, oldest first."""
     found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
     return sorted((p for p in found if p.is_dir()), key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
-    """List the directories of interrupted saves, and of a save in progress."""
+    """List the incomplete checkpoints in `directory`.
+
+    An incomplete checkpoint comes from an interrupted save, or from a save in progress.
+    """
     found = directory.glob(".step-*.incomplete")
     return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the last good checkpoint of `paths` (oldest first), or None without checkpoints.
+    """Return the newest undamaged checkpoint; None if `paths` is empty.
 
-    Print a warning for each later checkpoint, which is damaged, unless the run deleted it during
-    the check. Raises CheckpointError if all checkpoints are damaged.
+    Print a warning for each damaged checkpoint that is newer than the result. Ignore checkpoints
+    that a running training deletes during the check; return None if all are deleted.
+
+    Args:
+        paths: checkpoint directories, oldest first.
+
+    Raises CheckpointError if all checkpoints are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -100,14 +108,18 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a checkpoint without damaged files."""
+    """Raise CheckpointError if `path` is not a checkpoint, or is a damaged checkpoint."""
     read_manifest(path)
     if problems := faults(path):
         raise CheckpointError(f"checkpoint {path} is damaged: {listed(problems)}")
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """Find a good checkpoint of a run: the newest (step 0), or the checkpoint of `step`.
+    """Return an undamaged checkpoint of a run.
+
+    Args:
+        run: directory of the run.
+        step: training step of the checkpoint; 0 selects the newest undamaged checkpoint.
 
     Raises CheckpointError if the run has no such checkpoint.
     """
@@ -126,7 +138,11 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
-    """Return `use(find_checkpoint(run, step))`; retry if the run deletes the checkpoint."""
+    """Call `use` with the result of `find_checkpoint(run, step)`; return the result of `use`.
+
+    A running training deletes old checkpoints. If the checkpoint is deleted during the call, find a
+    checkpoint again; after 20 attempts, raise CheckpointError.
+    """
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
         try:
@@ -140,7 +156,7 @@ def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, file or link; keep the target of a link."""
+    """Delete a directory, a file or a symbolic link; do not delete the target of a link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -148,14 +164,23 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename an old checkpoint whose name a new checkpoint needs; print a warning."""
+    """Rename the checkpoint `path` to a name that begins with "damaged-", and print a warning.
+
+    The old name becomes free for a new checkpoint.
+    """
     aside = fresh(path.with_name(f"damaged-{path.name}"))
     path.rename(aside)
     to_stderr(f"warning: renamed {path} to {aside.name}: a new checkpoint needs the name")
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete checkpoints that `cfg` does not keep; `paths` are oldest first."""
+    """Delete old checkpoints, as `cfg.keep_last` and `cfg.keep_every` specify.
+
+    Print a warning if a checkpoint cannot be deleted.
+
+    Args:
+        paths: checkpoints of one run, oldest first.
+    """
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:
             continue

@@ -1,7 +1,7 @@
 """The JSON files of a checkpoint: manifest.json and state.json.
 
-The manifest records the size and SHA-256 of every other file. A file is read only after comparison
-with the manifest. state.json contains the state of a run that is not a tensor.
+manifest.json records the size and SHA-256 of every other file, to detect damaged files. state.json
+contains the state of a run that is not a tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMED = re.compile(r"\.?step-(\d{1,18})(\.incomplete)?")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The size and checksum that a file must have."""
+    """Expected size in bytes, and expected SHA-256, of a file in a checkpoint."""
 
     size: int
     sha256: str
@@ -56,9 +56,12 @@ def sha256_of(file: Path) -> str:
 
 
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
-    """Write state.json with the text `state`, then the manifest.
+    """Write state.json, then manifest.json, into the checkpoint directory `path`.
 
-    The manifest lists state.json, .metadata and `files`.
+    Args:
+        step: training step of the checkpoint.
+        state: text of state.json.
+        files: records of the tensor files; the manifest also lists state.json and .metadata.
     """
     (path / "state.json").write_text(state)
     sync(path / "state.json")
@@ -72,7 +75,10 @@ def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint directory `path`; raises CheckpointError."""
+    """Return the size and checksum of each file that manifest.json lists, by file name.
+
+    Raises CheckpointError if manifest.json of the checkpoint `path` is missing or invalid.
+    """
     if not os.path.lexists(path / NAME):
         raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}")
     with reading(path, NAME) as content:
@@ -81,9 +87,10 @@ def read_manifest(path: Path) -> Manifest:
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read a JSON file of the checkpoint `path`.
+    """Read the JSON file `name` of the checkpoint `path`; the context variable is the content.
 
-    Raises CheckpointError; turns a ValueError inside the context into CheckpointError.
+    Raises CheckpointError if the file is missing or invalid, or if the code inside the context
+    raises ValueError or OSError.
     """
     try:
         content = read_json(path / name)
@@ -101,7 +108,10 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
-    """Build a manifest from JSON; raises ValueError for a missing or invalid entry."""
+    """Return the file records in the content of a manifest.json, by file name.
+
+    Raises ValueError for a missing or invalid entry.
+    """
     entries = content.get("files")
     if not isinstance(entries, dict):
         raise ValueError("has no files")
@@ -120,9 +130,10 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
-    """Compare a checkpoint's files with the manifest; return one phrase per damaged file.
+    """Compare the files of a checkpoint with its manifest; return one message per damaged file.
 
-    Without `checksums`, compare only sizes.
+    If the manifest is damaged, return one message about the manifest. If `checksums` is False,
+    compare only file sizes.
     """
     try:
         manifest = read_manifest(path)
@@ -134,7 +145,10 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
 
 
 def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
-    """Return the difference between a file and its record; None without a difference."""
+    """Return a message if `file` does not match `record`; None if the file matches.
+
+    If `checksum` is False, compare only the file size.
+    """
     name = shown(file.name)
     try:
         about = file.lstat()
@@ -152,7 +166,7 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Return at most 100 characters of untrusted text, safe to print."""
+    """Return the first 100 characters of untrusted text, with "?" for unprintable characters."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:100])
 
 
@@ -161,7 +175,10 @@ STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(Non
 
 
 def faults(path: Path, checksums: bool = True) -> list[str]:
-    """Return the faults of a checkpoint's files, as `verify`; if none, the faults of its state."""
+    """Return one message per problem of a checkpoint; an empty list if the checkpoint is good.
+
+    Compare the files with the manifest, as `verify` does. If all files match, check state.json.
+    """
     if problems := verify(path, checksums):
         return problems
     try:
@@ -172,7 +189,10 @@ def faults(path: Path, checksums: bool = True) -> list[str]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read state.json of a checkpoint; raises CheckpointError for missing or invalid entries."""
+    """Return the content of state.json of the checkpoint `path`.
+
+    Raises CheckpointError if the file is missing, or if an entry is missing or invalid.
+    """
     with reading(path, "state.json") as state:
         for name, kinds in STATE_ENTRIES.items():
             if name not in state or type(state[name]) not in kinds:
@@ -183,7 +203,14 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `state` contains a loop state from which a run cannot resume."""
+    """Raise CheckpointError if a run cannot resume from the loop state of a checkpoint.
+
+    A checkpoint that contains only parameters has no loop state, and raises no error.
+
+    Args:
+        path: checkpoint directory, named in the error.
+        state: content of its state.json.
+    """
     loop = state["loop"]
     if loop is None:
         return
@@ -222,14 +249,20 @@ def check_spikes(values: Any) -> None:
 
 
 def numbers_only(value: Any) -> bool:
-    """Whether all leaves of a JSON value are numbers or null."""
+    """Return whether a JSON value contains only numbers and null, also inside lists and objects."""
     if isinstance(value, dict | list):
         return all(map(numbers_only, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (int, float)
 
 
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly these parameter names and shapes."""
+    """Raise CheckpointError unless checkpoint and model have equal parameter names and shapes.
+
+    Args:
+        path: checkpoint directory, named in the error.
+        state: content of its state.json, which lists the shapes.
+        params: parameters of the model by name.
+    """
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}
     for name in sorted(saved.keys() | here.keys()):

@@ -1,7 +1,8 @@
 """Read checkpoints without running code from their files.
 
-DCP stores its index as a pickle. The index is opened only if its checksum is in the manifest. The
-index may contain only classes that DCP itself writes, and every entry must be a tensor.
+torch.distributed.checkpoint (DCP) stores its index as a pickle. The index is opened only if its
+checksum is in the manifest. The index may contain only classes that DCP writes, and every entry
+must be a tensor.
 """
 
 import hashlib
@@ -44,7 +45,10 @@ RECORDS = {
 
 
 def enum_member(kind: Any, name: Any) -> Enum:
-    """Replace getattr, which Python 3.11.0 to 3.11.3 uses in pickles of enum members."""
+    """Return member `name` of the enum class `kind`; raises UnpicklingError for other arguments.
+
+    Replaces the built-in getattr, which Python 3.11.0 to 3.11.3 uses in pickles of enum members.
+    """
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
         member: Enum = kind.__members__[name]
         return member
@@ -52,7 +56,7 @@ def enum_member(kind: Any, name: Any) -> Enum:
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """An unpickler that refuses all globals except DCP's records."""
+    """An unpickler that loads only classes in `RECORDS`; others raise UnpicklingError."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -64,7 +68,10 @@ class RecordUnpickler(pickle.Unpickler):
 
 
 class TensorReader(FileSystemReader):
-    """DCP's reader, restricted to checkpoints that contain only tensors."""
+    """A torch.distributed.checkpoint reader for checkpoints that contain only tensors.
+
+    Raises CheckpointError or UnpicklingError for other checkpoints.
+    """
 
     refused: Exception | None = None
     """The error from reading the index; `dcp.load` drops (torch 2.11) or wraps the error."""
@@ -81,7 +88,11 @@ class TensorReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read DCP's index of a checkpoint; raises CheckpointError or UnpicklingError if unsafe."""
+    """Read the index of a checkpoint, which torch.distributed.checkpoint stores as a pickle.
+
+    Raises CheckpointError if the checkpoint is damaged, and UnpicklingError if the index contains
+    anything except tensors.
+    """
     if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
@@ -102,9 +113,15 @@ def read_index(path: Path) -> Metadata:
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
-    """Fill `tensors` in place from a checkpoint of any mesh; raises CheckpointError.
+    """Read tensors from a checkpoint into the existing tensors in `tensors`, by name.
 
-    Check file sizes and the index, but not the checksums of tensor files.
+    The checkpoint may come from a different number of ranks. File sizes and the index are checked,
+    but not the checksums of tensor files.
+
+    Args:
+        kwargs: more arguments of `torch.distributed.checkpoint.load`.
+
+    Raises CheckpointError if the tensors cannot be read.
     """
     reader = TensorReader(path)
     try:
@@ -119,7 +136,7 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
 def failure_reason(error: BaseException) -> str:
     """Describe an error in one line.
 
-    DCP wraps the errors of ranks in a CheckpointException, which is not an Exception.
+    A CheckpointException of torch contains the errors of several ranks; describe the first error.
     """
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))

@@ -46,7 +46,7 @@ WRAPPING = 2048
 
 
 class TensorWriter(FileSystemWriter):
-    """DCP's writer; raises the original OSError in place of torch's error."""
+    """A torch.distributed.checkpoint writer that raises the original OSError, not torch's error."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -59,7 +59,10 @@ class TensorWriter(FileSystemWriter):
 
 
 class Stager(DefaultStager):
-    """DCP's stager, which reuses its host memory; torch 2.11 would free the memory at each copy."""
+    """Copies tensors to host memory before a save, and reuses this memory for later saves.
+
+    The base class in torch 2.11 frees the memory at each copy.
+    """
 
     def __init__(self, options: StagingOptions):
         super().__init__(options)
@@ -74,8 +77,12 @@ class Stager(DefaultStager):
 class Checkpointer:
     """Writes the checkpoints of one run in the background, one at a time.
 
-    Every rank must create a Checkpointer and call the same methods at the same steps. The run
-    starts at `step`: existing later checkpoints are damaged, and are neither counted nor deleted.
+    Every rank must create a Checkpointer and call the same methods at the same steps.
+
+    Args:
+        directory: directory that contains the checkpoints of the run.
+        step: step at which the run starts or resumes. Existing checkpoints of later steps are
+            damaged; they are not deleted, and `cfg.keep_last` does not count them.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -105,9 +112,15 @@ class Checkpointer:
     ) -> None:
         """Wait for the previous save, copy the tensors, and start writing in the background.
 
-        `state` is the content of state.json. If a save fails, rank 0 prints a warning. Raises
-        AgreedByAll if the run directory was removed, or if the disk has no space for the `final`
-        save.
+        If a save fails, rank 0 prints a warning.
+
+        Args:
+            step: training step of the checkpoint.
+            state: content of state.json.
+            final: whether this is the last save of the run, for which a failure is an error.
+
+        Raises AgreedByAll if the run directory was removed, or if the disk has too little space for
+        a final save. `wait` raises later errors of a final save.
         """
         self.wait()
         self.since = monotonic()
@@ -121,14 +134,17 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Return True on rank 0 if the interval in time has passed, and start the next interval."""
+        """Return whether a save is due by time, and if so, start the next interval.
+
+        Always False on ranks other than 0, and if `cfg.interval` is a number of steps.
+        """
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
         self.since = monotonic()
         return True
 
     def wait(self) -> None:
-        """Wait for the save in progress.
+        """Wait until the save in progress is complete.
 
         Raises AgreedByAll if a final save failed, and CheckpointError if the ranks lost contact.
         """
@@ -152,7 +168,15 @@ class Checkpointer:
             self.stager.close()
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
-        """Write this rank's files, agree with other ranks, publish; runs on a background thread."""
+        """Write this rank's files; after all ranks have written, rank 0 completes the checkpoint.
+
+        Runs on a background thread.
+
+        Args:
+            hidden: directory of the incomplete checkpoint.
+            text: content of state.json.
+            final: whether a failure is an error on all ranks, instead of a warning.
+        """
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
             part: Part = file_records(hidden.glob(f"__{self.rank}_*.distcp"))
@@ -165,9 +189,14 @@ class Checkpointer:
             self._failed(step, failure, final)
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
-        """Write the manifest, publish, delete old checkpoints; return the reason of a failure.
+        """Write the manifest, rename `hidden` to its final name, and delete old checkpoints.
 
-        Runs on rank 0.
+        Runs on rank 0. Returns the reason if the save failed, else None.
+
+        Args:
+            hidden: directory of the incomplete checkpoint.
+            parts: for each rank, the files that the rank wrote, or the reason for a failed write.
+            text: content of state.json.
         """
         final, files = checkpoint_path(self.directory, step), Manifest()
         try:
@@ -197,9 +226,13 @@ class Checkpointer:
         return decision[0]
 
     def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
-        """Create an empty hidden directory; return a reason if the disk lacks space or fails.
+        """Create the empty directory `hidden` for a new checkpoint, and check the free disk space.
 
-        A checkpoint needs the bytes of the tensors plus `extra`.
+        Returns the reason if the checkpoint cannot be written, else None.
+
+        Args:
+            tensors: the tensors to save.
+            extra: bytes that the checkpoint needs in addition to the tensors.
         """
         if identity(self.directory.parent) != self.run:
             return GONE
@@ -243,9 +276,14 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_parameters(
     directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
 ) -> Path:
-    """Write parameters and router state as the checkpoint of step 0; return its directory.
+    """Write parameters and router state as a checkpoint of step 0; return the checkpoint directory.
 
-    Not atomic. `parameters` are the names in `tensors` that are parameters.
+    An interrupted call leaves an incomplete checkpoint.
+
+    Args:
+        directory: parent directory of the new checkpoint.
+        tensors: parameters and router state by name.
+        parameters: the names in `tensors` that are parameters.
     """
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)

@@ -21,9 +21,11 @@ products use all 64 bits."""
 
 
 def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
-    """Compare the facts of all ranks, as text, through the store; needs no process group.
+    """Check that `facts` are equal on all ranks, before a process group exists.
 
-    If they differ, raise LaunchError on rank 0 and AgreedError on the other ranks.
+    The ranks exchange the facts as text through the store of `world`. If facts differ, raise
+    LaunchError on rank 0 and AgreedError on the other ranks. Every rank must call this. `what`
+    names the facts in the error, and must be different in each call.
     """
     key = f"same/{what}"
     mine = {name: str(value) for name, value in facts.items()}
@@ -41,7 +43,13 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 
 
 def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Return one text per fact that differs between ranks; rare values come first."""
+    """Return one message for each fact that differs between ranks.
+
+    A message begins with the value that the fewest ranks have.
+
+    Args:
+        of_ranks: the facts of each rank, by name.
+    """
     different = []
     for name in sorted({name for values in of_ranks for name in values}):
         ranks_of: dict[str | None, list[int]] = {}
@@ -54,7 +62,7 @@ def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """Format ranks as 'rank 3', 'ranks 1, 2' or 'ranks 1, 2, 3, 4 and 6 more'."""
+    """Format rank numbers as 'rank 3', 'ranks 1, 2' or 'ranks 1, 2, 3, 4 and 6 more'."""
     shown = ", ".join(map(str, ranks[:4])) + f" and {len(ranks) - 4} more" * (len(ranks) > 4)
     return f"rank{'s'[: len(ranks) > 1]} {shown}"
 
@@ -72,10 +80,15 @@ def hash_sources(root: Path, files: Iterable[Path]) -> str:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
-    """Compare replicated tensors on all ranks, and shards (DTensors) with their replicas.
+    """Check that the copies of each tensor on different ranks are equal.
 
-    `replica_size` neighbouring ranks share one copy of the model. Raises AgreedError on every rank
-    if values differ. Every rank must call this.
+    A DTensor is a shard, and is compared with the same shard in other replicas of the model. Other
+    tensors are compared on all ranks. Every rank must call this.
+
+    Args:
+        replica_size: number of neighbouring ranks that share one replica of the model.
+
+    Raises AgreedError on every rank if copies differ.
     """
     own = torch.stack([tensor_hash(local(t)) for t in tensors.values()])
     size = dist.get_world_size()
@@ -98,9 +111,10 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """Hash the bits of a tensor to a () int64 tensor.
+    """Return a hash of the bits of a tensor, a scalar int64 tensor.
 
-    The hash is the sum of 32-bit words times odd weights, modulo 2^64.
+    The hash is the sum of all 32-bit integers in the tensor's memory, modulo 2^64. Each integer is
+    first multiplied by an odd factor that depends on its position.
     """
     flat = tensor.detach().flatten().view(torch.uint8)
     flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))

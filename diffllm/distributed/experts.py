@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank keeps some experts, and ranks exchange tokens.
+"""Expert parallelism: ranks divide the experts of a layer, and exchange tokens.
 
 Shapes: M rows to send (a token has one row per selected expert), R received rows, D model width,
 E experts, n ranks that share the experts.
@@ -24,7 +24,15 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Exchange row counts between ranks; the host waits, because counts size the collectives."""
+    """Compute how many token rows each rank sends and receives, from the counts of all ranks.
+
+    The host waits for the device, because the following collective needs the sizes.
+
+    Args:
+        counts: number of rows of this rank per expert, (n_experts,) int64.
+        rows: total number of rows of this rank; not used.
+        mesh: the ranks that share the experts.
+    """
     sent = counts.view(mesh.size(), -1)
     received = all_to_all_single(sent, None, None, mesh)
     send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
@@ -32,7 +40,15 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Return the sizes of a balanced exchange, for a simulation without data."""
+    """Compute how many token rows each rank sends and receives if all experts get equally many.
+
+    Used to simulate training without data, without communication between ranks.
+
+    Args:
+        counts: only the length, the number of experts, and the device are used.
+        rows: total number of rows of this rank.
+        mesh: the ranks that share the experts.
+    """
     n = mesh.size()
     send = even_parts(rows, n)
     own = send[mesh.get_local_rank()]
@@ -45,11 +61,16 @@ def even_parts(total: int, n: int) -> list[int]:
 
 
 def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
-    """Keep this rank's E/n experts in `experts`; the forward pass then exchanges tokens.
+    """Divide the experts of a layer between ranks; the forward pass then exchanges tokens.
 
-    The parameters, each (E, ...), become DTensors over the one-dimensional `mesh`. The signature of
-    the forward pass stays the same: it takes this rank's tokens for all E experts, rows (M, D)
-    sorted by expert, weights (M,) and counts (E,), and returns (M, D).
+    This rank keeps E/n of the E experts. The parameters, each (E, ...), become DTensors. The
+    signature of the forward pass stays the same: inputs are this rank's tokens for all E experts,
+    as rows (M, D) sorted by expert, weights (M,) and row counts (E,); the output is (M, D).
+
+    Args:
+        experts: module with the experts, changed in place.
+        mesh: one-dimensional mesh of the n ranks that share the experts.
+        splits: function that computes how many rows the ranks exchange.
     """
     from torch.distributed.tensor import DTensor, Shard  # A slow import: half a second.
 
@@ -91,7 +112,10 @@ def expert_ranks(param: Tensor) -> int:
 
 
 class _Reorder(torch.autograd.Function):
-    """Reorder rows. The backward pass gathers too: plain indexing would use a slower scatter."""
+    """Reorder rows by `order`; `back` is the inverse order.
+
+    The backward pass selects rows by `back`, because the backward pass of plain indexing is slower.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:

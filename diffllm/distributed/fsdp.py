@@ -31,11 +31,16 @@ def parallelize(
     activation_checkpointing: bool,
     splits: Splits = exchanged_splits,
 ) -> None:
-    """Wrap each of `model.layers` in place, then the remaining model; shard on several ranks.
+    """Prepare a decoder for training in place, on several ranks with FSDP2.
 
-    Computation uses `param_dtype`. On several ranks FSDP2 averages gradients over all ranks in
-    float32. `finish_gradients` completes two kinds of gradients: of experts shared by ranks, and of
-    parameters named in a module's `fp32_parameters`, which stay replicated in float32.
+    Apply activation checkpointing and torch.compile, if set, to each of `model.layers`. On several
+    ranks, FSDP2 shards the parameters and averages gradients over all ranks in float32.
+    `finish_gradients` completes two kinds of gradients: of experts that ranks share, and of
+    parameters named in a module's `fp32_parameters`, which are not sharded.
+
+    Args:
+        param_dtype: dtype of FSDP2's computation; not used on one rank.
+        splits: function that computes how many tokens the ranks exchange for shared experts.
     """
     layers: Any = model.layers
     if compile:
@@ -68,14 +73,17 @@ def parallelize(
 
 
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
-    """Return arguments of `fully_shard` for a mesh dimension and, with HSDP, for replicas."""
+    """Return arguments of `fully_shard` that shard parameters over the dimension `name` of `mesh`.
+
+    If the dimension "replicate" has several ranks, the arguments include "replicate" (HSDP).
+    """
 
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Shard the first dimension of experts (E, out, in) that the number of ranks divides.
+        """Return the sharding of a parameter; None for FSDP2's default.
 
-        A parameter without three dimensions is sharded by FSDP's default.
+        For experts (E, out, in), shard the first dimension that the number of ranks divides.
         """
         if param.ndim != 3:
             return None
@@ -92,10 +100,12 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
 def wrap_forward(
     layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
 ) -> None:
-    """Apply activation checkpointing and torch.compile to the forward pass of a layer.
+    """Apply activation checkpointing and torch.compile, if set, to the forward pass of a layer.
 
-    With `one_graph`, checkpointing is inside the graph, so the compiler selects the saved tensors.
-    A layer that exchanges rows has several graphs; checkpointing wraps all of them.
+    Args:
+        one_graph: compile the layer to one graph, which includes checkpointing, so that the
+            compiler selects the saved tensors. False for a layer that exchanges tokens between
+            ranks: this layer has several graphs, and checkpointing wraps all graphs.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
@@ -134,31 +144,30 @@ LAST_UP_TO = 8 * 2**30
 
 
 class Weights:
-    """The parameters that one rank updates, and the values that its model computes with."""
+    """The float32 parameters of this rank, and the tensors that the model computes with."""
 
     choices: dict[str, AutoSetting]
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
     def block(self, param: Tensor) -> LocalBlock:
-        """Return this rank's part of a parameter of the model, for `Initializer`."""
+        """Return this rank's shard of a model parameter, its offset, and the full shape."""
         raise NotImplementedError
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare a forward and backward pass; `last` marks the last micro-batch of a step."""
 
     def changed(self) -> None:
-        """Update the model after a change of `params`."""
+        """Copy changed `params` to the tensors that the model computes with."""
 
     def reshard(self) -> None:
-        """Free gathered parameters after a forward pass without a backward pass."""
+        """Free parameters gathered from other ranks, after a forward pass without backward pass."""
 
 
 class OneRank(Weights):
-    """Whole parameters in float32, and one copy in the compute dtype.
+    """Unsharded float32 parameters, and a copy in the compute dtype for the model.
 
-    During the backward pass, each gradient of a copy is added to the float32 gradient of its
-    parameter.
+    The backward pass adds each gradient of a copy to the float32 gradient of the parameter.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -190,9 +199,12 @@ class OneRank(Weights):
 def empty_copies(
     params: dict[str, nn.Parameter], adjacent: tuple[str, ...], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Allocate tensors in `dtype` for the parameters of a module, by name.
+    """Allocate an uninitialised tensor of type `dtype` for each parameter; return tensors by name.
 
-    Parameters named in `adjacent`, each (E, F, D), are slices [:, i F : (i + 1) F] of one tensor.
+    Args:
+        params: parameters of one module by name.
+        adjacent: names of parameters (E, F, D) that share memory: the results are consecutive
+            slices of one tensor in the second dimension.
     """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
     neighbours = [name for name in adjacent if name in params]
@@ -214,7 +226,7 @@ def hand_over(param: Tensor, copy: Tensor) -> None:
 
 
 class Sharded(Weights):
-    """Parameters that FSDP2 shards, casts and gathers."""
+    """Parameters sharded over ranks by FSDP2, which casts and gathers them for computation."""
 
     def __init__(self, model: Any, reduce: Reduce | None):
         self.model = model
@@ -242,7 +254,11 @@ class Sharded(Weights):
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
-    """Return the config's choice; by default, reduce once per step if gradients fit into memory."""
+    """Choose when ranks sum gradients, and return the choice with the reason.
+
+    `asked` is the choice in the config. If `asked` is None, sum once per step if the gradients
+    have at most 8 GiB per rank in float32, else after each micro-batch.
+    """
     if asked is not None:
         return AutoSetting(asked, ASKED)
     # Each rank has gradients only for its share of the experts.

@@ -20,7 +20,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Norms(NamedTuple):
-    """L2 norms of whole tensors, on the device; replicas may differ by rounding."""
+    """L2 norms of several tensors, as tensors on the device.
+
+    The norm of a sharded tensor includes all shards. Norms may differ between ranks by rounding.
+    """
 
     names: list[str]
     squares: Tensor
@@ -30,10 +33,15 @@ class Norms(NamedTuple):
 
 
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average the gradients that FSDP2 does not average, then clip all gradients in place.
+    """Average the gradients that FSDP2 does not average over ranks; clip all gradients in place.
 
-    Return the norms before clipping. `clip_norm=0` turns clipping off. The host does not wait for
-    the device. Every rank must call this.
+    Return the gradient norms before clipping. The host does not wait for the device. Every rank
+    must call this.
+
+    Args:
+        params: parameters by name; FSDP2 has averaged most of their gradients.
+        mesh: mesh of dense parameters, with the dimension "fsdp".
+        clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
     replicated = [grad for grad in gathered if not is_dtensor(grad)]
@@ -59,10 +67,14 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Compute norms of tensors with the sharding of `params`, in one collective.
+    """Compute the L2 norms of sharded tensors with one collective.
 
-    `tensors` are this rank's parts, in the same order; `mesh` is the mesh of dense parameters. The
-    host does not wait for the device. Every rank must call this.
+    The host does not wait for the device. Every rank must call this.
+
+    Args:
+        params: parameters by name, sharded like `tensors`.
+        tensors: this rank's shards, in the order of `params`.
+        mesh: mesh of dense parameters, with the dimension "fsdp".
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if is_dtensor(param)]
@@ -83,6 +95,11 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the norm of the change since `before = copies(params)`; overwrites `before`."""
+    """Compute the L2 norm of the difference between `params` and earlier copies of `params`.
+
+    Args:
+        before: an earlier result of `copies(params)`, overwritten by the difference.
+        mesh: mesh of dense parameters, with the dimension "fsdp".
+    """
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total

@@ -23,10 +23,12 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """Read (rank, world size, local rank) from torchrun's or srun's variables; default (0, 1, 0).
+    """Return (rank, world size, local rank) from torchrun's or srun's environment variables.
 
-    Shells of salloc, sbatch and `srun --pty` also have some SLURM variables, but a training started
-    in such a shell is a single process. Raises LaunchError for inconsistent variables.
+    Return (0, 1, 0) without such variables. Interactive shells and batch scripts in SLURM also have
+    some SLURM variables, but a training started there is a single process.
+
+    Raises LaunchError for inconsistent variables.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -55,7 +57,7 @@ def own_rank() -> int:
 
 
 def report_signal(text: str) -> None:
-    """Write a line to stderr on rank 0; safe in a handler that interrupts a write to sys.stderr."""
+    """Write a line to stderr on rank 0; safe in a signal handler that interrupts another write."""
     with suppress(OSError):
         if own_rank() == 0:
             after_echo = "\n" * os.isatty(2)  # The terminal has printed ^C in this line.
@@ -70,9 +72,11 @@ def whole_number(env: Mapping[str, str], name: str, least: int) -> int:
 
 
 def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return rank 0's (address, port) from MASTER_ADDR and MASTER_PORT, else from the SLURM step.
+    """Return the address and port of rank 0, to which all ranks connect.
 
-    The default port depends on job id and step id, so that jobs on the same node do not connect.
+    Read MASTER_ADDR and MASTER_PORT; in a SLURM step, derive missing values from SLURM variables.
+    The derived port depends on job id and step id, so that jobs on the same node do not connect.
+
     Raises LaunchError if address or port is missing or invalid.
     """
     address, port = env.get("MASTER_ADDR"), None
@@ -95,19 +99,22 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name in SLURM's notation, such as "gpu[003-006,9]-ib,login1"."""
+    """Return the first host of a SLURM node list: "gpu003-ib" for "gpu[003-006,9]-ib,login1"."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def end_with_torchrun() -> None:
-    """Kill this worker when torchrun dies; otherwise it would keep its GPU and the run's lock."""
+    """Ask Linux to kill this worker process when torchrun dies.
+
+    Otherwise the worker would keep its GPU and the lock of the run directory.
+    """
     worker = "TORCHELASTIC_RUN_ID" in os.environ and "DIFFLLM_SWEEP_JOB" not in os.environ
     if worker and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_variables() -> None:
-    """Set variables that libraries read at their first use, unless set by the user."""
+    """Set environment variables that MKL and torch read at first use, unless set by the user."""
     # By default MKL selects one of two code paths for small products in each process, so a resumed
     # run would differ from an undisturbed run in the last bits.
     choose_mode(strict_mode())
@@ -116,16 +123,23 @@ def set_variables() -> None:
 
 
 def choose_mode(mode: str) -> None:
-    """Set MKL_CBWR, unless the user set it or MKL has already read it; mark the value as ours."""
+    """Set MKL_CBWR, the reproducibility mode of MKL, to `mode`.
+
+    Do nothing if the user set the variable, or if MKL has already read it. A second variable
+    records that the value does not come from the user.
+    """
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:
         os.environ[MKL_MODE] = os.environ[OUR_MKL_MODE] = mode
 
 
 def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the MKL_CBWR mode of the highest instruction set that is reproducible on this CPU.
+    """Return the reproducible MKL_CBWR mode with the highest instruction set of this CPU.
 
     MKL replaces a mode that the CPU does not support with AUTO, which is not reproducible.
+
+    Args:
+        cpuinfo: file that lists the CPU flags.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -137,19 +151,25 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return the value of MKL_CBWR at the first call; MKL also reads the variable only once."""
+    """Return the value of MKL_CBWR at the first call of this function; later changes are ignored.
+
+    MKL also reads the variable only once.
+    """
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
-    """Set the MKL mode of the resumed run if this CPU supports it; return the active mode."""
+    """Set MKL_CBWR to the mode that a resumed run recorded, if this CPU supports the mode.
+
+    Return the active mode. An empty `recorded` sets nothing.
+    """
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)
     return mode_in_force()
 
 
 def keep_memory() -> None:
-    """Let glibc keep freed memory between steps; otherwise the kernel clears every page again."""
+    """Configure glibc to reuse freed memory; otherwise the kernel clears pages at each step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Missing in musl and macOS.
     # Older versions of glibc accept at most 32 MiB.
     if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):

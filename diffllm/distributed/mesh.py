@@ -53,7 +53,10 @@ class ParallelConfig:
             )
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Return (replicate, shard, expert); raises ConfigError if the world size does not fit."""
+        """Return the mesh sizes (replicate, shard, expert), with the computed size in place of -1.
+
+        Raises ConfigError if `world_size` does not match the sizes.
+        """
         replicate, shard, expert = self.replicate, self.shard, self.expert
         fixed = prod(size for size in (replicate, shard, expert) if size != -1)
         rest, over = divmod(world_size, fixed)
@@ -69,7 +72,7 @@ class ParallelConfig:
 
 
 class Meshes(NamedTuple):
-    """Meshes for dense parameters and for experts, over the same ranks in the same order."""
+    """One mesh for dense parameters and one for experts; same ranks in the same order."""
 
     dense: DeviceMesh
     """Dimensions "replicate" and "fsdp" (shard x expert)."""
@@ -82,10 +85,15 @@ class Meshes(NamedTuple):
 
 
 def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Meshes:
-    """Build the meshes over all ranks; raises ConfigError if the sizes do not fit the world size.
+    """Build the device meshes over all ranks.
 
-    "expert" is the innermost dimension: its ranks exchange tokens in every layer, so its ranks
-    should be on the same node.
+    "expert" is the innermost dimension: ranks that share experts exchange tokens in every layer,
+    so these ranks should be on the same node.
+
+    Args:
+        device_type: "cuda" or "cpu".
+
+    Raises ConfigError if the sizes in `cfg` do not match the world size.
     """
     replicate, shard, expert = cfg.sizes(world_size)
     dense = init_device_mesh(

@@ -21,15 +21,15 @@ REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedEarly(BaseException):
-    """A signal arrived before training began; the argument is the signal."""
+    """Raised when a signal stops a run before training begins; `args[0]` is the signal."""
 
 
 class StopRequest:
-    """Handlers of SIGTERM, SIGUSR1 and SIGINT in the main thread.
+    """Installs handlers of SIGTERM, SIGUSR1 and SIGINT in the main thread.
 
-    Unless `deferred` is set, the first signal raises StoppedEarly, because there is nothing to
-    save. Later signals are only recorded in `received`, except a SIGINT after an earlier signal,
-    which raises KeyboardInterrupt.
+    While `deferred` is False, the first signal raises StoppedEarly, because there is nothing to
+    save. Other signals are recorded in `received`. A SIGINT after an earlier signal also raises
+    KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class StopRequest:
 
 
 class Agreed(NamedTuple):
-    """Flags after the reduction over all ranks."""
+    """Flags that are set if any rank has set them; returned by `Agreement`."""
 
     stopping: signal.Signals | None
     save: bool
@@ -79,10 +79,10 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """Exchange of flags between ranks by one small asynchronous collective per step.
+    """Combines flags of all ranks with one small asynchronous collective per step.
 
-    No rank waits for the collective. All ranks get the same flags one step later; a single rank
-    gets its flags immediately.
+    No rank waits for the collective, so all ranks get the combined flags one step later. A single
+    rank gets its flags immediately.
     """
 
     def __init__(self, request: StopRequest, timeout: int):
@@ -95,9 +95,13 @@ class Agreement:
         self.work: Any = None
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Start an exchange of flags; return the flags of `delay` calls before.
+        """Send this rank's flags; return the combined flags of `delay` calls before.
 
         Every rank must call this once per step.
+
+        Args:
+            save: whether a checkpoint is due.
+            failed: whether this rank failed to read data.
         """
         number = self.request.received
         if self.group is not None:
@@ -121,9 +125,13 @@ T = TypeVar("T")
 
 
 def raise_together(error: DataError | None, more: str = "") -> None:
-    """Raise AgreedByAll on every rank if any rank has an error; `more` is appended to the message.
+    """Raise AgreedByAll on every rank if `error` is not None on any rank.
 
     Every rank must call this.
+
+    Args:
+        error: error of this rank.
+        more: text to append to the message.
     """
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))
@@ -133,7 +141,7 @@ def raise_together(error: DataError | None, more: str = "") -> None:
 
 
 def read_together(read: Callable[[], T]) -> T:
-    """Return `read()`; raise AgreedByAll on every rank if the call raises DataError on any rank.
+    """Return `read()`; if the call raises DataError on any rank, raise AgreedByAll on every rank.
 
     Every rank must call this.
     """

@@ -1,8 +1,9 @@
 """Detection of missing ranks by heartbeats: if a rank is missing, all waiting ranks exit.
 
-Once per second, a thread of every rank writes a heartbeat, with its place and last collectives, to
-the store. Rank 0 reads all heartbeats; other ranks read rank 0's heartbeat. A second thread decides
-whether a rank is missing, and never accesses the store, because the store may hang too.
+Once per second, a thread of every rank writes a heartbeat to the store. The heartbeat contains the
+present activity and the last collectives of the rank. Rank 0 reads all heartbeats; other ranks read
+rank 0's heartbeat. A second thread decides whether a rank is missing. This thread never accesses
+the store, because the store may hang too.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed o
 
 
 class Beat(NamedTuple):
-    """The heartbeat of a rank."""
+    """A heartbeat of one rank: its present activity, last collectives and state."""
 
     number: int
     place: str
@@ -59,7 +60,15 @@ class Beat(NamedTuple):
 
 
 class Watch:
-    """Watches other ranks; if a rank is missing, prints its number and exits this process."""
+    """Watches other ranks in background threads, and exits this process if a rank is missing.
+
+    The error message contains the number of the missing rank. On one rank, exits if the process
+    hangs.
+
+    Args:
+        timeout: timeout of collectives in seconds.
+        request: signals that ask this process to stop.
+    """
 
     def __init__(self, world: World, timeout: float, request: StopRequest):
         self.rank, self.size, self.request = world.rank, world.size, request
@@ -95,7 +104,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Report that this rank waits for `what` inside this context."""
+        """Report in heartbeats that this rank waits for `what` while the context is active."""
         self.waits = what, time.monotonic()
         try:
             yield
@@ -106,7 +115,7 @@ class Watch:
         return f"{self.place}, waiting for {self.waits[0]}" if self.waits else self.place
 
     def close(self) -> None:
-        """Tell other ranks not to wait for this rank.
+        """Stop watching, and tell other ranks not to wait for this rank.
 
         Rank 0 then waits at most `patience` seconds until all other ranks have closed.
         """
@@ -125,11 +134,12 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Handle an error of this process.
+        """Handle an error of this process: exit if a missing rank is the cause, else inform others.
 
-        If a missing rank caused the error, print its number and exit. Otherwise inform other ranks
-        and return; the process is killed after EXIT_S seconds. Raises StoppedEarly if a collective
-        failed because another rank was stopped.
+        Before the exit, print the number of the missing rank. Without a missing rank, return, and
+        let a timer kill this process after EXIT_S seconds.
+
+        Raises StoppedEarly if a collective failed because another rank was stopped.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -165,7 +175,7 @@ class Watch:
         self._end(message or f"a collective failed: {_shortened(error)}")
 
     def _talk(self) -> None:
-        """Write this rank's heartbeat and read other ranks'; runs on its own thread."""
+        """Write this rank's heartbeat and read other heartbeats; runs on its own thread."""
         number = 0
         while not self.closed.wait(BEAT_S):
             number += 1
@@ -181,7 +191,7 @@ class Watch:
             self.answered = time.monotonic()
 
     def _judge(self) -> None:
-        """End this process if a rank is missing; runs on its own thread."""
+        """Exit this process if another rank is missing; runs on its own thread."""
         while not self.closed.wait(BEAT_S):
             if self.stopped and self.rank and not self.closed.wait(SILENT_S):
                 self.close()  # Rank 0 prints why the run stopped.
@@ -204,7 +214,10 @@ class Watch:
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """End a single process that hangs, after one warning; runs on its own thread."""
+        """Exit this process if the process hangs, after one warning.
+
+        Runs on its own thread if the run has only one rank.
+        """
         said = asked_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
@@ -238,7 +251,7 @@ class Watch:
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
-        """Read heartbeats of watched ranks; skip missing keys, for which `multi_get` would wait."""
+        """Read the heartbeats of watched ranks; skip ranks that have not sent a heartbeat yet."""
         ranks = list(self.watched)
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
@@ -254,7 +267,7 @@ class Watch:
         return [] if self.store_gone else sorted(late - left)
 
     def _store_message(self, limit: float) -> str:
-        """Return the reason why the store does not answer; "" if the store answers."""
+        """Return an error message if the store has not answered for `limit` seconds, else ""."""
         if not self.store_gone and time.monotonic() - self.answered < limit:
             return ""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -262,7 +275,10 @@ class Watch:
         return missing_text(0, self.beats.get(0))
 
     def _end(self, message: str) -> None:
-        """Inform other ranks, write stack traces, and exit with code 1."""
+        """Inform other ranks, write stack traces, print `message`, and exit with code 1.
+
+        If several ranks exit, only the first rank prints its message.
+        """
         if not self.ending.acquire(blocking=False):
             time.sleep(3600)  # Another thread is ending the process.
         try:
@@ -284,14 +300,21 @@ class Watch:
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
-        """Write the verdict; return True if this rank is the first, or if the store fails."""
+        """Write `message` to the store for other ranks; return whether this rank must print the text.
+
+        True if this rank is the first rank with a message, or if the store fails.
+        """
         with contextlib.suppress(Exception):
             self.store.set("verdict", message)
             return self.store.add("said", 1) == 1
         return True
 
     def _write_traces(self, message: str) -> str:
-        """Write the stacks of all threads; return the path or an error, as a message suffix."""
+        """Write the stack traces of all threads to a file, after `message`.
+
+        Returns text to append to an error message: the directory of the file, or the reason why the
+        file cannot be written. Returns "" if no directory is set.
+        """
         if self.traces is None:
             return ""
         try:
@@ -313,7 +336,7 @@ def _shortened(error: BaseException) -> str:
 
 
 def is_failed_collective(error: BaseException | None) -> bool:
-    """Whether a missing rank may have caused the error."""
+    """Return whether `error` is a failed collective, which a missing rank may have caused."""
     if isinstance(error, UserError):
         return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (
@@ -322,7 +345,12 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
-    """List the ranks that have not called the collective in which the rank of `beat` waits."""
+    """Return the ranks that have not called the collective in which another rank waits.
+
+    Args:
+        beats: the last heartbeat of each rank.
+        beat: heartbeat of the waiting rank; if the rank does not wait, the result is empty.
+    """
     if not beat.calls.pending:
         return []
     group, number = beat.calls.group, beat.calls.number
@@ -332,7 +360,14 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Return one line: the missing ranks, and the collectives in which up to 3 other ranks wait."""
+    """Return one line that names the missing ranks, and up to 3 waiting ranks with collectives.
+
+    Return "" if no rank is missing.
+
+    Args:
+        beats: the last heartbeat of each rank.
+        silent: ranks without a recent heartbeat.
+    """
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
     culprits = (
         {r: f"rank {r} failed at {b.place}: {b.words}" for r, b in beats.items() if b.words}

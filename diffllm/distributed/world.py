@@ -1,4 +1,6 @@
-"""Rank and store of this process, agreement without a process group, recorded collectives."""
+"""Rank and key-value store of this process, exchange of values before a process group exists, and a
+record of the last collectives.
+"""
 
 import contextlib
 import json
@@ -46,7 +48,7 @@ class DistributedConfig:
 
 @dataclass
 class World:
-    """One of `size` processes, with a key-value store that all processes share."""
+    """This process as one of `size` ranks, with a key-value store that all ranks share."""
 
     rank: int
     size: int
@@ -57,13 +59,17 @@ class World:
     def broadcast_from_rank0(self, key: str, choose: Callable[[], T]) -> T:
         """Call `choose` on rank 0; return its result, a JSON value, on every rank.
 
-        If `choose` raises UserError, rank 0 raises it and other ranks raise AgreedError. Every rank
-        must call this, with a `key` that no other call uses.
+        If `choose` raises UserError, rank 0 raises this error, and other ranks raise AgreedError.
+        Every rank must call this, with a `key` that no other call uses.
         """
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """Broadcast like `broadcast_from_rank0`; return a second result, not sent, on rank 0."""
+        """Call `choose` on rank 0; send the first of its two results to every rank.
+
+        Return both results on rank 0, and (first result, None) on other ranks. Otherwise like
+        `broadcast_from_rank0`.
+        """
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
             try:
@@ -90,9 +96,11 @@ class World:
         raise AgreedError(decision["error"])
 
     def wait(self, keys: list[str]) -> None:
-        """Wait for all keys, in slices: Python handles no signal while the store waits.
+        """Wait until the store contains all `keys`.
 
-        Raises StoppedEarly after another rank's stop, and DistStoreError after `timeout` seconds.
+        Wait in slices, because Python cannot handle signals while the store waits.
+
+        Raises StoppedEarly if another rank was stopped, and DistStoreError after `timeout` seconds.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -113,7 +121,10 @@ class World:
         self.store.set(STOPPED, str(int(number)))
 
     def device(self) -> torch.device:
-        """Return this rank's GPU if the machine has GPUs, else the CPU."""
+        """Return the GPU of this rank, or the CPU if the machine has no GPU.
+
+        Raises ConfigError if the machine has fewer GPUs than processes.
+        """
         if not torch.cuda.is_available():
             return torch.device("cpu")
         if self.local_rank >= torch.cuda.device_count():
@@ -138,9 +149,9 @@ class World:
 
 
 def join(cfg: DistributedConfig) -> World:
-    """Connect to the other processes of this launch.
+    """Connect to the other processes of this launch; return this process's `World`.
 
-    Raises LaunchError after `cfg.timeout` seconds.
+    Raises LaunchError if the connection fails or takes more than `cfg.timeout` seconds.
     """
     rank, size, local_rank = environment()
     if size == 1:
@@ -163,11 +174,12 @@ def join(cfg: DistributedConfig) -> World:
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """Agree on a new key prefix for this set of ranks; ignore keys of earlier starts in `store`.
+    """Return a new random prefix of store keys, the same on all ranks of this launch.
 
-    torchrun's restart count may differ between nodes, so every rank writes a new random word, and
-    rank 0 answers with the prefix under this word. After the timeout, raises LaunchError on rank 0
-    and DistError on other ranks.
+    With this prefix, ranks ignore keys of earlier launches in `store`. torchrun's restart count
+    cannot be the prefix, because the count may differ between nodes.
+
+    Raises LaunchError on rank 0 and DistError on other ranks after `timeout` seconds.
     """
     if rank:
         word = uuid4().hex
@@ -194,8 +206,9 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 class Calls(NamedTuple):
     """The last collectives of this process.
 
-    `name`, `group`, `number` and `age_s` describe the oldest pending collective, else the newest.
-    Torch marks completed collectives late, so a pending collective may be complete.
+    `name`, `group`, `number` and `age_s` describe the oldest pending collective or, if no
+    collective is pending, the newest. Torch marks collectives as completed with a delay.
+    `newest` is the number of the newest collective in each group.
     """
 
     name: str = ""

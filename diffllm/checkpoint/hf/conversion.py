@@ -1,8 +1,12 @@
-"""Convert softmax attention to DIFF V2 and back, without a change of the computed function.
+"""Convert a decoder from softmax attention to DIFF V2 or back; the model outputs do not change.
+
+In DIFF V2, query heads form pairs. The output of a pair is the output of the first head minus
+lambda times the output of the second head. `wo` is the output projection.
 
 To DIFF V2: each query head becomes a pair of equal heads, lambda is sigmoid(0) = 1/2, and `wo` is
-doubled; exact in floating point. To softmax attention: both heads of a pair become heads, and `wo`
-multiplies the second by -lambda, which must be constant for each head.
+doubled. This conversion is exact in floating point. To softmax attention: both heads of a pair
+become separate heads, and `wo` multiplies the second head by -lambda. For this conversion, lambda
+must be a constant of each pair.
 """
 
 import hashlib
@@ -26,15 +30,18 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Return the config of the converted decoder, and mappings from the old to the new parameters.
+    """Return the config of the converted model, and one `Mapped` for each of its parameters.
+
+    A `Mapped` computes a new parameter from parameters of the original model.
 
     Args:
-        target: "diff_v2" or "standard".
+        model: config of the original model.
+        target: attention of the converted model, "diff_v2" or "standard" (softmax).
         perturb: standard deviation of noise on the query weights of the second head of each pair,
             relative to the RMS of the layer's query weights; only for "diff_v2".
         seed: seed of the noise.
 
-    Raises ConfigError for attention that cannot be converted.
+    Raises ConfigError if the attention of `model` cannot be converted.
     """
     if target not in TARGETS:
         raise ConfigError(f"attention={target} must be one of {', '.join(TARGETS)}")
@@ -91,7 +98,16 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
 
 
 def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
-    """Duplicate the rows of each head in wq (H d, D); add noise to the second copy."""
+    """Repeat each head of the query weights, as DIFF V2 needs; add noise to the second copy.
+
+    Args:
+        wq: query weights, (heads * head_dim, dim).
+        noise: standard deviation of the noise, relative to the RMS of `wq`.
+        seed: seed of the noise.
+
+    Returns query weights, (2 * heads * head_dim, dim), with both copies of a head next to each
+    other.
+    """
     pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
     if noise:
         drawn = torch.randn(wq.shape, generator=torch.Generator().manual_seed(seed))
@@ -102,7 +118,19 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
 def split_output(
     wo: Tensor, of_lambda: Tensor | None = None, *, heads: int, attention: DiffV2Config
 ) -> Tensor:
-    """Return wo (D, 2 H d) from wo (D, H d); columns of second heads are multiplied by -lambda."""
+    """Convert the output projection of DIFF V2 to an output projection of softmax attention.
+
+    The columns for the second head of each pair are multiplied by -lambda.
+
+    Args:
+        wo: output projection of DIFF V2, (dim, heads * head_dim).
+        of_lambda: parameter that determines lambda; None if lambda has no parameter.
+        heads: number of head pairs.
+        attention: settings of DIFF V2.
+
+    Returns the output projection of softmax attention, (dim, 2 * heads * head_dim). Raises
+    ConfigError if lambda depends on the input.
+    """
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:
         lam = torch.full((heads,), attention.lambda_value if form is Lambda.fixed else 1.0)

@@ -1,8 +1,10 @@
-"""Parameter layouts for other libraries: Llama, Qwen3, Qwen3Moe, DiffLlama, our modelling file.
+"""Convert our parameters to the names and shapes that other model classes expect, and back.
 
-A layout maps the tensors of one side to the other side; most tensors only change the name.
+Supported model classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the class in our
+modelling file, a Python file that our exports contain. A `Layout` describes one model class. Most
+tensors differ only in the name.
 
-Shapes: H query heads, K kv heads, d head_dim, D model width, E experts, F their width.
+Shapes: H query heads, K key-value heads, d head_dim, D model width, E experts, F their width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,7 @@ from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
 
 @dataclass(frozen=True)
 class Mapped:
-    """A tensor of one side, computed by `make` from the tensors `sources` of the other side."""
+    """The conversion of one tensor: `make` computes tensor `name` from the tensors `sources`."""
 
     name: str
     sources: tuple[str, ...]
@@ -41,7 +43,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Layout:
-    """A decoder in the layout of another library: mappings of tensors in both directions."""
+    """The export of a decoder to a transformers class: config.json and tensor conversions."""
 
     architecture: str
     """Name of the transformers class that reads the layout."""
@@ -68,9 +70,11 @@ PARTS = {
 
 
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the name of our parameter in the Llama family.
+    """Convert one of our parameter names to the name that Llama of transformers uses.
 
-    `parts` are name parts to replace in addition to `PARTS`.
+    Args:
+        name: our parameter name.
+        parts: substrings to replace, with replacements, in addition to `PARTS`.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -86,7 +90,14 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return mappings to and from the Llama family for tensors that only change the name."""
+    """Return lists (exported, imported) for parameters that differ from Llama only in the name.
+
+    `exported` renames our parameters for Llama, and `imported` renames them back.
+
+    Args:
+        names: our parameter names.
+        parts: as in `name_there`.
+    """
     there = {name: name_there(name, parts) for name in names}
     return (
         [Mapped(theirs, (ours,), same) for ours, theirs in there.items()],
@@ -95,7 +106,7 @@ def renamed(
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the shape of a decoder with the config keys of the Llama family.
+    """Return the sizes and RoPE settings of a decoder under the config.json keys of Llama.
 
     The number of query heads is not included.
     """
@@ -115,7 +126,10 @@ def shape_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def older_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Return RoPE settings with the keys of transformers 4, which ignores rope_parameters."""
+    """Return RoPE settings under the config.json keys of transformers 4.
+
+    The keys are `rope_theta` and `rope_scaling`; transformers 4 ignores `rope_parameters`.
+    """
     scaling = rope_parameters(rope)
     theta = scaling.pop("rope_theta")
     plain = scaling["rope_type"] == "default"
@@ -123,7 +137,7 @@ def older_rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
-    """Return RoPE settings with the keys of transformers 5."""
+    """Return RoPE settings in the format of transformers 5, whose key is `rope_parameters`."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
         return found
@@ -152,7 +166,7 @@ OF_MACHINE = ("backend", "values")
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
-    """Return the layout of our modelling file; None for a variant that the file does not have."""
+    """Return the layout for our modelling file; None if the file lacks the attention variant."""
     variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
     if variant is None:
         return None
@@ -179,7 +193,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON values (enums by name), without `OF_MACHINE`."""
+    """Return settings as JSON values, without keys in `OF_MACHINE`; enum members become names."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -188,9 +202,10 @@ def json_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_layout(model: ModelConfig) -> Layout | None:
-    """Return the layout of a dense softmax decoder: Qwen3 with QK norm, else Llama.
+    """Return the layout of a decoder with plain softmax attention; None for other decoders.
 
-    Return None for other decoders.
+    The model class is Qwen3 if the decoder has QK norm, else Llama. Decoders with experts are not
+    supported.
     """
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
@@ -203,9 +218,10 @@ def llama_layout(model: ModelConfig) -> Layout | None:
 
 
 def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
-    """Return the Qwen3Moe layout of a mixture of experts.
+    """Return the Qwen3Moe layout of a mixture of experts; None for other decoders.
 
-    Needs softmax scores, no router bias, no shared experts and QK norm; None for other decoders.
+    The decoder must have plain softmax attention, QK norm and softmax router scores. A router bias,
+    shared experts and scaled expert outputs are not supported.
     """
     moe = model.moe
     fits = (
@@ -240,10 +256,11 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
 
 
 def diffllama_layout(model: ModelConfig) -> Layout | None:
-    """Return the DiffLlama layout of DIFF V1.
+    """Return the DiffLlama layout of a decoder with DIFF V1 attention; None for other decoders.
 
-    DiffLlama's head norm has no weight, so `wo` is multiplied by the weight. Return None for
-    ablations of V1, mixtures of experts, QK norm, and a head norm with a different eps.
+    The norm of head outputs has no weight in DiffLlama, so the export multiplies the output
+    projection `wo` by this weight. Ablations of DIFF V1, experts, QK norm, and a head norm with a
+    different eps are not supported.
     """
     attention = model.attention
     fits = (
@@ -283,7 +300,11 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
-    """Whether attention is plain softmax attention with heads that Llama's config supports."""
+    """Return whether the attention is plain softmax attention that Llama's config supports.
+
+    Attention sinks and scaled head outputs are not supported. The number of query heads must divide
+    `model.dim`.
+    """
     attention = model.attention
     return (
         type(attention) is StandardConfig
@@ -299,7 +320,7 @@ def query_heads(model: ModelConfig) -> int:
 
 
 def softmax_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the config keys of softmax attention in Llama and Qwen3."""
+    """Return the settings of softmax attention under the config.json keys of Llama and Qwen3."""
     return {
         "num_attention_heads": query_heads(model),
         "hidden_act": "silu",
@@ -313,22 +334,33 @@ def parameter_names(model: ModelConfig) -> list[str]:
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder rows (number of heads * d, D) of query or key weights.
+    """Reorder the heads of query or key weights.
 
-    heads=(-1, 2, d) moves the first heads of all pairs to the front; (2, -1, d) is the inverse.
+    Args:
+        weight: query or key weights, (number of heads * head_dim, dim).
+        heads: (-1, 2, head_dim) moves the first heads of all pairs to the front;
+            (2, -1, head_dim) restores the original order.
     """
     return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def folded(wo: Tensor, norm: Tensor) -> Tensor:
-    """Multiply the columns of wo (D, H d) by the head norm's weight (2d,)."""
+    """Multiply the columns of the output projection by the weight of the head norm.
+
+    Args:
+        wo: output projection, (dim, n_heads * head_dim).
+        norm: weight of the norm of each head pair's output, (2 * head_dim,).
+    """
     return wo * norm.repeat(wo.shape[1] // len(norm))
 
 
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Return the layout of a matching transformers class, else of our modelling file.
+    """Return the layout of a transformers class that supports `model`, else of our modelling file.
 
-    `own` selects our modelling file. Raises ConfigError if no layout fits.
+    Args:
+        own: use our modelling file even if a transformers class supports the model.
+
+    Raises ConfigError if no layout supports the model.
     """
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:

@@ -1,8 +1,9 @@
 """Read a decoder from a model directory of transformers.
 
-config.json defines the shape: Llama, Qwen3, Qwen3Moe, DiffLlama, or our modelling file. Unknown
-settings are refused: functions raise a ValueError, whose text is printed after the file name. No
-code from the directory is run: no modelling file, no pickle.
+config.json defines the model class and the sizes. Supported model classes: Llama, Qwen3, Qwen3Moe,
+DiffLlama, and the class in our modelling file. For unsupported settings the functions raise a
+ValueError, whose text is printed after the file name. No code from the directory is run: neither
+modelling files nor pickles.
 """
 
 import math
@@ -70,9 +71,9 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 class Config(dict[str, Any]):
-    """Settings of a config.json, with types from KINDS; null counts as missing.
+    """Settings of a config.json; null counts as missing.
 
-    Raises ValueError for a wrong type; `config[key]` raises ValueError for a missing setting.
+    Raises ValueError for a value of the wrong type, and for `config[key]` if `key` is missing.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -89,7 +90,10 @@ class Config(dict[str, Any]):
 
 
 def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
-    """Return the architecture's name and our model config for the content of a config.json."""
+    """Return the architecture's name and our model config for the content of a config.json.
+
+    Raises ValueError or ConfigError for an architecture or setting that is not supported.
+    """
     config = Config(content)
     name = next(iter(config["architectures"]), None)
     if name not in READERS:
@@ -105,7 +109,13 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
 
 
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int = 0) -> ModelConfig:
-    """Read the settings that all architectures share; a nonzero `n_heads` overrides the config."""
+    """Build a model config from the config.json settings that all architectures share.
+
+    Args:
+        config: settings of config.json.
+        attention: attention config of the result.
+        n_heads: number of heads of the result; 0 takes the number from `config`.
+    """
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
         dim=dim,
@@ -190,7 +200,10 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
 
 
 def rope_of(config: Config) -> RopeConfig:
-    """Read the RoPE settings of transformers 4 or 5."""
+    """Return our RoPE config for the config.json keys of transformers 4 or 5.
+
+    Raises ValueError for RoPE settings that are not supported.
+    """
     said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
     if any(isinstance(value, dict) for value in said.values()):
         raise ValueError("has RoPE settings that differ by layer, which is not supported")
@@ -241,9 +254,10 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 class ModelDirectory:
-    """A decoder saved by transformers.
+    """A decoder that transformers saved: model config, parameters and tokenizer.
 
-    Raises CheckpointError for an unknown architecture, or for tensors that do not fit the config.
+    The constructor raises CheckpointError for an unsupported architecture, or for tensors that do
+    not match config.json.
     """
 
     def __init__(self, path: Path):
@@ -267,7 +281,10 @@ class ModelDirectory:
         self._check({tensor.name: tensor for tensor in layout.exported})
 
     def tensor(self, name: str) -> Tensor:
-        """Return one of our parameters in float32; raises CheckpointError if a read fails."""
+        """Return the model parameter with our name `name`, in float32.
+
+        Raises CheckpointError if the file cannot be read.
+        """
         made = self._made[name]
         try:
             sources = {key: self._places[key].get_tensor(key).float() for key in made.sources}
@@ -281,9 +298,10 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """Return the sentencepiece model, or the fast tokenizer if the former is not readable.
+        """Return the file of the sentencepiece model, or of the fast tokenizer if the former fails.
 
-        Raises CheckpointError without a readable tokenizer, or if it has too many pieces.
+        Raises CheckpointError if neither file can be read, or if the tokenizer has more pieces than
+        the vocabulary of the model.
         """
         refused = f"{self.path} has neither {MODEL} nor {FAST}"
         most = self.model.vocab_size
@@ -301,7 +319,10 @@ class ModelDirectory:
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
-        """Open the safetensors files; return the open file of each tensor by tensor name."""
+        """Open the safetensors files; return for each tensor name the open file with this tensor.
+
+        Raises CheckpointError if a file is missing or damaged.
+        """
         names = [WEIGHTS]
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
@@ -328,7 +349,11 @@ class ModelDirectory:
         return places
 
     def _check(self, there: Mapping[str, Mapped]) -> None:
-        """Raise CheckpointError unless the files have exactly the tensors of the layout `there`."""
+        """Raise CheckpointError unless the files contain exactly the expected tensors.
+
+        Args:
+            there: the expected tensors by name; names, shapes and a float dtype are checked.
+        """
         own = without_storage(self.model)
         ours = {**dict(own.named_parameters()), **own.router_state()}
         expected = {name: list(mapped.of(ours).shape) for name, mapped in there.items()}

@@ -1,4 +1,4 @@
-"""Write a checkpoint's parameters as safetensors, with at most one file in memory."""
+"""Write the parameters of a checkpoint as safetensors files, with at most one file in memory."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 
 def check_form(dtype: str, max_shard_size: str) -> None:
-    """Raise ConfigError for an unknown dtype or an invalid size."""
+    """Raise ConfigError for an unknown `dtype`, or a `max_shard_size` not of the form 500MB."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):
@@ -35,7 +35,7 @@ def check_form(dtype: str, max_shard_size: str) -> None:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Convert errors of writing files to a ConfigError whose text begins with `what`."""
+    """Convert errors during the writing of files to a ConfigError whose text begins with `what`."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -43,10 +43,12 @@ def writing(what: str) -> Iterator[None]:
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors by name, without storage.
+    """Return the model tensors of a checkpoint by name, without storage: only shapes and dtypes.
 
-    Parameters are in `dtype`, except `fp32_parameters`; router state is included. Raises
-    CheckpointError if the checkpoint does not fit `model`.
+    Parameters have dtype `dtype`, except parameters that the model needs in float32. The router
+    state of experts is included.
+
+    Raises CheckpointError if the checkpoint does not match `model`.
     """
     empty = without_storage(model)
     params = dict(empty.named_parameters())
@@ -59,7 +61,11 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
 
 
 def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read tensors by name to the CPU, with the shapes of `tensors`; parameters in float32."""
+    """Read model tensors from a checkpoint to the CPU; floating-point tensors become float32.
+
+    Args:
+        tensors: the tensors to read, by name; only shapes and dtypes are used.
+    """
     whole = {}
     for name, tensor in tensors.items():
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
@@ -76,12 +82,16 @@ def write_safetensors(
     max_shard_size: str,
     exported: Sequence[Mapped] | None = None,
 ) -> int:
-    """Write `<stem>.safetensors`, or several files with an index; return the bytes of all tensors.
+    """Write tensors of a checkpoint to `<stem>.safetensors`; return the total bytes of all tensors.
+
+    Write several files and an index if the tensors exceed `max_shard_size`.
 
     Args:
+        directory: directory of the new files.
+        checkpoint: checkpoint directory that contains the tensor values.
         ours: the result of `tensors_of`.
         max_shard_size: maximum size of a file, such as 500MB.
-        exported: the tensors to write, computed from `ours`; None writes `ours`.
+        exported: the tensors to write, each computed from tensors in `ours`; None writes `ours`.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]
