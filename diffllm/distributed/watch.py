@@ -300,7 +300,7 @@ class Watch:
             os._exit(1)
 
     def _tell(self, message: str) -> bool:
-        """Write `message` to the store for other ranks; return whether this rank must print the text.
+        """Write `message` to the store for other ranks; return whether this rank must print it.
 
         True if this rank is the first rank with a message, or if the store fails.
         """

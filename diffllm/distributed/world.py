@@ -1,5 +1,6 @@
-"""Rank and key-value store of this process, exchange of values before a process group exists, and a
-record of the last collectives.
+"""Rank and key-value store of this process, and a record of its last collectives.
+
+The store lets ranks exchange values before a process group exists.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 
 @dataclass(frozen=True)
 class Training:
-    """The model, the optimizer and the constants that a training step works with."""
+    """The model, the optimizer, and constants of a training step."""
 
     cfg: TrainConfig
     device: torch.device
@@ -51,7 +51,7 @@ class Training:
         return self.choices["precision"].value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of a checkpoint by flat name, `model.*` and `optim.*`."""
+        """Return the model and optimizer tensors of a checkpoint, named `model.*` and `optim.*`."""
         model = {**self.params, **self.model.router_state()}
         optim = optimizer_tensors(self.optimizer, self.params)
         tensors = {f"model.{name}": tensor.detach() for name, tensor in model.items()}
@@ -59,7 +59,7 @@ class Training:
 
 
 class ShardedModel(NamedTuple):
-    """A model that is wrapped for training but has no storage yet."""
+    """A model after sharding and compilation, with parameters that have no storage yet."""
 
     model: Transformer
     meshes: Meshes
@@ -73,11 +73,13 @@ def build(
     ignores_targets: bool = False,
     compile: AutoSetting | None = None,
 ) -> Training:
-    """Build the sharded, initialised model and its optimizer. Every rank must call this.
+    """Build the model with initial parameters, sharded over the ranks, and its optimizer.
+
+    Every rank must call this.
 
     Args:
         document_end: id of the token that ends documents; None does not mask documents.
-        ignores_targets: as in `Training`.
+        ignores_targets: whether training targets may be negative, to be ignored by the loss.
         compile: whether to compile, with the reason; None chooses as for a short run.
     """
     sharded = sharded_model(cfg, device, compile=compile)
@@ -93,9 +95,13 @@ def sharded_model(
     splits: Splits = exchanged_splits,
     compile: AutoSetting | None = None,
 ) -> ShardedModel:
-    """Create the model on the meta device, wrapped for training on `device`.
+    """Create the model on the meta device, sharded and compiled for training on `device`.
 
-    Every rank must call this. `splits` sizes the exchange of rows between ranks with experts.
+    Every rank must call this.
+
+    Args:
+        splits: function that computes how many tokens ranks exchange, if ranks share experts.
+        compile: whether to compile, with the reason; None chooses as for a short run.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -112,9 +118,11 @@ def allocated(
     document_end: int | None = None,
     ignores_targets: bool = False,
 ) -> Training:
-    """Allocate the uninitialised parameters of `sharded` on `device`, and the optimizer.
+    """Allocate the parameters of `sharded` on `device`, uninitialised, and create the optimizer.
 
-    Other arguments are as in `build`.
+    Args:
+        document_end: id of the token that ends documents; None does not mask documents.
+        ignores_targets: whether training targets may be negative, to be ignored by the loss.
     """
     model, meshes, choices = sharded
     model.to_empty(device=device)
@@ -151,7 +159,10 @@ KEPT = "as in the checkpoint"
 
 
 def chosen_precision(precision: Precision, device: torch.device) -> AutoSetting:
-    """Choose the compute dtype; "auto" takes bfloat16 if the device has bf16 units."""
+    """Choose the compute dtype, with the reason.
+
+    "auto" selects bfloat16 if the device has hardware support for bfloat16, else float32.
+    """
     if precision is not Precision.auto:
         return AutoSetting(torch.bfloat16 if precision is Precision.bf16 else torch.float32, ASKED)
     if device.type == "cuda":
@@ -170,11 +181,12 @@ def chosen_compile(
     flops: float = 0.0,
     kept: bool | None = None,
 ) -> AutoSetting:
-    """Choose whether to compile; by default on GPUs, and on CPUs for long runs.
+    """Choose whether to use torch.compile, with the reason.
 
     Args:
+        compile: the choice in the config; None compiles on GPUs, and on CPUs for long runs.
         flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
-        kept: the choice in the resumed checkpoint, which a run on a CPU keeps.
+        kept: the choice that the resumed checkpoint contains; CPUs keep this choice.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
@@ -190,9 +202,13 @@ def chosen_compile(
 
 
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
-    """Decide whether to compile; all variants of a shape get the same answer.
+    """Choose whether to use torch.compile, with the reason; the choice is equal on all ranks.
 
-    Every rank must call this. `kept` is the choice in the resumed checkpoint, if any.
+    The choice depends on the sizes of the model, but not on the attention variant. Every rank must
+    call this.
+
+    Args:
+        kept: the choice that the resumed checkpoint contains; None without such a choice.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     # An estimate from the shape alone, so that all variants of the shape decide alike.
@@ -207,7 +223,7 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
 
 
 def compiler_fault() -> str:
-    """Return in one line why Inductor cannot compile for this CPU; "" if it can."""
+    """Return in one line why torch.compile fails on this CPU; "" if torch.compile works."""
     try:
         torch.compile(torch.sin, fullgraph=True)(torch.ones(1))
     except Exception as error:  # For example a missing compiler, missing headers or a full disk.
@@ -217,7 +233,7 @@ def compiler_fault() -> str:
 
 
 def for_json(choices: dict[str, AutoSetting]) -> dict[str, dict[str, Any]]:
-    """Return settings as JSON: {"value": ..., "reason": ...} by name."""
+    """Convert settings to JSON: each name maps to {"value": ..., "reason": ...}."""
     found = {}
     for name, (value, reason) in choices.items():
         if isinstance(value, torch.dtype):

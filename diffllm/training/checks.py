@@ -22,7 +22,14 @@ from diffllm.training.measure import heldout_samples
 
 
 def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
-    """Describe how changed keys move the learning rate after `step` steps; None if they do not."""
+    """Describe a jump of the learning rate that changed settings cause when a run resumes.
+
+    Return None if the learning rate changes by at most 5%.
+
+    Args:
+        changes: changed config keys, with old and new values.
+        step: number of training steps before the run resumes.
+    """
     former = {
         key.removeprefix("optim."): before
         for key, (before, _) in changes.items()
@@ -42,7 +49,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return hashes that identify the corpus, its tokenizer and its tokens."""
+    """Return three hashes by name, which identify the corpus, its tokenizer and its tokens."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -54,10 +61,10 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 
 
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
-    """Raise DataError if the corpus does not fit the model.
+    """Raise DataError if the prepared corpus does not match the config.
 
-    The corpus may be shorter than one sequence, have more pieces than the model, or have no targets
-    in a held-out sample.
+    Each split must have at least one sequence, the tokenizer must not have more pieces than the
+    vocabulary of the model, and each held-out sample must contain targets.
     """
     if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
         raise DataError(f"the corpus has {pieces:,} pieces, more than model.vocab_size={most}")
@@ -82,7 +89,7 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError unless `model.attention` has the class that `attention=NAME` selected."""
+    """Raise ConfigError if `model.attention` has another class than `attention=NAME` selects."""
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
@@ -93,9 +100,11 @@ def check_named(cfg: TrainConfig) -> None:
 
 
 def weights_of(cfg: TrainConfig) -> Path | None:
-    """Return the checkpoint or Hugging Face directory to start from; None without `weights:`.
+    """Return the directory of the weights if `cfg.resume` is `weights:PATH`, else None.
 
-    Raises ConfigError or CheckpointError for weights that do not fit the model.
+    The directory is a checkpoint or a Hugging Face model.
+
+    Raises ConfigError or CheckpointError if the weights do not match the model.
     """
     path = named_in(cfg.resume)
     if path is None:
@@ -123,9 +132,9 @@ def weights_of(cfg: TrainConfig) -> Path | None:
 
 
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
-    """Raise ConfigError if the data has a different tokenizer than the weights.
+    """Raise ConfigError if the data and the weights in `path` have different tokenizers.
 
-    `tokenizer` in run.allow_changes skips the check.
+    If `cfg.run.allow_changes` contains `tokenizer`, do not check.
     """
     if is_allowed("tokenizer", cfg.run.allow_changes):
         return

@@ -44,9 +44,10 @@ NAME = re.compile(r"(?!\.)[\w.,+-]+")
 
 
 class RunDirectory:
-    """Rank 0's lock on a run directory, and access to its files.
+    """The directory of a run, locked by rank 0, and its files.
 
-    Raises ConfigError if the directory is in use or cannot be written.
+    The constructor takes the lock. It raises ConfigError if another process has the lock, or if the
+    directory cannot be written.
     """
 
     def __init__(self, path: Path, cfg: TrainConfig):
@@ -57,10 +58,10 @@ class RunDirectory:
         self.lock = hold(path, "run directory", "run.dir=...", "DIFFLLM_SWEEP_JOB" in os.environ)
 
     def check(self) -> None:
-        """Compare the config with the existing run, if any; write no file.
+        """Check that the run can start, or resume with the present config; do not write files.
 
-        Raises ConfigError if the run cannot resume with this config, and CheckpointError for files
-        of the wrong type.
+        Raises ConfigError if the directory contains a run that cannot resume with this config, and
+        CheckpointError if a file has the wrong type, for example a link.
         """
         check_kind(self.path, "run", "run.dir" if self.cfg.run.dir else "run.name")
         check_own_files(self.path)
@@ -107,7 +108,13 @@ class RunDirectory:
         return f"the newest checkpoint is {newest[0]}" if newest else "no checkpoint is saved"
 
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
-        """Begin the run, or resume after `step`; `changes` are changes to the data order."""
+        """Write config.yaml and the tokenizer of a run, and delete incomplete checkpoints.
+
+        Args:
+            tokenizer: the tokenizer file to copy.
+            step: number of training steps before the start; 0 for a new run.
+            changes: changed settings that affect the order of the data.
+        """
         self.changes |= changes or {}
         if self.changes:  # Record changes first: writing config.yaml discards the old values.
             lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
@@ -128,7 +135,7 @@ class RunDirectory:
             remove(leftover)
 
     def withdraw(self) -> None:
-        """Release the lock; remove files that this process created if no step was trained."""
+        """Release the lock; if no step was trained, delete the files that this process created."""
         if not self.has_run:
             take_back(self.path, self.made)
         elif not self.config_file.is_file():  # Foreign files: remove only the lock file.
@@ -136,7 +143,10 @@ class RunDirectory:
         self.lock.release()
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
-        """Write run.json for this start; with `continues`, keep the old values of `FOR_GOOD`."""
+        """Write `facts` to run.json.
+
+        If `continues`, the run resumes: keep the old values of the keys in `FOR_GOOD`.
+        """
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}
         kept = {key: before[key] for key in FOR_GOOD if key in before}
@@ -147,7 +157,7 @@ class RunDirectory:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of a directory, "run", "sweep" or "study"; None for other directories."""
+    """Return "run", "sweep" or "study" for the directory of such an output; None for others."""
     if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
         return "run"
     if (record := read_record(path / "sweep.json")) is None:
@@ -156,13 +166,21 @@ def kind_of(path: Path) -> str | None:
 
 
 def check_kind(path: Path, kind: str, key: str) -> None:
-    """Raise ConfigError, which names `key`, if `path` has a kind other than `kind`."""
+    """Raise ConfigError if a directory is a run, sweep or study, but not of the expected kind.
+
+    Args:
+        kind: the expected kind, "run", "sweep" or "study".
+        key: config key that the user can change, named in the error.
+    """
     if (found := kind_of(path)) not in (None, kind):
         raise ConfigError(f"{path} is a {found}, not a {kind}; choose another {key}")
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError if a link replaces a file, or a file replaces a directory."""
+    """Raise CheckpointError if a file or directory of a run has the wrong type.
+
+    For example, a symbolic link in place of a file is an error.
+    """
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
             raise CheckpointError(f"{file} {wrong}; move it away, or choose another run.name")
@@ -175,7 +193,11 @@ def check_own_files(run: Path) -> None:
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the summary if the run has ended and `cfg` does not train it further; else None."""
+    """Return the summary of a run if no training is left to do with `cfg`, else None.
+
+    No training is left if the run has made `cfg.steps` steps, or if the run diverged and `cfg` has
+    the same training settings.
+    """
     found = read_ending(path)
     if found and found.get("stopped"):
         return None if differences(path, cfg, NO_WAY_ON) else found
@@ -183,7 +205,7 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def steps_made(path: Path) -> int | None:
-    """Return the number of steps of a finished run; None for an unfinished run.
+    """Return the number of steps in a run's summary.json; None for a run without summary.json.
 
     Raises CheckpointError if summary.json lacks the number.
     """
@@ -197,7 +219,9 @@ def steps_made(path: Path) -> int | None:
 
 
 def choose_path(cfg: TrainConfig) -> Path:
-    """Return run.dir or outputs/[<sweep>/]<name>; the default name has variant and time.
+    """Return the run directory: `run.dir`, or outputs/[<run.sweep>/]<run.name>.
+
+    The default name contains the model or experiment, the attention variant and the time.
 
     Raises ConfigError for an invalid name.
     """
@@ -223,7 +247,7 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Lock the run directory; a run without a name gets a new directory."""
+    """Choose and lock the run directory; create a new directory for a run without a name."""
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)
@@ -237,5 +261,11 @@ def claim_directory(cfg: TrainConfig) -> RunDirectory:
 
 
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
-    """Write the file `requeue` for the launch script; `step` is the last saved step."""
+    """Write the file `requeue` into a run directory, to let the launch script requeue the job.
+
+    Args:
+        path: run directory.
+        number: the signal that stopped the run.
+        step: step of the last checkpoint; None if training had not begun.
+    """
     write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

@@ -45,7 +45,13 @@ class Trained(NamedTuple):
 def train_loop(
     t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
 ) -> Trained:
-    """Train until cfg.steps, a signal, divergence or unreadable data; then save a checkpoint.
+    """Train until the last step, a stop signal, divergence or a read error; save a checkpoint.
+
+    Args:
+        state: state of the loop, updated in place.
+        here: state of this process, which includes stop signals.
+        out: metrics files, checkpoints and profiler.
+        tasks: measures the model on evaluation tasks; None without tasks.
 
     Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
     """
@@ -111,7 +117,13 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 def exchange(
     agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
-    """Read `agreement.delay` more steps of batches ahead, and exchange flags with all ranks."""
+    """Read batches of the next steps in advance, and combine flags of all ranks.
+
+    The flags are: a stop signal, a due checkpoint, and a read error. Every rank must call this.
+
+    Args:
+        left: number of steps until the end of the run.
+    """
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)
 

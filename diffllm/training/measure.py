@@ -26,9 +26,14 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Return the values due at this step by metric name, and the error if any rank failed.
+    """Measure the model: held-out loss and tasks, if due at this step.
 
-    Every rank must call this.
+    Return the values by metric name, and the error if a rank could not read held-out data, else
+    None. Every rank must call this.
+
+    Args:
+        tasks: measures the model on evaluation tasks.
+        due: the actions that are due at this step.
     """
     values: dict[str, float] = {}
     failure = None
@@ -48,14 +53,18 @@ def measure(
 
 
 def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
-    """Return (source, data, number of sequences) of each held-out sample; source "": all data."""
+    """Return (source name, data, number of sequences) for each held-out sample.
+
+    The first sample has the name "" and covers all data. If the data is a mixture, one sample per
+    source follows.
+    """
     wanted = cfg.eval.sequences
     share = -(-wanted // max(1, len(data.sources)))
     return [("", data, wanted), *((name, of, share) for name, of in data.sources.items())]
 
 
 def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
-    """Compute the loss of a held-out sample in nats per token.
+    """Return the mean loss of at most `sequences` held-out sequences, in nats per token.
 
     Raises AgreedByAll if a rank cannot read its batches. Every rank must call this.
     """
@@ -71,7 +80,10 @@ def sample_loss(t: Training, data: Prepared, sequences: int) -> float:
 
 
 def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches; raises DataError only while iterating."""
+    """Yield this rank's micro-batches of a held-out sample with at most `sequences` sequences.
+
+    Raises DataError during the iteration if the data cannot be read.
+    """
     yield from heldout_batches(
         data.split("heldout"),
         t.cfg.seq_len,
@@ -86,10 +98,12 @@ def sample_batches(t: Training, data: Prepared, sequences: int) -> Iterator[Batc
 def measure_documents(
     t: Training, data: Prepared, here: Process
 ) -> tuple[DocumentLosses | None, signal.Signals | None]:
-    """Compute the loss of each held-out document with targets, for about `eval.tokens` tokens.
+    """Compute the loss of each held-out document, up to about `eval.tokens` tokens in total.
 
-    Returns the losses, or None and the signal that stopped all ranks. Raises AgreedByAll. Every
-    rank must call this.
+    Documents without targets are omitted. Return (losses, None), or (None, signal) if a signal
+    stopped all ranks. Every rank must call this.
+
+    Raises AgreedByAll if a rank cannot read the data.
     """
     cfg, watch = t.cfg, here.watch
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -38,7 +38,13 @@ Report = Callable[[Path], str]
 def open_outputs(
     cfg: TrainConfig, here: Process, claimed: Claimed, state: LoopState, facts: dict[str, Any]
 ) -> Outputs:
-    """Describe the run on disk and in wandb, and open all outputs. Every rank must call this."""
+    """Write run.json, and open metrics files, wandb, checkpoints and profiler.
+
+    Metrics are opened only on rank 0. Every rank must call this.
+
+    Args:
+        facts: content of run.json, except provenance.
+    """
     from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
     _, sinks = here.world.broadcast_and_keep(
@@ -87,7 +93,14 @@ def say_stopped(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Close the outputs of a stopped run; after SIGTERM or SIGUSR1, write the file `requeue`."""
+    """Report that a signal stopped the run, and close metrics files and wandb.
+
+    After SIGTERM or SIGUSR1, write the file `requeue`, to let the launch script requeue the job.
+
+    Args:
+        step: step of the last checkpoint.
+        number: the signal.
+    """
     if claimed.directory and number in REQUEUE:
         request_requeue(claimed.path, number, step)
     with_name = "" if cfg.run.dir or cfg.run.name else f" with run.dir={claimed.path}"
@@ -108,7 +121,13 @@ def finish(
     losses: DocumentLosses | None,
     report: Report | None,
 ) -> None:
-    """On rank 0, write and print the results of a finished run; do nothing on other ranks."""
+    """Write and print the results of a finished run on rank 0; do nothing on other ranks.
+
+    Args:
+        summary: content of summary.json.
+        losses: losses of held-out documents, if measured.
+        report: writes the report of a run directory; None writes no report.
+    """
     if not claimed.directory or not out.sinks:
         return
     out.sinks.close()
@@ -121,7 +140,10 @@ def finish(
 
 
 def sample(t: Training, data: Prepared) -> str:
-    """Return a continuation of data.sample_prompt, or of the held-out split's first tokens."""
+    """Generate text that continues data.sample_prompt; return the prompt and the new text.
+
+    Without data.sample_prompt, the prompt is the beginning of the held-out split.
+    """
     tokenizer = data.tokenizer()
     if t.cfg.data.sample_prompt:
         prompt = tokenizer.encode(t.cfg.data.sample_prompt)

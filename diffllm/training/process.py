@@ -30,7 +30,7 @@ from diffllm.training.directory import RunDirectory
 
 
 class Process(NamedTuple):
-    """Per-process state that lasts for the whole run."""
+    """State of this process that lasts for the whole run."""
 
     world: World
     stop: StopRequest
@@ -51,7 +51,14 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 
 
 def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
-    """Leave a run, with or without an error: log the error, tell other ranks, release the lock."""
+    """Clean up this process at the end of a run.
+
+    Log the error, inform other ranks, and release the lock of the run directory.
+
+    Args:
+        error: the error that ended the run; None after a normal end.
+        directory: the locked run directory, on rank 0.
+    """
     try:
         if error is None:
             here.watch.close()
@@ -102,7 +109,7 @@ SECRET_OPTION = re.compile(rf"-*([\w.]+[-_.])?{SECRET}", re.I)
 
 
 def provenance() -> dict[str, Any]:
-    """Return command line, code version, commit and environment as JSON values."""
+    """Return the command line, code version, Git commit and environment as JSON values."""
     return {
         "command": command(sys.orig_argv),
         "diffllm": {"version": VERSION, "hash": code_version()["diffllm"]},
@@ -124,7 +131,7 @@ def provenance() -> dict[str, Any]:
 
 
 def command(argv: list[str]) -> str:
-    """Quote a command line for a shell; hide values of options that look like secrets."""
+    """Format command line arguments for a shell; replace values of secret options by "..."."""
     shown = []
     hide_next = False
     for word in argv:
@@ -145,7 +152,10 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return commit and dirty flag of a tracked directory; None without git or tracked files."""
+    """Return the Git commit of a directory, and whether tracked files have changed ("dirty").
+
+    Return None if Git is missing, or if Git tracks no file of the directory.
+    """
     try:
         # A wheel may be installed in an ignored .venv inside an unrelated repository.
         if not git(directory, "ls-files", "--", "."):

@@ -1,7 +1,8 @@
 """Turn device tensors of steps into lines in metrics.jsonl, wandb and the terminal.
 
-Step results are read only at logged, evaluated or saved steps. `Record.add` keeps device tensors;
-`Record.write` reads loss, gradient norm and skip flag of all kept steps in one copy.
+`Record.add` stores the result tensors of each step. `Record.write` reads loss, gradient norm and
+skip flag of all stored steps in one copy. Only logged, evaluated and saved steps call
+`Record.write`, because a read makes the host wait for the device.
 """
 
 import contextlib
@@ -28,9 +29,9 @@ from diffllm.training.step import StepResult
 
 
 class Record:
-    """Collects step results on every rank, and writes on rank 0.
+    """Collects results of training steps on every rank, and writes metrics on rank 0.
 
-    Speed is measured per logged interval.
+    The training speed is a mean over the steps since the previous logged step.
     """
 
     def __init__(self, t: Training, state: LoopState, display: Display, sinks: Sinks | None):
@@ -50,7 +51,7 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time in this context from the training speed."""
+        """Exclude the time inside this context from the measured training speed."""
         if self.t.device.type == "cuda":
             torch.cuda.synchronize(self.t.device)
         start = time.perf_counter()
@@ -66,10 +67,11 @@ class Record:
         self.display.advance(step)
 
     def write(self, step: int, values: dict[str, float], loader: TrainLoader | None) -> None:
-        """Read and write all kept steps. Every rank must call this.
+        """Write metrics of all steps since the previous call. Every rank must call this.
 
         Args:
-            values: further metrics of `step`.
+            step: the last step.
+            values: more metrics of `step`, by name.
             loader: the training loader if `step` is a logged step, else None.
         """
         line = {**values, **self._read(step)}
@@ -84,7 +86,10 @@ class Record:
             self.display.print(f"step {step}: {'  '.join(said)}")
 
     def _read(self, step: int) -> dict[str, float]:
-        """Read all kept steps; write statistics of earlier steps, return statistics of `step`."""
+        """Read the results of all steps since the previous call.
+
+        Write the model statistics of earlier steps; return the statistics of `step` by name.
+        """
         if not self.last or not self.pending:
             return {}
         found: dict[str, float] = {}
@@ -149,7 +154,7 @@ class Record:
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
-    """Return the gradient norm of each parameter group as `grad_norm/<group>`."""
+    """Return the gradient norm of each parameter group, named `grad_norm/<group>`."""
     squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square

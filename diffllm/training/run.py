@@ -36,7 +36,7 @@ MakeTasks = Callable[[Tokenizer], Tasks]
 
 
 class Outcome(NamedTuple):
-    """Result of a launch: exactly one field is set."""
+    """Result of a launch: the summary of the run, or the signal that stopped the run."""
 
     summary: dict[str, Any] | None = None
     """The content of summary.json; only "sample" may differ between ranks."""
@@ -44,7 +44,11 @@ class Outcome(NamedTuple):
 
 
 def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -> Outcome:
-    """Prepare, build, train and report. Every process of a launch must call this.
+    """Train one run as `cfg` describes, and return its summary. Every process must call this.
+
+    Args:
+        make_tasks: creates evaluation tasks; None without tasks.
+        report: writes the report of a run directory; None writes no report.
 
     Raises UserError if the run cannot start or fails.
     """

@@ -49,7 +49,10 @@ OF_THE_MACHINE = re.compile(
 
 
 class Claimed(NamedTuple):
-    """The locked run directory; all ranks have equal fields, except `directory` and `saved`."""
+    """The locked run directory, and the checkpoint or weights to start from.
+
+    All ranks have equal fields, except `directory` and `saved`.
+    """
 
     path: Path
     ended: dict[str, Any] | None
@@ -67,7 +70,7 @@ class Claimed(NamedTuple):
 
 
 def claim(cfg: TrainConfig, here: Process) -> Claimed:
-    """Compare code and config of all ranks, and let rank 0 lock the run directory."""
+    """Check that code and config are equal on all ranks, and lock the run directory on rank 0."""
     plugins = plugin_versions(cfg.plugins).items()
     check_same(here.world, "code", code_version() | {f"plugin {name}": v for name, v in plugins})
     values = flatten(yaml_dict(cfg)).items()
@@ -84,7 +87,11 @@ def claim(cfg: TrainConfig, here: Process) -> Claimed:
 def claim_on_rank_0(
     cfg: TrainConfig,
 ) -> tuple[dict[str, Any], tuple[RunDirectory, dict[str, Any] | None]]:
-    """Return the JSON values of `Claimed` for all ranks; then the lock and state.json's content."""
+    """Lock the run directory, and choose the checkpoint or weights to start from.
+
+    Return (shared, private). `shared` contains fields of `Claimed` for all ranks, as JSON values.
+    `private` contains the locked directory, and the content of the checkpoint's state.json or None.
+    """
     directory = claim_directory(cfg)
     checkpoint = saved = weights = None
     try:
@@ -109,9 +116,13 @@ def claim_on_rank_0(
 
 
 def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
-    """Choose the device and prepare the corpus.
+    """Choose this rank's device, and prepare the corpus; return both.
 
-    The preparation may take hours, so it must finish before the first collective.
+    The preparation may take hours, so all ranks must finish before the first collective, which has
+    a timeout.
+
+    Args:
+        path: run directory.
     """
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value
@@ -127,7 +138,10 @@ def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.dev
 
 
 def begin(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
-    """Compare data and parameters with the checkpoint, and begin the run in its directory."""
+    """Begin a new or resumed run in its directory; return the initial state of the training loop.
+
+    Raises an error on all ranks if the checkpoint does not match the data or the model.
+    """
     told = here.world.broadcast_from_rank0(
         "begin", lambda: begin_on_rank_0(cfg, here, claimed, data).state_dict()
     )
@@ -139,7 +153,10 @@ def begin(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> 
 
 
 def begin_on_rank_0(cfg: TrainConfig, here: Process, claimed: Claimed, data: Prepared) -> LoopState:
-    """Write config.yaml and tokenizer; raises CheckpointError if the checkpoint does not fit."""
+    """Write config.yaml and the tokenizer to the run directory; return the initial loop state.
+
+    Raises CheckpointError if the checkpoint to resume does not match the data or the model.
+    """
     assert claimed.directory
     if claimed.weights:
         check_same_tokens(cfg, data, claimed.weights)
@@ -187,9 +204,9 @@ SEQUENCES = 8
 def fill(
     t: Training, here: Process, claimed: Claimed, data: Prepared, state: LoopState
 ) -> dict[str, Any]:
-    """Load or match parameters as configured; return facts for run.json.
+    """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Every rank must call this.
+    Return facts about the initial parameters, for run.json. Every rank must call this.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
@@ -205,7 +222,11 @@ def fill(
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Scale `wo` by model.init_match; return the factor of each layer, measured on rank 0."""
+    """Multiply the initial `wo` of each layer by a factor, as `model.init_match` specifies.
+
+    `wo` is the output projection of attention. Return the factors, which rank 0 measures on
+    training sequences. Every rank must call this.
+    """
     factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():
         for i, factor in enumerate(factors):
@@ -224,7 +245,10 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 
 
 def start_from(t: Training, path: Path) -> dict[str, Any]:
-    """Load parameters and router state; return facts for run.json. Every rank must call this."""
+    """Load parameters and router state from a checkpoint or Hugging Face directory.
+
+    Return facts about the loaded weights, for run.json. Every rank must call this.
+    """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
     origin = origin_of(path)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopState:
-    """The state of a run that is not a tensor; JSON in checkpoints."""
+    """The state of a training loop except tensors; stored as JSON in checkpoints."""
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,10 @@ def samples_of(cfg: TrainConfig, data: Prepared) -> Samples:
 
 
 def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: bool = False) -> None:
-    """Start an asynchronous save; `final` marks the run's last. Every rank must call this."""
+    """Start to save a checkpoint in the background; `final` marks the last save of a run.
+
+    Every rank must call this.
+    """
     rng = rng_tensors(t.device)
     shapes = {name: list(param.shape) for name, param in t.params.items()}
     meta = {"parameters": shapes, "ranks": dist.get_world_size(), "loop": state.state_dict()}
@@ -78,10 +81,16 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 
 
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
-    """Load parameters, optimizer and random generators from a checkpoint of any mesh.
+    """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    A rank at or above `ranks`, the world size of the checkpoint, keeps its generators. Raises
-    CheckpointError.
+    The checkpoint may come from a different number of ranks.
+
+    Args:
+        state: loop state of the checkpoint.
+        path: checkpoint directory.
+        ranks: world size of the checkpoint; ranks with higher numbers keep their generator states.
+
+    Raises CheckpointError if the checkpoint cannot be read.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
@@ -100,7 +109,7 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's random generator states, uint8."""
+    """Return the states of this rank's random generators by name, as uint8 tensors."""
     rng = {f"rng.cpu.{dist.get_rank()}": torch.get_rng_state()}
     if device.type == "cuda":
         rng[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state(device)
@@ -110,7 +119,13 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
 def continuation(
     cfg: TrainConfig, directory: RunDirectory
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the checkpoint to resume and its state.json; raises ConfigError, CheckpointError."""
+    """Return the checkpoint to resume from, and the content of its state.json.
+
+    Return (None, None) if the run must begin at step 0.
+
+    Raises ConfigError if the checkpoint has more steps than `cfg.steps`, and CheckpointError if
+    checkpoints are missing or damaged.
+    """
     checkpoint, run = resume_checkpoint(cfg, directory.checkpoints), directory.path
     if checkpoint is None:
         if lost := read_record(run / SAVED) or read_summary(run):
@@ -132,7 +147,14 @@ def continuation(
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """Return the newest good checkpoint of `own` (oldest first), else of `resume`; None: step 0."""
+    """Return the newest undamaged checkpoint to resume from; None to begin at step 0.
+
+    Args:
+        own: checkpoints in the run directory, oldest first. If the list is empty, `cfg.resume` may
+            select a checkpoint of another run.
+
+    Raises CheckpointError if the checkpoints are missing or damaged.
+    """
     if cfg.resume == "never":
         return None
     if own or cfg.resume == "auto" or cfg.resume.startswith(OF_WEIGHTS):
@@ -150,9 +172,15 @@ def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
 def continued(
     path: Path, saved: dict[str, Any], order: dict[str, Any], allowed: list[str]
 ) -> tuple[LoopState, Changes]:
-    """Return the loop state from state.json's content `saved`, and the changes of the data order.
+    """Return the loop state in a checkpoint, and the changed settings of the data order.
 
-    Raises CheckpointError for a change that is not in `allowed`, or if a key is missing.
+    Args:
+        path: checkpoint directory, named in errors.
+        saved: content of the checkpoint's state.json.
+        order: present settings that decide which samples each step reads.
+        allowed: settings that may differ from the checkpoint.
+
+    Raises CheckpointError if another setting differs, or if state.json lacks a key.
     """
     try:
         state = LoopState.of(saved["loop"])

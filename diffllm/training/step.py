@@ -26,7 +26,7 @@ from diffllm.training.build import Training
 
 
 class Due(NamedTuple):
-    """The actions that are due at one step."""
+    """Actions to take at one training step; a field is True if the action is due."""
 
     statistics: bool = False
     probes: bool = False
@@ -51,7 +51,10 @@ def every(interval: int, step: int) -> bool:
 
 
 def due(cfg: TrainConfig, step: int) -> Due:
-    """Return the actions due at `step`, from 1; the last step is logged, evaluated and saved."""
+    """Return the actions that are due at training step `step`; the first step is 1.
+
+    The last step is always logged, evaluated and saved.
+    """
     last = step == cfg.steps
     interval = cfg.checkpoint.interval
     first, final = cfg.profile.steps or (0, -1)
@@ -76,9 +79,9 @@ OVER_TARGETS = ("nll", "train/z_loss")
 
 
 class StepResult(NamedTuple):
-    """Device tensors of one optimizer step, equal on all ranks up to rounding.
+    """Results of one optimizer step as tensors, equal on all ranks up to rounding.
 
-    The host has not read them yet.
+    Most tensors are on the device; the host has not waited for their values.
     """
 
     nll: Tensor
@@ -100,13 +103,14 @@ class StepResult(NamedTuple):
 
 
 def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTHING) -> StepResult:
-    """Make one optimizer step over the global batch, unless the guard skips it.
+    """Make one optimizer step over the global batch; the spike guard may skip the update.
 
     The host does not wait for the device. Every rank must call this.
 
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
         step: number of optimizer steps made so far; decides the learning rate.
+        due: actions that are due at this step, such as statistics.
     """
     cfg, mesh, counted = t.cfg, t.meshes.dense, None
     if t.ignores_targets:
@@ -153,7 +157,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Results of a step's micro-batches; `train_step` sums them over ranks in place."""
+    """Sums over this rank's micro-batches of one step; `train_step` adds other ranks in place."""
 
     names: tuple[str, ...]
     losses: Tensor
@@ -168,9 +172,14 @@ class Passed(NamedTuple):
 def forward_backward(
     t: Training, batches: Iterator[Batch], due: Due, probe: Tensor | None, counted: Tensor | None
 ) -> Passed:
-    """Run forward and backward of this rank's micro-batches; accumulate the gradients.
+    """Run forward and backward passes of this rank's micro-batches; accumulate the gradients.
 
-    `counted` is the number of targets over which the loss is averaged; None for all targets.
+    Args:
+        batches: micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
+        due: the statistics that are due at this step.
+        probe: query positions at which attention is measured, (N,) int64; None measures nothing.
+        counted: number of targets in the global batch that the loss does not ignore; None if no
+            target can be ignored.
     """
     losses = torch.zeros((), device=t.device)
     routed = torch.zeros((), dtype=torch.int64, device=t.device)
@@ -198,7 +207,10 @@ def forward_backward(
 
 
 def probe(t: Training, step: int, due: Due) -> Tensor | None:
-    """Draw the query positions of a probe, (N,) int64 on the device; None if no probe is due."""
+    """Draw the query positions at which this step measures attention, (N,) int64 on the device.
+
+    Return None if no measurement is due.
+    """
     if not (due.probes or (due.diagnose and t.compiled)):
         return None
     positions = probe_positions(t.cfg.diagnostics, t.cfg.seq_len, t.cfg.seed, step)
@@ -206,10 +218,13 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
 
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """Scale a micro-batch's objective, so that gradients averaged over ranks are the step's.
+    """Scale the objective of a micro-batch, so that FSDP2's mean gradient over ranks is correct.
 
+    The objective is a mean over all targets of the global batch that are not ignored. Router losses
+    are means over all tokens.
 
-    Router losses are averaged over all tokens, not over `counted` targets: all tokens are routed.
+    Args:
+        counted: number of targets that are not ignored; None if no target can be ignored.
     """
     over_tokens = dist.get_world_size() / t.tokens
     if counted is None:

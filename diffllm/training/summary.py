@@ -30,7 +30,13 @@ SPIKES = (
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
-    """Return the lines printed before the first step; `facts` is the result of `describe`."""
+    """Return the text printed before the first training step.
+
+    Args:
+        facts: the result of `describe`.
+        path: run directory.
+        step: number of training steps before the start.
+    """
     choices, manifest = cfg.run.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)
     millions = facts["parameters"] / 1e6
@@ -78,7 +84,7 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Return one line per source of a mixture: its share of the run, its epochs and tokens."""
+    """Return one line per source of a data mixture: share of the run, epochs and tokens."""
     total = cfg.steps * cfg.global_batch_size
     read = samples_of(cfg, data).consumed(total) if data.sources else {}
     return [
@@ -133,7 +139,12 @@ def summarise(
     trained: Trained,
     losses: DocumentLosses | None,
 ) -> dict[str, Any]:
-    """Return the content of summary.json; None replaces a number that is not finite."""
+    """Return the content of summary.json; numbers that are not finite become None.
+
+    Args:
+        trained: the result of the training loop.
+        losses: losses of held-out documents; None if the run diverged.
+    """
     cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
     visible_keys = state.visible_keys.mean if t.documents else None
     packing = packing_counts(data, cfg.data, cfg.seq_len)
@@ -170,7 +181,13 @@ def summarise(
 
 
 def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: str) -> str:
-    """Return the text printed at the end of a run; `report` is the report's path or a reason."""
+    """Return the text printed at the end of a run.
+
+    Args:
+        summary: content of summary.json.
+        path: run directory.
+        report: path of the report, or the reason why the report is missing.
+    """
     train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
     speed, skipped = summary["tokens_per_s"], summary["spikes/skipped_total"]
