@@ -79,7 +79,7 @@ def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
     return checkpointer.directory / f"step-{number:08d}"
 
 
-def test_resume_restores_windows_of_spike_protection(checkpointer):
+def test_resume_restores_loss_history_of_spike_guard(checkpointer):
     spike = ["train.skip_step=spike"]
     t, state = training("diff_v2", *spike), LoopState()
     for i in range(130):
@@ -96,7 +96,7 @@ def test_resume_restores_windows_of_spike_protection(checkpointer):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def test_checkpoint_contains_exact_tensors_at_call_of_save(checkpointer, tmp_path, variant):
+def test_checkpoint_contains_tensors_as_of_call_to_save(checkpointer, tmp_path, variant):
     t, state = training(variant), LoopState()
     for number in range(2):
         step(t, number)
@@ -122,7 +122,7 @@ def test_checkpoint_contains_exact_tensors_at_call_of_save(checkpointer, tmp_pat
     assert_equal(values(fresh), moved)
 
 
-def test_checkpoint_preserves_nan_and_every_dtype(checkpointer):
+def test_checkpoint_preserves_nan_and_dtype_of_tensors(checkpointer):
     tensors = {
         "special": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
         "bf16": torch.randn(5).bfloat16(),
@@ -179,7 +179,9 @@ def test_checkpoint_is_visible_only_when_complete(checkpointer, gate, tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_failed_save_prints_warning_and_leaves_no_files(checkpointer, gate, tmp_path, capfd):
+def test_failed_checkpoint_save_prints_warning_and_leaves_no_files(
+    checkpointer, gate, tmp_path, capfd
+):
     gate.broken = True
     gate.set()
     checkpointer.save(1, small(), STATE)
@@ -195,7 +197,7 @@ def test_failed_save_prints_warning_and_leaves_no_files(checkpointer, gate, tmp_
     assert capfd.readouterr().err == ""
 
 
-def test_failed_final_save_is_error_with_newest_checkpoint(checkpointer, gate, tmp_path):
+def test_failed_final_save_raises_error_that_names_newest_checkpoint(checkpointer, gate, tmp_path):
     gate.set()
     saved(checkpointer, 1)
     gate.broken = True
@@ -210,7 +212,7 @@ def test_failed_final_save_is_error_with_newest_checkpoint(checkpointer, gate, t
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_save_waits_for_previous_save(checkpointer, gate, tmp_path):
+def test_checkpoint_save_waits_for_previous_save(checkpointer, gate, tmp_path):
     checkpointer.save(1, small(), STATE)
     assert gate.reached.wait(60)
     threading.Timer(0.2, gate.set).start()
@@ -238,13 +240,13 @@ def test_list_checkpoints_ignores_other_names_and_sorts_by_step(checkpointer, tm
     ("name", "shape", "said"),
     [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read")],
 )
-def test_missing_tensor_or_different_shape_is_refused(checkpointer, name, shape, said):
+def test_load_of_missing_tensor_or_different_shape_fails(checkpointer, name, shape, said):
     path = saved(checkpointer)
     with pytest.raises(CheckpointError, match=said):
         load_tensors(path, {name: torch.zeros(shape)})
 
 
-def test_directory_without_checkpoint_is_refused(tmp_path):
+def test_load_from_directory_without_checkpoint_fails(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="is not a checkpoint"):
             check_parameters(path, read_state(path), {})

@@ -154,7 +154,7 @@ class Got:
         return getattr, self.words
 
 
-def test_index_may_use_getattr_only_for_enum_members():
+def test_checkpoint_index_may_use_getattr_only_for_enum_members():
     def read(kind: Any, name: str) -> Any:
         return RecordUnpickler(io.BytesIO(pickle.dumps(Got(kind, name)))).load()
 
@@ -203,7 +203,7 @@ def listed_and_reported(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", slow_but(["a pickle as index", "a relative path out"], FORGERIES))
-def test_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, capfd):
+def test_forged_checkpoint_is_refused_by_every_command(run, tmp_path, name, capfd):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     FORGERIES[name](path, marker)
     sign(path)
@@ -214,7 +214,7 @@ def test_forged_checkpoint_is_refused_by_every_reader(run, tmp_path, name, capfd
 
 
 @pytest.mark.parametrize("forge", [pickle_as_index, pickle_inside_the_index, bytes_entry])
-def test_forged_checkpoints_run_code_in_plain_dcp(run, tmp_path, forge):
+def test_forged_checkpoint_runs_code_if_loaded_by_torch_directly(run, tmp_path, forge):
     path, marker = checkpoint_of(run), tmp_path / "marker"
     forge(path, marker)
     with warnings.catch_warnings(), contextlib.suppress(Exception, CheckpointException):
@@ -223,7 +223,7 @@ def test_forged_checkpoints_run_code_in_plain_dcp(run, tmp_path, forge):
     assert marker.exists()
 
 
-def test_manifest_is_compared_before_index_is_opened(run, tmp_path, capfd, monkeypatch):
+def test_checkpoint_index_with_wrong_checksum_is_not_unpickled(run, tmp_path, capfd, monkeypatch):
     """The forged index is not signed, so even the restricted unpickler must not open the index."""
     opened: list[object] = []
     monkeypatch.setattr("diffllm.checkpoint.reader.RecordUnpickler", opened.append)
@@ -235,7 +235,7 @@ def test_manifest_is_compared_before_index_is_opened(run, tmp_path, capfd, monke
     assert not (tmp_path / "marker").exists()
 
 
-def test_link_out_of_checkpoint_is_refused(run, tmp_path, capfd):
+def test_checkpoint_file_that_is_symbolic_link_is_refused(run, tmp_path, capfd):
     file = checkpoint_of(run) / "__0_0.distcp"
     shutil.move(file, tmp_path / "outside")
     file.symlink_to(tmp_path / "outside")
@@ -259,7 +259,7 @@ OUT = ("../../../outside", "{parent}/outside", "./state.json", "..", ".", "", "a
 
 
 @pytest.mark.parametrize("name", slow_but(OUT[:2], OUT))
-def test_manifest_with_path_out_of_checkpoint_is_refused(run, name, capfd):
+def test_manifest_with_path_outside_of_checkpoint_is_refused(run, name, capfd):
     file = checkpoint_of(run) / "manifest.json"
     file.write_text(also(run, name.format(parent=run.parent)))
     said = refused(run, capfd)
@@ -268,7 +268,7 @@ def test_manifest_with_path_out_of_checkpoint_is_refused(run, name, capfd):
     assert "damaged" in listed_and_reported(run, capfd)
 
 
-def test_deeply_nested_state_is_refused_by_every_reader(run, capfd):
+def test_deeply_nested_state_json_is_refused_by_every_command(run, capfd):
     (checkpoint_of(run) / "state.json").write_text('{"loop": ' + DEEP + "}")
     sign(checkpoint_of(run))
     assert all("state.json is nested too deeply" in line for line in refused(run, capfd))
@@ -288,7 +288,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", slow_but(["a call", "a created node"], CONFIGS))
-def test_forged_config_is_refused_by_every_reader(run, tmp_path, name, capfd):
+def test_forged_run_config_is_refused_by_every_command(run, tmp_path, name, capfd):
     file, marker = run / "config.yaml", tmp_path / "marker"
     rest = file.read_text()
     before, _, after = rest.partition("model:\n")
@@ -353,7 +353,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", slow_but(["plugins alone", "a variant"], NAMED))
-def test_plugin_named_by_run_directory_is_not_imported(run, evil, name, capfd):
+def test_plugin_named_only_in_run_directory_is_not_imported(run, evil, name, capfd):
     file = run / "config.yaml"
     text = file.read_text()
     for old, new in [("plugins: []\n", "plugins:\n- evil_plugin\n"), *NAMED[name]]:
@@ -406,7 +406,7 @@ GUARDED = [
 ]
 
 
-def test_source_unpickles_and_evaluates_only_in_guarded_places():
+def test_package_source_uses_unsafe_loaders_only_in_reviewed_files():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))

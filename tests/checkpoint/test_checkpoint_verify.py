@@ -61,7 +61,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_verify_reports_damaged_file(whole, name, how):
+def test_verify_reports_damaged_checkpoint_file(whole, name, how):
     damage, said = DAMAGES[how]
     damage(whole / name)
     (problem,) = verify(whole)
@@ -70,7 +70,7 @@ def test_verify_reports_damaged_file(whole, name, how):
     assert (verify(whole, checksums=False) == []) == (how == "a bit")
 
 
-def test_checkpoint_without_manifest_is_damaged(whole):
+def test_verify_reports_checkpoint_without_manifest(whole):
     (whole / NAME).unlink()
     assert verify(whole) == [f"it has no {NAME}"]
 
@@ -89,7 +89,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_damaged_checkpoints_are_reported_and_kept(three, capfd):
+def test_resume_reports_damaged_checkpoints_and_does_not_delete_files(three, capfd):
     flip_bit(three[2] / ".metadata")
     (three[1] / "state.json").unlink()
     before = content(three[2]), content(three[1])
@@ -114,7 +114,7 @@ def test_resume_fails_if_all_checkpoints_are_damaged(three, capfd):
     assert auto([]) is None
 
 
-def test_selected_checkpoint_that_is_damaged_is_error(three):
+def test_resume_from_selected_damaged_checkpoint_fails(three):
     flip_bit(three[2] / "state.json")
     with pytest.raises(CheckpointError, match=r"step-00000030 is damaged: state\.json has a wrong"):
         resume_checkpoint(load_config(["model=tiny", f"resume={three[2]}"]), [])
@@ -122,7 +122,7 @@ def test_selected_checkpoint_that_is_damaged_is_error(three):
         find_checkpoint(three[0].parents[1], 30)
 
 
-def test_resume_from_run_uses_newest_good_checkpoint(three, capfd):
+def test_resume_from_run_directory_uses_newest_undamaged_checkpoint(three, capfd):
     flip_bit(three[2] / "state.json")
     run = three[0].parents[1]
     for path in (run, run / "checkpoints"):
@@ -139,12 +139,14 @@ def kept(directory: Path) -> list[int]:
     ("keep_last", "keep_every", "left"),
     [(2, 30, [30, 60, 80, 90]), (0, 30, [10, 20, 30, 40, 50, 60, 70, 80, 90])],
 )
-def test_prune_keeps_last_checkpoints_and_multiples(tmp_path, keep_last, keep_every, left):
+def test_prune_keeps_checkpoints_selected_by_keep_last_and_keep_every(
+    tmp_path, keep_last, keep_every, left
+):
     save_steps(tmp_path, *range(10, 100, 10), keep_last=keep_last, keep_every=keep_every)
     assert kept(tmp_path) == left
 
 
-def test_damaged_checkpoint_is_kept_until_new_save_of_same_step(tmp_path, capfd):
+def test_damaged_checkpoint_is_renamed_by_new_save_of_same_step(tmp_path, capfd):
     save_steps(tmp_path, 10, 20, 30, 40, keep_last=0)
     for step in (30, 40):
         flip_bit(tmp_path / f"step-{step:08d}" / "__0_0.distcp")
@@ -165,7 +167,7 @@ def test_damaged_checkpoint_is_kept_until_new_save_of_same_step(tmp_path, capfd)
     assert verify(tmp_path / "step-00000040") == []
 
 
-def test_full_disk_prints_warning_before_any_write(tmp_path, capfd, monkeypatch):
+def test_save_to_full_disk_prints_warning_and_writes_no_file(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 8_000))
     save_steps(tmp_path, 10)
     said = capfd.readouterr().err
@@ -179,12 +181,12 @@ def test_full_disk_prints_warning_before_any_write(tmp_path, capfd, monkeypatch)
     ("word", "steps", "seconds"),
     [("7", 7, None), ("30min", 0, 1800), ("1.5min", 0, 90), ("2h", 0, 7200), ("90s", 0, 90)],
 )
-def test_interval_is_steps_or_time(word, steps, seconds):
+def test_checkpoint_interval_accepts_steps_or_time(word, steps, seconds):
     cfg = load_config(["model=tiny", f"checkpoint.interval={word}"]).checkpoint
     assert (cfg.steps, cfg.seconds) == (steps, seconds)
 
 
-def test_save_is_due_once_per_interval_since_last_save(tmp_path, monkeypatch):
+def test_checkpoint_is_due_once_per_interval_after_last_save(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("diffllm.checkpoint.writer.monotonic", lambda: now[0])
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(interval="1min"))
@@ -209,7 +211,7 @@ def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[i
     return code, json.loads(capfd.readouterr().out)
 
 
-def test_checkpoints_command_lists_and_verifies(tmp_path, capfd):
+def test_checkpoints_command_lists_checkpoints_with_state(tmp_path, capfd):
     save_steps(tmp_path / "checkpoints", 10, 20, 30, keep_last=0)
     (tmp_path / "checkpoints" / ".step-00000040.incomplete").mkdir()
     code, rows = listed(tmp_path, capfd)

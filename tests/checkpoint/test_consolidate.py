@@ -49,7 +49,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(
     "variant", slow_but(["diff_v1", "diff_v2"], ["standard", "gated", "diff_v1", "diff_v2"])
 )
-def test_consolidated_model_equals_trained_model_bit_for_bit(tmp_path, variant, capfd):
+def test_consolidated_model_equals_trained_model_exactly(tmp_path, variant, capfd):
     with gloo_group():
         logits, values = trained_run(tmp_path, [f"attention={variant}"])
     assert main(["consolidate", f"run={tmp_path}"]) == 0
@@ -68,7 +68,7 @@ def test_consolidated_model_equals_trained_model_bit_for_bit(tmp_path, variant, 
     assert (out / "tokenizer.model").read_bytes() == b"pieces"
 
 
-def test_consolidate_merges_experts_of_two_ranks(tmp_path):
+def test_consolidate_merges_experts_from_two_ranks(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     results = run_ranks(trained_on_ranks, 2, tmp_path, run, EXPERTS)
@@ -85,7 +85,7 @@ def test_consolidate_merges_experts_of_two_ranks(tmp_path):
         torch.testing.assert_close(model(TOKENS), torch.tensor(logits), atol=1e-5, rtol=0)
 
 
-def test_bf16_rounds_all_except_float32_parameters(run, tmp_path):
+def test_consolidate_to_bf16_keeps_float32_only_parameters_exact(run, tmp_path):
     path, _, values = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "dtype=bf16"]) == 0
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def test_bf16_rounds_all_except_float32_parameters(run, tmp_path):
         assert torch.equal(written[name], value if name in kept else value.bfloat16()), name
 
 
-def test_large_models_are_sharded_with_index(run, tmp_path):
+def test_consolidate_splits_large_model_into_files_with_index(run, tmp_path):
     path, logits, _ = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -122,7 +122,7 @@ def test_large_models_are_sharded_with_index(run, tmp_path):
     assert {file.name for file in tmp_path.glob("model*")} == {"model.safetensors"}
 
 
-def test_existing_files_are_not_overwritten(run, tmp_path, capfd):
+def test_consolidate_does_not_overwrite_existing_files(run, tmp_path, capfd):
     path, _, _ = run
     for name in ("model.safetensors", "config.yaml", "tokenizer.model"):
         directory = tmp_path / name.replace(".", "-")
@@ -135,7 +135,7 @@ def test_existing_files_are_not_overwritten(run, tmp_path, capfd):
         assert {f.name: f.read_text() for f in directory.iterdir()} == {name: "mine"}
 
 
-def test_failed_write_leaves_no_files(run, tmp_path, monkeypatch, capfd):
+def test_consolidate_leaves_no_files_after_failed_write(run, tmp_path, monkeypatch, capfd):
     path, _, _ = run
 
     def refuse(*_: object) -> None:
@@ -147,7 +147,7 @@ def test_failed_write_leaves_no_files(run, tmp_path, monkeypatch, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_consolidate_removes_remains_of_killed_consolidate(run, tmp_path):
+def test_consolidate_removes_partial_files_of_killed_consolidate(run, tmp_path):
     (tmp_path / ".model.partial" / "half").mkdir(parents=True)
     assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}"]) == 0
     assert not list(tmp_path.glob(".*"))

@@ -60,7 +60,7 @@ def assert_usable(path: Path) -> None:
 
 
 @pytest.mark.fuzz
-def test_signed_state_with_changed_value_is_fault_or_usable(run):
+def test_forged_state_json_with_valid_checksum_is_rejected_or_loads_safely(run):
     path, file = newest(run), newest(run) / "state.json"
 
     def check(content: bytes) -> None:
@@ -81,7 +81,7 @@ def norm_of(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
-def test_damaged_file_of_checkpoint_is_fault(run, name):
+def test_damage_to_any_checkpoint_file_is_detected(run, name):
     path, file, whole = newest(run), newest(run) / name, read_manifest(newest(run))
     real, tensors = file.read_bytes(), norm_of(path)
 
@@ -101,7 +101,7 @@ def test_damaged_file_of_checkpoint_is_fault(run, name):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_signed_damage_to_tensors_is_refused_or_read(run, name):
+def test_forged_tensor_file_with_valid_checksum_is_rejected_or_loads_safely(run, name):
     """A forger can change numbers, but cannot run code or cause an unexpected error."""
     path, file, tensors = newest(run), newest(run) / name, norm_of(newest(run))
 
@@ -124,7 +124,7 @@ MISSING = object()
         *(("visible_keys", value) for value in (None, {"keys": "9"}, {"keys": 2, "queries": 3})),
     ],
 )
-def test_state_with_missing_or_forged_field_is_fault(run, name, value):
+def test_state_json_with_missing_or_forged_field_is_rejected(run, name, value):
     file = newest(run) / "state.json"
     content = json.loads(file.read_text())
     content["loop"][name] = value
@@ -136,7 +136,7 @@ def test_state_with_missing_or_forged_field_is_fault(run, name, value):
     assert chosen(run) == "step-00000001"
 
 
-def test_checkpoint_renamed_to_different_step_is_fault(run, capfd):
+def test_checkpoint_directory_renamed_to_different_step_is_rejected(run, capfd):
     newest(run).rename(run / "checkpoints" / "step-00000007")
     (fault,) = faults(run / "checkpoints" / "step-00000007")
     assert fault == "manifest.json has step 3, but the directory name has 7"
@@ -146,14 +146,14 @@ def test_checkpoint_renamed_to_different_step_is_fault(run, capfd):
     assert newest_good(paths) == paths[0]
 
 
-def test_state_with_different_step_than_name_is_fault(run):
+def test_state_json_with_step_unlike_directory_name_is_rejected(run):
     file = newest(run) / "state.json"
     file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
     sign(newest(run))
     assert faults(newest(run)) == ["state.json has step 2, but the directory name has 3"]
 
 
-def test_run_config_with_alias_bomb_is_refused(run, capfd):
+def test_run_config_with_yaml_alias_bomb_is_refused(run, capfd):
     file = run / "config.yaml"
     file.write_text(BOMB + file.read_text())
     said = f"config.yaml has more than {MOST_NODES:,} keys and values"
@@ -168,7 +168,7 @@ READERS = [load_study, lambda path: with_recipe(f"data={path}"), read_yaml]
 
 
 @pytest.mark.parametrize("read", slow_but([load_study], READERS))
-def test_user_file_with_alias_bomb_is_refused(tmp_path, read):
+def test_user_file_with_yaml_alias_bomb_is_refused(tmp_path, read):
     file = tmp_path / "file.yaml"
     file.write_text(BOMB)
     with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):

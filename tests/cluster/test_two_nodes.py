@@ -96,7 +96,7 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     return losses(run)
 
 
-def test_two_nodes_train_like_single_node(nodes, corpus, tmp_path):
+def test_training_on_two_nodes_equals_training_on_single_node(nodes, corpus, tmp_path):
     words = overrides(corpus, tmp_path / "run", "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
@@ -123,7 +123,9 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_run_shrinks_after_node_loss_and_grows_after_return(nodes, corpus, tmp_path, host, cut):
+def test_elastic_run_continues_on_fewer_nodes_and_uses_returned_node(
+    nodes, corpus, tmp_path, host, cut
+):
     """Ranks are ordered by node name; the lost node does not host the rendezvous."""
     words = overrides(corpus, tmp_path / "run", *LONG)
     cluster = Cluster(nodes, host, tmp_path / "run", words)

@@ -161,7 +161,9 @@ def in_tiers():
 
 
 @pytest.mark.parametrize(("layout", "sparing"), list(in_tiers()))
-def test_every_expert_layout_trains_like_single_process(layout, sparing, one_process, tmp_path):
+def test_training_on_every_expert_mesh_equals_single_process(
+    layout, sparing, one_process, tmp_path
+):
     ranks, overrides = LAYOUTS[layout]
     results = run_ranks(trained, ranks, tmp_path, overrides + SPARING * sparing)
     for result in results:
@@ -181,7 +183,7 @@ def test_every_expert_layout_trains_like_single_process(layout, sparing, one_pro
 
 
 @pytest.mark.slow
-def test_softmax_scores_and_dense_layer_train_alike_on_four_ranks(tmp_path):
+def test_softmax_router_and_dense_layer_on_four_ranks_train_like_single_rank(tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]
@@ -196,7 +198,7 @@ def test_softmax_scores_and_dense_layer_train_alike_on_four_ranks(tmp_path):
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_fewer_experts_than_ranks_are_sharded_inside_experts(ranks, overrides, tmp_path):
+def test_matrices_of_experts_are_sharded_if_ranks_outnumber_experts(ranks, overrides, tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
     results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
@@ -210,7 +212,7 @@ def test_fewer_experts_than_ranks_are_sharded_inside_experts(ranks, overrides, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert2", "expert4", "shard2_expert2"])
-def test_rank_with_idle_experts_trains_alike(layout, tmp_path):
+def test_rank_without_tokens_for_its_experts_trains_like_single_rank(layout, tmp_path):
     bias = [-9.0, -9.0, 9.0, 9.0]  # No token selects the first two experts, on the first rank.
     still = ["model.moe.bias_update_rate=0"]
     (one,) = run_ranks(trained, 1, tmp_path, still, bias)
@@ -225,7 +227,7 @@ def test_rank_with_idle_experts_trains_alike(layout, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_experts_train_alike(one_process, tmp_path):
+def test_compiled_expert_parallel_training_equals_single_process(one_process, tmp_path):
     for extra in ([], SPARING):
         overrides = ["parallel.expert=2", "compile=true", *extra]
         assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
@@ -250,7 +252,7 @@ def moved(overrides, source, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
-def test_checkpoints_load_in_every_expert_layout(experts, tmp_path):
+def test_moe_checkpoint_loads_on_every_expert_mesh(experts, tmp_path):
     split = ["parallel.shard=2", "parallel.expert=2"]
     steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]
     if experts:
@@ -272,7 +274,7 @@ def test_checkpoints_load_in_every_expert_layout(experts, tmp_path):
     assert "model.layers.0.ffn.router.bias" in first
 
 
-def test_evaluation_pads_ranks_with_fewer_sequences(tmp_path):
+def test_heldout_loss_is_correct_if_ranks_have_unequal_numbers_of_sequences(tmp_path):
     overrides = [*MOE, "parallel.expert=2", "micro_batch_size=4"]
     for masked, free, one_by_one, whole in run_ranks(heldout_losses, 2, tmp_path, overrides):
         assert masked == pytest.approx(one_by_one, abs=1e-5)
@@ -295,7 +297,7 @@ def calls_of_sampling(overrides):
     return sample(t, SimpleNamespace(tokenizer=lambda: PIECES)), len(calls)
 
 
-def test_sampling_calls_model_equally_often_on_all_ranks(tmp_path):
+def test_text_generation_calls_model_equally_often_on_all_ranks(tmp_path):
     """A rank that stopped early would block other ranks, which need its experts."""
     results = run_ranks(calls_of_sampling, 2, tmp_path, ["parallel.expert=2"])
     (tokens, calls), (ended, others) = results
@@ -308,12 +310,12 @@ def test_sampling_calls_model_equally_often_on_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("expert", [3, 16])
-def test_parallel_expert_that_does_not_divide_n_experts_is_refused(expert):
+def test_parallel_expert_setting_must_divide_number_of_experts(expert):
     with pytest.raises(ConfigError, match=rf"parallel.expert={expert} .* model.moe.n_experts=4"):
         config([f"parallel.expert={expert}"])
 
 
-def test_shard_that_divides_no_dimension_of_experts_is_refused():
+def test_parallel_shard_must_divide_some_dimension_of_expert_matrices():
     cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide the 2 experts of a rank, .*=32 or .*=48"

@@ -68,7 +68,7 @@ def test_environment_reads_rank_world_size_and_local_rank(env, expected):
         (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
     ],
 )
-def test_inconsistent_launcher_variables_are_refused(env, named):
+def test_environment_refuses_inconsistent_launcher_variables(env, named):
     with pytest.raises(LaunchError) as error:
         environment(env)
     assert all(part in str(error.value) for part in named)
@@ -86,7 +86,7 @@ def test_inconsistent_launcher_variables_are_refused(env, named):
         (SRUN | {"SLURM_JOB_ID": "4123456789"}, ("a1", 12000 + 4123456789 * 16 % 20000)),
     ],
 )
-def test_meeting_point_is_address_and_port_of_rank_0(env, expected):
+def test_meeting_point_returns_address_and_port_of_rank_0(env, expected):
     assert meeting_point(env) == expected
     assert 0 < meeting_point(env)[1] < 32768
 
@@ -100,7 +100,7 @@ def test_meeting_point_is_address_and_port_of_rank_0(env, expected):
         ({"MASTER_PORT": "65536"}, "below 65536"),
     ],
 )
-def test_missing_or_invalid_address_is_refused(change, named):
+def test_meeting_point_refuses_missing_or_invalid_address_or_port(change, named):
     env = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(LaunchError, match=named):
         meeting_point(env)
@@ -116,7 +116,7 @@ def test_missing_or_invalid_address_is_refused(change, named):
         ("rack[0-1]node[10-12]", "rack0node10"),
     ],
 )
-def test_first_host_parses_slurm_node_list(nodes, first):
+def test_first_host_returns_first_name_of_slurm_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
@@ -138,7 +138,7 @@ def two_worlds(server: dist.TCPStore) -> list[World]:
     return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
 
 
-def test_agree_on_name_ignores_keys_of_earlier_starts(server):
+def test_ranks_agree_on_new_store_prefix_despite_keys_of_earlier_launches(server):
     """3, 2, 3 and 3 ranks agree in turn through the same store; high ranks arrive first."""
     server.set("arrived/2", "a rank that died before rank 0 answered")
     names = []
@@ -154,7 +154,7 @@ def test_agree_on_name_ignores_keys_of_earlier_starts(server):
     assert len(set(names)) == 4
 
 
-def test_rank_0_waits_until_error_is_read():
+def test_rank_0_exits_only_after_other_rank_has_read_error_of_rank_0():
     """The store ends with rank 0. The other rank reads the error only after rank 0 waits."""
     waits = threading.Event()
 
@@ -190,7 +190,7 @@ class NoSignal:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_rank_stopped_before_training_stops_all_ranks(server, first):
+def test_signal_to_single_rank_before_training_stops_all_ranks(server, first):
     """Rank 0, whose process hosts the store, waits until late ranks have closed."""
     worlds = two_worlds(server)
     early = Watch(worlds[first], 600, NoSignal())
@@ -209,7 +209,7 @@ def test_rank_stopped_before_training_stops_all_ranks(server, first):
         leaving.result(PATIENCE_S)
 
 
-def test_collective_broken_by_stop_is_not_reported_as_missing_rank(server):
+def test_collective_that_fails_after_stop_signal_is_not_reported_as_missing_rank(server):
     worlds = two_worlds(server)
     watch = Watch(worlds[0], 600, NoSignal())
     worlds[1].stop(signal.SIGUSR1)
@@ -220,7 +220,7 @@ def test_collective_broken_by_stop_is_not_reported_as_missing_rank(server):
     watch.close()
 
 
-def test_second_signal_raises_only_for_sigint():
+def test_second_stop_signal_raises_keyboard_interrupt_only_for_sigint():
     request = StopRequest()
     try:
         with pytest.raises(StoppedEarly):
@@ -233,7 +233,7 @@ def test_second_signal_raises_only_for_sigint():
         request.close()
 
 
-def test_rank_0_lists_ranks_that_did_not_connect(server):
+def test_launch_error_lists_ranks_that_did_not_connect(server):
     server.set("arrived/2", "from an earlier start")
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(agree_on_name, *stores(server, 1), 1, 4, PATIENCE_S)
@@ -243,7 +243,7 @@ def test_rank_0_lists_ranks_that_did_not_connect(server):
         one.result()
 
 
-def test_join_without_rank_0_fails_after_timeout(monkeypatch):
+def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
     with socket.socket() as listener:  # Bind the port, so that no other program answers.
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -265,7 +265,7 @@ def test_join_without_rank_0_fails_after_timeout(monkeypatch):
         (None, "AVX2,STRICT"),
     ],
 )
-def test_strict_mode_is_highest_reproducible_instruction_set(tmp_path, flags, expected):
+def test_strict_mode_selects_highest_reproducible_instruction_set_of_cpu(tmp_path, flags, expected):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")

@@ -81,7 +81,7 @@ def expected(overrides, masked, predicted=lambda i: True):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_document_losses_equal_float64_reference(ranks, tmp_path):
+def test_losses_of_heldout_documents_equal_float64_reference(ranks, tmp_path):
     """On 2 ranks FSDP shards the model, and the last batches are padded."""
     overrides = ["attention=diff_v2", "micro_batch_size=2"]
     reference = [expected(overrides, masked) for masked in (True, False)]
@@ -91,7 +91,7 @@ def test_document_losses_equal_float64_reference(ranks, tmp_path):
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
 
 
-def test_context_tokens_are_excluded_from_document_losses(tmp_path):
+def test_masked_context_tokens_are_excluded_from_document_losses(tmp_path):
     overrides = ["micro_batch_size=2"]
     (found,) = run_ranks(measured, 1, tmp_path, overrides, Masked)
     for mine, masked in zip(found, (True, False), strict=True):
@@ -107,7 +107,7 @@ def test_context_tokens_are_excluded_from_document_losses(tmp_path):
         (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=true"]),
     ],
 )
-def test_document_losses_are_equal_on_every_mesh(ranks, overrides, tmp_path):
+def test_document_losses_on_every_mesh_equal_single_rank(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
     (one,) = run_ranks(measured, 1, tmp_path, alone)
     for found in run_ranks(measured, ranks, tmp_path, overrides):
@@ -150,7 +150,7 @@ def answered(overrides):
         [(ranks, words) for ranks in (1, 2, 3) for words in (("attention=diff_v2",), MOE)],
     ),
 )
-def test_task_scores_are_complete_on_every_rank(ranks, overrides, tmp_path):
+def test_task_scores_on_every_rank_equal_scores_of_single_process(ranks, overrides, tmp_path):
     if ranks == 3:
         overrides = (*overrides, "global_batch_size=3", "micro_batch_size=1")
     cfg = config(*overrides)

@@ -205,13 +205,13 @@ def check(variant, ranks):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
-def test_metrics_of_step_equal_plain_recomputation(variant, tmp_path):
+def test_training_metrics_on_two_ranks_equal_recomputation_in_single_process(variant, tmp_path):
     check(variant, run_ranks(measured, 2, tmp_path, variant, ["compile=false"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_metrics_are_equal_with_two_graphs(variant, tmp_path):
+def test_compiled_training_metrics_equal_recomputation_without_later_recompiling(variant, tmp_path):
     """`fullgraph=True` raises at a graph break."""
     ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])
     check(variant, ranks)

@@ -77,7 +77,9 @@ class Watcher(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("micro", slow_but([4], [8, 4, 1]))
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 0)])
-def test_parameters_are_copied_at_most_once_per_step(precision, times, micro, checkpointing):
+def test_one_rank_copies_each_parameter_at_most_once_per_step(
+    precision, times, micro, checkpointing
+):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]
     with gloo_group():
         t = training(*words, f"activation_checkpointing={checkpointing}", "attention=diff_v1")
@@ -93,7 +95,7 @@ def test_parameters_are_copied_at_most_once_per_step(precision, times, micro, ch
 
 
 @pytest.mark.parametrize("micro", [8, 2, 1])
-def test_gradients_are_cast_once_and_then_added_in_place(micro):
+def test_one_rank_accumulates_bf16_gradients_in_place_in_float32(micro):
     with gloo_group():
         t = training("precision=bf16", f"micro_batch_size={micro}")
         # The chunked loss accumulates the gradient of output.weight itself.
@@ -107,7 +109,7 @@ def test_gradients_are_cast_once_and_then_added_in_place(micro):
     assert watcher.narrow_sums == 0
 
 
-def test_accumulated_gradients_are_exact_float32_sums():
+def test_accumulated_gradients_equal_float32_sums_exactly():
     with gloo_group():
         t = training("precision=bf16", "micro_batch_size=2")
         pairs = list(batches(t))
@@ -128,7 +130,7 @@ def test_accumulated_gradients_are_exact_float32_sums():
         assert not torch.equal(first, total), name
 
 
-def test_model_copies_equal_parameters_after_step():
+def test_bf16_copies_equal_rounded_parameters_after_step():
     with gloo_group():
         t = training("precision=bf16", "optim.lr=1e-2")
         before = {name: p.clone() for name, p in t.model.named_parameters()}
@@ -138,7 +140,7 @@ def test_model_copies_equal_parameters_after_step():
         assert not torch.equal(copy, before[name]), name
 
 
-def test_gate_and_up_of_experts_share_storage_and_learn_separately():
+def test_gate_and_up_matrices_of_experts_share_storage_but_train_separately():
     with gloo_group():
         t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts

@@ -25,7 +25,7 @@ def container() -> dict:
     return only
 
 
-def test_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
+def test_jobset_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
     pod = container()
     fake(tmp_path / "bin", "torchrun", RECORD)
     env = {entry["name"]: entry["value"] for entry in pod["env"]}
@@ -45,7 +45,7 @@ def test_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
     assert "--rdzv-endpoint=diffllm-node-0-0.diffllm:29400" in heard
 
 
-def test_jobset_numbers_agree() -> None:
+def test_jobset_manifest_has_consistent_node_counts_and_names() -> None:
     job = job_spec()
     env = {entry["name"]: entry["value"] for entry in container()["env"]}
     assert job["completions"] == job["parallelism"] == int(env["NNODES"])

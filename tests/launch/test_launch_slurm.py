@@ -37,7 +37,7 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
     return done.returncode, json.loads((directory / "srun.json").read_text()), scontrol
 
 
-def test_slurm_script_passes_overrides_unchanged(tmp_path):
+def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
     (tmp_path / "trap.jsonl").touch()  # An unquoted * would expand to this name.
     code, srun, _ = job(tmp_path, *AWKWARD)
     assert code == 0
@@ -56,13 +56,15 @@ def test_slurm_script_passes_overrides_unchanged(tmp_path):
         (0, True, "", False),
     ],
 )
-def test_only_stopped_and_saved_job_is_requeued(tmp_path, code, marker, state, requeued):
+def test_slurm_script_requeues_only_jobs_that_stopped_and_saved(
+    tmp_path, code, marker, state, requeued
+):
     exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)
     assert exit_code == code
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_requeue_file_is_read_from_run_directory(tmp_path):
+def test_slurm_script_reads_requeue_file_from_run_directory(tmp_path):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
     _, srun, scontrol = job(tmp_path, *words, marker=True)
     assert srun[-3:] == words

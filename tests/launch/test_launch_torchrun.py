@@ -71,13 +71,13 @@ def test_launch_scripts_have_valid_syntax(script):
 
 
 @pytest.mark.parametrize("variables", [{}, {"NNODES": "2", "RDZV_ENDPOINT": "node1:29400"}])
-def test_torchrun_script_passes_overrides_unchanged(tmp_path, variables):
+def test_torchrun_script_passes_config_overrides_unchanged(tmp_path, variables):
     (tmp_path / "trap.jsonl").touch()  # An unquoted * would expand to this name.
     seen = recorded(tmp_path, SCRIPT, AWKWARD, **variables)
     assert seen[seen.index("train") + 1 :] == AWKWARD
 
 
-def test_single_node_is_standalone_and_several_nodes_use_endpoint(tmp_path):
+def test_torchrun_script_uses_rendezvous_endpoint_only_for_several_nodes(tmp_path):
     one = recorded(tmp_path, SCRIPT, [])
     assert one[:3] == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0"]
     assert one[3:] == ["-m", "diffllm", "train"]
@@ -100,7 +100,7 @@ def test_single_node_is_standalone_and_several_nodes_use_endpoint(tmp_path):
         ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
     ],
 )
-def test_wrong_start_fails_with_single_line_before_any_process(
+def test_launch_script_with_missing_requirement_fails_before_any_process(
     tmp_path, script, installed, message
 ):
     seen, script = tmp_path / "seen", SCRIPT.with_name(script)
@@ -126,7 +126,9 @@ def test_wrong_start_fails_with_single_line_before_any_process(
         (143, False, True, 143),
     ],
 )
-def test_exit_code_is_torchrun_code_or_75_for_requeue(tmp_path, code, marker, named, expected):
+def test_torchrun_script_exits_with_75_for_requeue_else_with_code_of_torchrun(
+    tmp_path, code, marker, named, expected
+):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
     run, seen = tmp_path / "a run", tmp_path / "seen"
     run.mkdir()
@@ -169,7 +171,7 @@ SMALL = ("seq_len=32", "model.n_layers=1", "log_interval=1", "steps=100000")
 
 
 @pytest.mark.slow
-def test_workers_save_after_signal_to_script(tmp_path):
+def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
     """The run is stopped by each signal in turn, and resumed."""
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     last = 0
@@ -188,7 +190,7 @@ def test_workers_save_after_signal_to_script(tmp_path):
         assert (run / "checkpoints" / f"step-{last:08d}" / "state.json").exists()
 
 
-def test_signal_before_workers_start_ends_torchrun(tmp_path):
+def test_signal_to_torchrun_script_before_workers_start_ends_torchrun(tmp_path):
     """For example during the wait for other nodes."""
     fake(
         tmp_path / "bin",
@@ -204,7 +206,7 @@ def test_signal_before_workers_start_ends_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_end_with_killed_torchrun(tmp_path):
+def test_worker_processes_end_if_torchrun_is_killed(tmp_path):
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     process = started(command_line(corpus, run, *SMALL, ranks=2))
     wait_for((run / "metrics.jsonl").exists, process, "first step")

@@ -11,7 +11,7 @@ STEPS = {"steps": (40, 80)}
 SCHEDULE = {"optim.schedule": ("cosine", "wsd"), "optim.min_lr_ratio": (0.1, 0.0)}
 
 
-def test_changed_steps_or_schedule_that_raises_learning_rate_is_reported():
+def test_resume_warns_if_changed_steps_or_schedule_raise_learning_rate():
     cfg = load_config(WORDS)
     said = learning_rate_jump(cfg, STEPS, 40)
     was, now = learning_rate(cfg.optim, 39, 40), learning_rate(cfg.optim, 40, 80)
@@ -24,5 +24,5 @@ def test_changed_steps_or_schedule_that_raises_learning_rate_is_reported():
 @pytest.mark.parametrize(
     ("changes", "step"), [(STEPS, 0), (STEPS, 5), (SCHEDULE, 5), ({"seed": (0, 1)}, 40)]
 )
-def test_change_that_keeps_learning_rate_is_not_reported(changes, step):
+def test_resume_does_not_warn_if_changed_settings_keep_learning_rate(changes, step):
     assert learning_rate_jump(load_config(WORDS), changes, step) is None

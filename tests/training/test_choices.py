@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("device", [CPU, GPU])
-def test_auto_precision_is_bf16_on_devices_with_bf16_units(device, fast, monkeypatch):
+def test_auto_precision_is_bf16_only_with_hardware_support(device, fast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: fast)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -37,7 +37,7 @@ def test_auto_precision_is_bf16_on_devices_with_bf16_units(device, fast, monkeyp
     assert chosen_precision(Precision.bf16, device) == (torch.bfloat16, "asked for")
 
 
-def test_compile_defaults_to_gpus_and_follows_config():
+def test_torch_compile_is_on_by_default_on_gpu_only_unless_set_in_config():
     assert chosen_compile(None, GPU, kept=False).value is True
     assert chosen_compile(None, CPU).value is False
     assert chosen_compile(True, CPU) == (True, "asked for")
@@ -55,7 +55,7 @@ def test_compile_defaults_to_gpus_and_follows_config():
         (1.0, True, "torch.compile fails: no g++", False),
     ],
 )
-def test_long_run_on_cpu_compiles_and_resume_keeps_choice(
+def test_long_run_on_cpu_uses_torch_compile_and_resume_keeps_choice(
     flops, kept, fault, expected, monkeypatch
 ):
     monkeypatch.setattr(building, "compiler_fault", lambda: fault)
@@ -65,7 +65,7 @@ def test_long_run_on_cpu_compiles_and_resume_keeps_choice(
     assert chosen_compile(False, CPU, flops, kept) == (False, "asked for")
 
 
-def test_broken_compiler_gives_single_line_reason(tmp_path):
+def test_missing_cpp_compiler_is_reported_in_single_line(tmp_path):
     code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def test_broken_compiler_gives_single_line_reason(tmp_path):
     assert "/bin/false" in line
 
 
-def test_small_gradients_are_reduced_after_last_micro_batch(monkeypatch):
+def test_ranks_sum_small_gradients_only_after_last_micro_batch(monkeypatch):
     params = [torch.empty(3, 1000), torch.empty(96)]
     chosen = chosen_reduce(None, params)
     assert chosen.value is Reduce.last
@@ -85,7 +85,7 @@ def test_small_gradients_are_reduced_after_last_micro_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "share"), [([], 1), (["parallel.expert=2"], 2)])
-def test_gradient_size_counts_only_experts_of_own_rank(words, share):
+def test_estimated_gradient_memory_includes_only_experts_of_same_rank(words, share):
     cfg = load_config(["model=moe_tiny", "precision=fp32", *words])
     with fake_world(0, 2):
         model, *_ = sharded_model(cfg, CPU)

@@ -53,7 +53,7 @@ def spiked(monitor, series):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_guard_on_device_skips_same_steps_as_spike_monitor(seed):
+def test_spike_guard_on_device_skips_same_steps_as_monitor_on_host(seed):
     series = recorded(seed)
     flags = judged(guard(SkipStep.spike), series)
     assert flags == spiked(SpikeMonitor(), series)
@@ -61,14 +61,14 @@ def test_guard_on_device_skips_same_steps_as_spike_monitor(seed):
     assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
 
 
-def test_skip_step_nonfinite_skips_only_nonfinite_values():
+def test_skip_step_nonfinite_skips_only_steps_with_nonfinite_loss_or_gradient():
     flags = judged(guard(SkipStep.nonfinite), recorded())
     assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
     assert set(judged(guard(SkipStep.off), recorded())) == {0.0}
 
 
 @pytest.mark.parametrize("cut", [0, 60, 128, 130, 400, 401])
-def test_guard_resumes_with_windows_of_spike_monitor(cut):
+def test_spike_guard_after_resume_skips_same_steps_as_without_interruption(cut):
     series, monitor = recorded(), SpikeMonitor()
     whole = judged(guard(SkipStep.spike), series)
     spiked(monitor, series[:cut])
@@ -187,7 +187,7 @@ def train_with_every_fault(variant, *extra):
         pytest.param(2, ["diff_v2", "model=moe_tiny"], marks=pytest.mark.slow),
     ],
 )
-def test_skipped_step_changes_no_tensor(ranks, words, tmp_path):
+def test_skipped_step_leaves_parameters_and_optimizer_state_unchanged(ranks, words, tmp_path):
     """Parameters, moments and step counts equal a run without the step, bit for bit.
 
     V1 has replicated parameters; routers learn without a gradient.
@@ -209,7 +209,7 @@ def train_with_less_protection():
     )
 
 
-def test_weaker_skip_step_applies_bad_updates(tmp_path):
+def test_update_with_bad_gradient_is_applied_if_skip_step_allows(tmp_path):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)
     assert set(flags) == {0.0}
     assert not same(spiked[BAD], spiked[BAD - 1])
@@ -251,5 +251,5 @@ def steps_without_the_host(ignores_targets, *overrides):
         ],
     ),
 )
-def test_training_step_reads_no_tensor_on_host(tmp_path, ignores_targets, words):
+def test_training_step_does_not_synchronize_device_with_host(tmp_path, ignores_targets, words):
     assert all(run_ranks(steps_without_the_host, 2, tmp_path, ignores_targets, *words))

@@ -17,7 +17,7 @@ def git(directory: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_git_state_has_commit_and_dirty_flag_of_code(tmp_path):
+def test_git_state_returns_commit_and_detects_uncommitted_changes(tmp_path):
     git(tmp_path, "init")
     package = tmp_path / "package"
     package.mkdir()
@@ -41,11 +41,11 @@ def test_git_state_has_commit_and_dirty_flag_of_code(tmp_path):
         (["python", "x.py", "--hf_token=hidden"], "python x.py --hf_token=..."),
     ],
 )
-def test_command_hides_values_of_secret_options(argv: list[str], shown: str):
+def test_recorded_command_line_hides_values_of_secret_options(argv: list[str], shown: str):
     assert command(argv) == shown
 
 
-def test_provenance_keeps_only_relevant_variables(monkeypatch):
+def test_provenance_records_only_relevant_environment_variables(monkeypatch):
     kept = ("NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "HF_HUB_OFFLINE")
     left = ("HF_TOKEN", "WANDB_API_KEY", "HOME", "DIFFLLM_API_KEY", "TORCH_SECRET", "HTTP_PROXY")
     for name in (*kept, *left):

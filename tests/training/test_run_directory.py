@@ -61,7 +61,7 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 # Names
 
 
-def test_refused_directory_keeps_no_lock_file(tmp_path):
+def test_refused_run_directory_contains_no_lock_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("another's")
     directory = RunDirectory(tmp_path, tiny())
     with pytest.raises(ConfigError, match=r"but no config\.yaml"):
@@ -74,7 +74,7 @@ def test_refused_directory_keeps_no_lock_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_unnamed_runs_of_same_second_get_different_directories(tmp_path, monkeypatch):
+def test_unnamed_runs_started_in_same_second_get_different_directories(tmp_path, monkeypatch):
     """A third run does not resume the first run, whose lock is free."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
@@ -116,7 +116,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_changed_config_is_refused_by_key_without_writes(begun, override, key):
+def test_resume_with_changed_config_fails_with_key_and_writes_no_file(begun, override, key):
     before = snapshot(begun)
     with pytest.raises(ConfigError, match="was made with another config") as caught:
         RunDirectory(begun, tiny(override)).check()
@@ -140,11 +140,11 @@ FREE = [
 
 
 @pytest.mark.parametrize("override", slow_but(FREE[:3], FREE))
-def test_settings_without_effect_on_result_may_change(begun, override):
+def test_resume_allows_changed_settings_without_effect_on_results(begun, override):
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_with_different_values_layout_is_allowed(tmp_path, tokenizer):
+def test_resume_allows_attention_values_setting_of_older_versions(tmp_path, tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
@@ -167,7 +167,7 @@ def matched(tmp_path: Path, tokenizer: Path) -> Path:
     return directory.path
 
 
-def test_resume_of_matched_run_keeps_ffn_width(matched, monkeypatch):
+def test_resume_of_parameter_matched_run_keeps_ffn_width(matched, monkeypatch):
     again = tiny(*MATCHED)
     RunDirectory(matched, again).check()
     monkeypatch.setattr(loading, "match", None)  # Loading must use the saved width.
@@ -192,7 +192,7 @@ def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_pa
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
 
 
-def test_ending_needs_summary_with_all_steps(begun):
+def test_run_is_finished_only_if_summary_has_all_steps(begun):
     directory = RunDirectory(begun, tiny())
     assert ending(directory.path, directory.cfg) is None
     directory.finish({"steps": tiny().steps})
@@ -201,7 +201,7 @@ def test_ending_needs_summary_with_all_steps(begun):
     assert ending(directory.path, directory.cfg) is None, "the finished run had fewer steps"
 
 
-def test_diverged_run_has_ending_until_training_settings_change(begun):
+def test_diverged_run_resumes_only_with_changed_training_settings(begun):
     directory = RunDirectory(begun, tiny())
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
@@ -229,7 +229,7 @@ def test_finished_run_with_changed_settings_is_refused(begun, change):
     assert snapshot(begun) == before
 
 
-def test_single_run_in_existing_sweep_needs_name(tmp_path, monkeypatch):
+def test_new_run_in_existing_sweep_without_name_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = tiny("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")
@@ -240,7 +240,7 @@ def test_single_run_in_existing_sweep_needs_name(tmp_path, monkeypatch):
     assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
 
 
-def test_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_run_directory_without_write_access_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     for path in (tmp_path / "file" / "run", tmp_path / "run", Path("/proc/sys/run")):
@@ -252,7 +252,9 @@ def test_directory_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_config_yaml_restores_config_and_identical_model(tmp_path, tokenizer, variant):
+def test_saved_config_yaml_restores_equal_config_and_initial_parameters(
+    tmp_path, tokenizer, variant
+):
     cfg = tiny(
         f"attention={variant}",
         "seed=3",
@@ -278,7 +280,7 @@ def test_config_yaml_restores_config_and_identical_model(tmp_path, tokenizer, va
 # Resume
 
 
-def test_resume_selects_checkpoint(tmp_path):
+def test_resume_setting_selects_checkpoint(tmp_path):
     own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
     other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
     assert resume_checkpoint(tiny("resume=auto"), []) is None

@@ -29,20 +29,20 @@ def corpus(tmp_path):
         ("data.tokenizer=a.model", "none"),
     ],
 )
-def test_command_without_training_settings_is_quickstart(word, experiment):
+def test_train_command_without_training_settings_runs_quickstart(word, experiment):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]
 
 
-def test_max_tokens_sets_steps():
+def test_max_tokens_setting_determines_number_of_steps():
     cfg = load_config(["model=tiny", "max_tokens=1e6", "seq_len=100", "global_batch_size=7"])
     assert cfg.steps == 1428  # 999,600 tokens
     assert cfg.optim.warmup_steps == 143
     assert load_config(["experiment=quickstart", "max_tokens=20480"]).steps == 10
 
 
-def test_epochs_set_steps(corpus):
+def test_epochs_setting_determines_number_of_steps(corpus):
     cfg = load_config([*corpus, "epochs=2.5"])
     sequences = sequences_in(prepare(cfg.data).split("train"), 32)
     assert 2.5 * sequences - 4 < 4 * cfg.steps <= 2.5 * sequences
@@ -62,7 +62,7 @@ def test_epochs_set_steps(corpus):
         (["model=tiny", "epochs=1", "optim.beta1=7"], "optim.beta1"),
     ],
 )
-def test_invalid_run_length_fails_with_single_line(words, said):
+def test_invalid_number_of_steps_fails_with_single_line_error(words, said):
     with pytest.raises(ConfigError, match=said) as error:
         load_config([*words, "data.cache_dir=/nowhere"])
     assert "\n" not in str(error.value)

@@ -102,7 +102,7 @@ def run(request):
     return Run(t, losses, gradients, initial)
 
 
-def test_loss_falls_below_unigram_entropy(run):
+def test_training_reduces_loss_below_unigram_entropy(run):
     first, last = sum(run.losses[:5]) / 5, sum(run.losses[-5:]) / 5
     assert run.losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert first - last > 1.5  # measured: 2.07 to 2.69
@@ -119,7 +119,7 @@ def test_every_parameter_gets_finite_nonzero_gradient(run):
             assert all((rows.norm(dim=1) > 0).all() for rows in rows_and_columns), name
 
 
-def test_training_changes_every_parameter(run):
+def test_training_changes_every_parameter_to_finite_values(run):
     for name, value in copies(run.training.params).items():
         assert torch.isfinite(value).all(), name
         assert not torch.equal(value, run.initial[name]), name
@@ -156,7 +156,7 @@ def limits(variant, name):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def test_bf16_stays_close_to_float32(variant):
+def test_loss_and_gradients_in_bf16_are_close_to_float32(variant):
     losses, gradients = {}, {}
     for precision in (Precision.fp32, Precision.bf16):
         t = training(variant, precision, **SHARP)
@@ -197,7 +197,7 @@ def expected_lambda(variant, t, layer, logits):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_lambda_is_exact_float32_in_bf16_model(variant):
+def test_lambda_is_computed_in_float32_in_bf16_model(variant):
     """All variants on one rank; tests/distributed covers diff_v1 on two ranks."""
     t = training(variant, Precision.bf16, **SHARP)
     for step in range(2):
