@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the config, the search for a good checkpoint, and deletion."""
+"""Configure, find and delete the checkpoints of a run."""
 
 import re
 import shutil
@@ -174,9 +174,10 @@ def set_aside(path: Path) -> None:
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete old checkpoints, as `cfg.keep_last` and `cfg.keep_every` specify.
+    """Delete old checkpoints of a run; print a warning if a deletion fails.
 
-    Print a warning if a checkpoint cannot be deleted.
+    Keep the newest `cfg.keep_last` checkpoints, and checkpoints at multiples of `cfg.keep_every`
+    steps.
 
     Args:
         paths: checkpoints of one run, oldest first.

@@ -166,7 +166,7 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Return the first 100 characters of untrusted text, with "?" for unprintable characters."""
+    """Return the first 100 characters of untrusted text, with "?" in place of unprintable ones."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:100])
 
 
@@ -203,9 +203,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a run cannot resume from the loop state of a checkpoint.
+    """Raise CheckpointError if training cannot resume because its state in a checkpoint is invalid.
 
-    A checkpoint that contains only parameters has no loop state, and raises no error.
+    A checkpoint that contains only parameters has no state of training, and raises no error.
 
     Args:
         path: checkpoint directory, named in the error.

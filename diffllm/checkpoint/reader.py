@@ -56,7 +56,10 @@ def enum_member(kind: Any, name: Any) -> Enum:
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """An unpickler that loads only classes in `RECORDS`; others raise UnpicklingError."""
+    """An unpickler for the index of torch.distributed.checkpoint.
+
+    Classes and functions that such an index does not need raise UnpicklingError.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

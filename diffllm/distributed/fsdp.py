@@ -144,14 +144,20 @@ LAST_UP_TO = 8 * 2**30
 
 
 class Weights:
-    """The float32 parameters of this rank, and the tensors that the model computes with."""
+    """The float32 parameters of this rank, and the tensors that the model computes with.
+
+    Base class of `OneRank` and `Sharded`.
+    """
 
     choices: dict[str, AutoSetting]
     params: dict[str, Tensor]
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
     def block(self, param: Tensor) -> LocalBlock:
-        """Return this rank's shard of a model parameter, its offset, and the full shape."""
+        """Return this rank's shard of a model parameter, the shard's offset, and the full shape.
+
+        Used to initialise parameters.
+        """
         raise NotImplementedError
 
     def begin_micro_batch(self, last: bool) -> None:

@@ -1,4 +1,4 @@
-"""Gradient reductions, norms and clipping in addition to FSDP2."""
+"""Gradient reductions, norms and clipping that FSDP2 does not provide."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

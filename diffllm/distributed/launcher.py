@@ -49,7 +49,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 
 def own_rank() -> int:
-    """Return this process's rank; 0 if the launcher's variables are inconsistent."""
+    """Return the rank of this process from environment variables; 0 if these are inconsistent."""
     try:
         return environment()[0]
     except LaunchError:

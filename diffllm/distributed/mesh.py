@@ -1,4 +1,4 @@
-"""The device meshes: world = replicate x shard x expert."""
+"""Device meshes; the world size is the product of the sizes replicate, shard and expert."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -1,4 +1,4 @@
-"""A signal or an unreadable file on any rank stops all ranks at the same step."""
+"""Stop all ranks at the same step after a signal or a read error on any rank."""
 
 import contextlib
 import os
@@ -95,9 +95,10 @@ class Agreement:
         self.work: Any = None
 
     def all_reduce_flags(self, save: bool = False, failed: bool = False) -> Agreed:
-        """Send this rank's flags; return the combined flags of `delay` calls before.
+        """Send this rank's flags; return flags that are set if any rank has set them.
 
-        Every rank must call this once per step.
+        On several ranks, return the flags that the ranks sent at the previous call. Every rank must
+        call this once per step.
 
         Args:
             save: whether a checkpoint is due.

@@ -60,7 +60,7 @@ class Beat(NamedTuple):
 
 
 class Watch:
-    """Watches other ranks in background threads, and exits this process if a rank is missing.
+    """Detects missing ranks in background threads; exits this process if a rank is missing.
 
     The error message contains the number of the missing rank. On one rank, exits if the process
     hangs.
@@ -137,7 +137,7 @@ class Watch:
         """Handle an error of this process: exit if a missing rank is the cause, else inform others.
 
         Before the exit, print the number of the missing rank. Without a missing rank, return, and
-        let a timer kill this process after EXIT_S seconds.
+        let a timer kill this process after 10 seconds.
 
         Raises StoppedEarly if a collective failed because another rank was stopped.
         """
@@ -360,9 +360,9 @@ def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
 
 
 def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
-    """Return one line that names the missing ranks, and up to 3 waiting ranks with collectives.
+    """Return one line that explains why ranks wait; "" if no rank is missing or has failed.
 
-    Return "" if no rank is missing.
+    The line names missing or failed ranks, and up to 3 waiting ranks with their collectives.
 
     Args:
         beats: the last heartbeat of each rank.

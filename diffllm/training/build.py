@@ -1,4 +1,4 @@
-"""The model of a run on its device, sharded over the ranks, with its optimizer."""
+"""Build the model of a run on its device, sharded over the ranks, and the optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 
 @dataclass(frozen=True)
 class Training:
-    """The model, the optimizer, and constants of a training step."""
+    """All that a training step needs: model, optimizer, config and derived constants."""
 
     cfg: TrainConfig
     device: torch.device

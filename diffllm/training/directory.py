@@ -145,7 +145,7 @@ class RunDirectory:
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
         """Write `facts` to run.json.
 
-        If `continues`, the run resumes: keep the old values of the keys in `FOR_GOOD`.
+        If `continues`, the run resumes: keep the old facts about initial parameters.
         """
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}

@@ -117,7 +117,7 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 def exchange(
     agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
-    """Read batches of the next steps in advance, and combine flags of all ranks.
+    """Load the next batches, and combine this rank's flags with the flags of all ranks.
 
     The flags are: a stop signal, a due checkpoint, and a read error. Every rank must call this.
 

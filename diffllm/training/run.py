@@ -1,4 +1,4 @@
-"""One run, from a typed config to a summary."""
+"""Train one run, from a typed config to a summary."""
 
 import signal
 from collections.abc import Callable
@@ -36,7 +36,10 @@ MakeTasks = Callable[[Tokenizer], Tasks]
 
 
 class Outcome(NamedTuple):
-    """Result of a launch: the summary of the run, or the signal that stopped the run."""
+    """Result of a launch: the summary of the run, or the signal that stopped the run.
+
+    Exactly one field is set.
+    """
 
     summary: dict[str, Any] | None = None
     """The content of summary.json; only "sample" may differ between ranks."""

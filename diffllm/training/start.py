@@ -222,10 +222,10 @@ def fill(
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Multiply the initial `wo` of each layer by a factor, as `model.init_match` specifies.
+    """Multiply the initial output projection `wo` of each attention layer by a factor.
 
-    `wo` is the output projection of attention. Return the factors, which rank 0 measures on
-    training sequences. Every rank must call this.
+    `model.init_match` decides the factors, which rank 0 measures on training sequences. Return one
+    factor per layer. Every rank must call this.
     """
     factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The loop state of a run: saving, restoring, and the decision whether a run may resume."""
+"""Save and restore the state of the training loop, and decide whether a run may resume."""
 
 import os
 from dataclasses import asdict, dataclass, field, fields

@@ -103,9 +103,10 @@ class StepResult(NamedTuple):
 
 
 def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTHING) -> StepResult:
-    """Make one optimizer step over the global batch; the spike guard may skip the update.
+    """Make one optimizer step over the global batch.
 
-    The host does not wait for the device. Every rank must call this.
+    The update is skipped after a bad loss or gradient, as `train.skip_step` specifies. The host
+    does not wait for the device. Every rank must call this.
 
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
@@ -157,7 +158,10 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Sums over this rank's micro-batches of one step; `train_step` adds other ranks in place."""
+    """Sums over this rank's micro-batches of one step.
+
+    `train_step` later adds the sums of other ranks in place.
+    """
 
     names: tuple[str, ...]
     losses: Tensor

@@ -106,7 +106,10 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
-    """Return facts about a run that are not in its config, for run.json and wandb."""
+    """Return facts about a run that are not in its config, such as model size and device.
+
+    run.json and wandb contain these facts.
+    """
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id
     packing = packing_counts(data, cfg.data, cfg.seq_len)

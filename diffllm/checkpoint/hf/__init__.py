@@ -1,1 +1,1 @@
-"""Conversion of our decoders to and from the layouts of other libraries."""
+"""Convert our decoders to and from the parameter formats of other libraries."""

@@ -30,9 +30,10 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Return the config of the converted model, and one `Mapped` for each of its parameters.
+    """Convert a model between softmax attention and DIFF V2.
 
-    A `Mapped` computes a new parameter from parameters of the original model.
+    Return the config of the converted model, and for each new parameter a `Mapped`, which computes
+    the new parameter from parameters of the original model.
 
     Args:
         model: config of the original model.

@@ -43,7 +43,10 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Layout:
-    """The export of a decoder to a transformers class: config.json and tensor conversions."""
+    """How a transformers class stores a decoder: config.json, and conversions of all tensors.
+
+    `exported` converts our tensors to the class; `imported` converts tensors back.
+    """
 
     architecture: str
     """Name of the transformers class that reads the layout."""
@@ -70,11 +73,11 @@ PARTS = {
 
 
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Convert one of our parameter names to the name that Llama of transformers uses.
+    """Convert one of our parameter names to the name in the Llama class of transformers.
 
     Args:
         name: our parameter name.
-        parts: substrings to replace, with replacements, in addition to `PARTS`.
+        parts: substrings to replace, with replacements, in addition to the usual replacements.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -90,13 +93,14 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return lists (exported, imported) for parameters that differ from Llama only in the name.
+    """Return lists (exported, imported) for parameters that only change the name.
 
-    `exported` renames our parameters for Llama, and `imported` renames them back.
+    `exported` renames our parameters to the names in the Llama class of transformers; `imported`
+    renames them back.
 
     Args:
         names: our parameter names.
-        parts: as in `name_there`.
+        parts: more substrings of names to replace, with replacements.
     """
     there = {name: name_there(name, parts) for name in names}
     return (
@@ -166,7 +170,10 @@ OF_MACHINE = ("backend", "values")
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
-    """Return the layout for our modelling file; None if the file lacks the attention variant."""
+    """Return how our own modelling file for transformers stores a decoder.
+
+    Return None if the modelling file does not support the attention variant.
+    """
     variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
     if variant is None:
         return None
@@ -193,7 +200,10 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON values, without keys in `OF_MACHINE`; enum members become names."""
+    """Return attention or expert settings as JSON values; enum members become names.
+
+    Omit settings that only select a kernel and do not change results.
+    """
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -202,10 +212,10 @@ def json_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_layout(model: ModelConfig) -> Layout | None:
-    """Return the layout of a decoder with plain softmax attention; None for other decoders.
+    """Return how the Llama or Qwen3 class of transformers stores a decoder.
 
-    The model class is Qwen3 if the decoder has QK norm, else Llama. Decoders with experts are not
-    supported.
+    The class is Qwen3 if the decoder has QK norm, else Llama. Return None if the decoder has
+    experts, or attention other than plain softmax attention.
     """
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
@@ -218,10 +228,11 @@ def llama_layout(model: ModelConfig) -> Layout | None:
 
 
 def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
-    """Return the Qwen3Moe layout of a mixture of experts; None for other decoders.
+    """Return how the Qwen3Moe class of transformers stores a mixture of experts.
 
-    The decoder must have plain softmax attention, QK norm and softmax router scores. A router bias,
-    shared experts and scaled expert outputs are not supported.
+    Return None if the class does not support the decoder. The decoder must have plain softmax
+    attention, QK norm and softmax router scores. A router bias, shared experts and scaled expert
+    outputs are not supported.
     """
     moe = model.moe
     fits = (
@@ -256,11 +267,11 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
 
 
 def diffllama_layout(model: ModelConfig) -> Layout | None:
-    """Return the DiffLlama layout of a decoder with DIFF V1 attention; None for other decoders.
+    """Return how the DiffLlama class of transformers stores a decoder with DIFF V1 attention.
 
-    The norm of head outputs has no weight in DiffLlama, so the export multiplies the output
-    projection `wo` by this weight. Ablations of DIFF V1, experts, QK norm, and a head norm with a
-    different eps are not supported.
+    Return None if the class does not support the decoder. Ablations of DIFF V1, experts, QK norm,
+    and a head norm with a different eps are not supported. The norm of head outputs has no weight
+    in DiffLlama, so the export multiplies the output projection `wo` by this weight.
     """
     attention = model.attention
     fits = (
@@ -334,7 +345,7 @@ def parameter_names(model: ModelConfig) -> list[str]:
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder the heads of query or key weights.
+    """Reorder the heads of query or key weights, in which heads form pairs.
 
     Args:
         weight: query or key weights, (number of heads * head_dim, dim).
@@ -345,22 +356,22 @@ def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
 
 
 def folded(wo: Tensor, norm: Tensor) -> Tensor:
-    """Multiply the columns of the output projection by the weight of the head norm.
+    """Multiply the columns of the output projection `wo` by the weight of a norm of head outputs.
 
     Args:
         wo: output projection, (dim, n_heads * head_dim).
-        norm: weight of the norm of each head pair's output, (2 * head_dim,).
+        norm: weight of the norm that each pair of heads shares, (2 * head_dim,).
     """
     return wo * norm.repeat(wo.shape[1] // len(norm))
 
 
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Return the layout of a transformers class that supports `model`, else of our modelling file.
+    """Return how transformers stores `model`: as a class of transformers, else our modelling file.
 
     Args:
-        own: use our modelling file even if a transformers class supports the model.
+        own: use our modelling file even if a class of transformers supports the model.
 
-    Raises ConfigError if no layout supports the model.
+    Raises ConfigError if neither supports the model.
     """
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:
