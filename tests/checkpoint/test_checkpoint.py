@@ -96,7 +96,7 @@ def test_resume_restores_loss_history_of_spike_guard(checkpointer):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def test_checkpoint_contains_tensors_as_of_call_to_save(checkpointer, tmp_path, variant):
+def test_checkpoint_contains_tensor_values_at_time_of_save_call(checkpointer, tmp_path, variant):
     t, state = training(variant), LoopState()
     for number in range(2):
         step(t, number)
@@ -240,7 +240,9 @@ def test_list_checkpoints_ignores_other_names_and_sorts_by_step(checkpointer, tm
     ("name", "shape", "said"),
     [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read")],
 )
-def test_load_of_missing_tensor_or_different_shape_fails(checkpointer, name, shape, said):
+def test_checkpoint_load_with_missing_tensor_or_different_shape_fails(
+    checkpointer, name, shape, said
+):
     path = saved(checkpointer)
     with pytest.raises(CheckpointError, match=said):
         load_tensors(path, {name: torch.zeros(shape)})

@@ -383,7 +383,7 @@ def test_plugin_named_only_in_run_directory_is_not_imported(run, evil, name, cap
     assert not evil.exists()
 
 
-def test_plugin_named_on_command_line_is_imported(run, evil):
+def test_plugin_named_in_command_line_argument_is_imported(run, evil):
     """Control: the plugin of the previous test can be imported."""
     assert main(["generate", f"run={run}", "prompt=a", "plugins=[evil_plugin]"]) in (0, 2)
     assert evil.exists()

@@ -66,7 +66,9 @@ def has_got(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
-def test_stopped_slurm_job_saves_requeues_and_resumes(cluster, corpus, tmp_path, how):
+def test_stopped_slurm_job_saves_checkpoint_and_resumes_after_requeue(
+    cluster, corpus, tmp_path, how
+):
     run = tmp_path / "run"
     last = 60
     words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
@@ -150,5 +152,5 @@ def test_training_started_by_srun_gets_rank_and_address_from_slurm(cluster, corp
     "nodes",
     ["gpu1", "gpu[003-006,9]", "gpu[7,9-12],login1", "a-b[05],c", "rack[0-1]node[10-12]"],
 )
-def test_first_host_returns_same_name_as_scontrol(cluster, nodes):
+def test_first_host_of_slurm_node_list_equals_result_of_scontrol(cluster, nodes):
     assert first_host(nodes) == cluster("scontrol", "show", "hostnames", nodes).split()[0]

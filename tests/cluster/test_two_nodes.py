@@ -123,7 +123,7 @@ LONG = [
         pytest.param(1, True, id="node of rank 0 lost"),
     ],
 )
-def test_elastic_run_continues_on_fewer_nodes_and_uses_returned_node(
+def test_elastic_run_continues_after_node_loss_and_uses_returned_node(
     nodes, corpus, tmp_path, host, cut
 ):
     """Ranks are ordered by node name; the lost node does not host the rendezvous."""

@@ -161,7 +161,7 @@ def in_tiers():
 
 
 @pytest.mark.parametrize(("layout", "sparing"), list(in_tiers()))
-def test_training_on_every_expert_mesh_equals_single_process(
+def test_expert_parallel_training_on_every_mesh_equals_single_process(
     layout, sparing, one_process, tmp_path
 ):
     ranks, overrides = LAYOUTS[layout]
@@ -198,7 +198,7 @@ def test_softmax_router_and_dense_layer_on_four_ranks_train_like_single_rank(tmp
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_matrices_of_experts_are_sharded_if_ranks_outnumber_experts(ranks, overrides, tmp_path):
+def test_expert_matrices_are_sharded_if_ranks_outnumber_experts(ranks, overrides, tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
     results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
@@ -252,7 +252,7 @@ def moved(overrides, source, target):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [[], TWO_EXPERTS], ids=["four", "two"])
-def test_moe_checkpoint_loads_on_every_expert_mesh(experts, tmp_path):
+def test_moe_checkpoint_loads_on_different_numbers_of_expert_ranks(experts, tmp_path):
     split = ["parallel.shard=2", "parallel.expert=2"]
     steps = [(1, []), (2, ["parallel.expert=2"]), (4, ["parallel.expert=4"]), (4, split), (1, [])]
     if experts:
@@ -315,7 +315,7 @@ def test_parallel_expert_setting_must_divide_number_of_experts(expert):
         config([f"parallel.expert={expert}"])
 
 
-def test_parallel_shard_must_divide_some_dimension_of_expert_matrices():
+def test_parallel_shard_setting_must_divide_some_dimension_of_expert_matrices():
     cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide the 2 experts of a rank, .*=32 or .*=48"

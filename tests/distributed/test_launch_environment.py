@@ -265,7 +265,9 @@ def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
         (None, "AVX2,STRICT"),
     ],
 )
-def test_strict_mode_selects_highest_reproducible_instruction_set_of_cpu(tmp_path, flags, expected):
+def test_mkl_strict_mode_uses_highest_reproducible_instruction_set_of_cpu(
+    tmp_path, flags, expected
+):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n")

@@ -107,7 +107,7 @@ def test_masked_context_tokens_are_excluded_from_document_losses(tmp_path):
         (4, ["attention=gated", "micro_batch_size=1", "activation_checkpointing=true"]),
     ],
 )
-def test_document_losses_on_every_mesh_equal_single_rank(ranks, overrides, tmp_path):
+def test_document_losses_on_every_mesh_equal_losses_on_single_rank(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
     (one,) = run_ranks(measured, 1, tmp_path, alone)
     for found in run_ranks(measured, ranks, tmp_path, overrides):

@@ -77,7 +77,7 @@ class Watcher(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("micro", slow_but([4], [8, 4, 1]))
 @pytest.mark.parametrize(("precision", "times"), [("bf16", 1), ("fp32", 0)])
-def test_one_rank_copies_each_parameter_at_most_once_per_step(
+def test_training_on_one_rank_copies_each_parameter_at_most_once_per_step(
     precision, times, micro, checkpointing
 ):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]
@@ -95,7 +95,7 @@ def test_one_rank_copies_each_parameter_at_most_once_per_step(
 
 
 @pytest.mark.parametrize("micro", [8, 2, 1])
-def test_one_rank_accumulates_bf16_gradients_in_place_in_float32(micro):
+def test_training_on_one_rank_adds_bf16_gradients_in_place_in_float32(micro):
     with gloo_group():
         t = training("precision=bf16", f"micro_batch_size={micro}")
         # The chunked loss accumulates the gradient of output.weight itself.
@@ -109,7 +109,7 @@ def test_one_rank_accumulates_bf16_gradients_in_place_in_float32(micro):
     assert watcher.narrow_sums == 0
 
 
-def test_accumulated_gradients_equal_float32_sums_exactly():
+def test_gradients_accumulated_in_bf16_training_equal_exact_float32_sums():
     with gloo_group():
         t = training("precision=bf16", "micro_batch_size=2")
         pairs = list(batches(t))
@@ -130,7 +130,7 @@ def test_accumulated_gradients_equal_float32_sums_exactly():
         assert not torch.equal(first, total), name
 
 
-def test_bf16_copies_equal_rounded_parameters_after_step():
+def test_bf16_copies_of_parameters_equal_rounded_parameters_after_step():
     with gloo_group():
         t = training("precision=bf16", "optim.lr=1e-2")
         before = {name: p.clone() for name, p in t.model.named_parameters()}

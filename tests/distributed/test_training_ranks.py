@@ -116,7 +116,7 @@ def test_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path)
         ["activation_checkpointing=true", "model.tie_embeddings=true", "model.qk_norm=true"],
     ],
 )
-def test_training_on_every_mesh_of_four_ranks_equals_single_rank(layout, tmp_path):
+def test_training_on_every_mesh_of_four_ranks_equals_training_on_single_rank(layout, tmp_path):
     model = [word for word in layout if word.startswith("model.")]
     (one,) = run_ranks(train_losses, 1, tmp_path, ["attention=diff_v1", *model])
     four = run_ranks(train_losses, 4, tmp_path, ["attention=diff_v1", *layout])
@@ -127,7 +127,7 @@ END = 96
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["diff_v2", "standard_sink"]))
-def test_training_with_document_masks_on_two_ranks_equals_single_rank(variant, tmp_path):
+def test_training_with_document_masks_is_equal_on_one_and_two_ranks(variant, tmp_path):
     """Micro-batches and activation checkpointing use the mask more than once per step."""
     overrides = [f"attention={variant}", "compile=false"]
     (one,) = run_ranks(train_losses, 1, tmp_path, overrides, END, True)
@@ -227,7 +227,7 @@ def float32_values_under_bf16():
     return found, expected
 
 
-def test_lambda_and_router_are_computed_in_float32_in_bf16_training(tmp_path):
+def test_attention_lambda_and_router_use_float32_in_bf16_training(tmp_path):
     for found, expected in run_ranks(float32_values_under_bf16, 2, tmp_path):
         assert len(found) == 3
         assert found == expected
@@ -240,7 +240,7 @@ def graph_breaks(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_training_with_activation_checkpointing_equals_eager(variant, tmp_path):
+def test_compiled_training_with_activation_checkpointing_equals_eager_training(variant, tmp_path):
     (eager,) = run_ranks(train_losses, 1, tmp_path, [f"attention={variant}"])
     compiled = run_ranks(graph_breaks, 2, tmp_path, [f"attention={variant}"])
     assert_same_training(eager, compiled[0], atol=1e-4)

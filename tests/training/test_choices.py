@@ -37,7 +37,7 @@ def test_auto_precision_is_bf16_only_with_hardware_support(device, fast, monkeyp
     assert chosen_precision(Precision.bf16, device) == (torch.bfloat16, "asked for")
 
 
-def test_torch_compile_is_on_by_default_on_gpu_only_unless_set_in_config():
+def test_torch_compile_is_enabled_by_default_only_on_gpu():
     assert chosen_compile(None, GPU, kept=False).value is True
     assert chosen_compile(None, CPU).value is False
     assert chosen_compile(True, CPU) == (True, "asked for")
@@ -65,7 +65,7 @@ def test_long_run_on_cpu_uses_torch_compile_and_resume_keeps_choice(
     assert chosen_compile(False, CPU, flops, kept) == (False, "asked for")
 
 
-def test_missing_cpp_compiler_is_reported_in_single_line(tmp_path):
+def test_broken_cpp_compiler_is_reported_in_single_line(tmp_path):
     code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -85,7 +85,7 @@ def test_ranks_sum_small_gradients_only_after_last_micro_batch(monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "share"), [([], 1), (["parallel.expert=2"], 2)])
-def test_estimated_gradient_memory_includes_only_experts_of_same_rank(words, share):
+def test_gradient_memory_estimate_counts_only_experts_on_this_rank(words, share):
     cfg = load_config(["model=moe_tiny", "precision=fp32", *words])
     with fake_world(0, 2):
         model, *_ = sharded_model(cfg, CPU)

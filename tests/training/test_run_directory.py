@@ -144,7 +144,7 @@ def test_resume_allows_changed_settings_without_effect_on_results(begun, overrid
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_allows_attention_values_setting_of_older_versions(tmp_path, tokenizer):
+def test_resume_accepts_run_config_with_setting_of_older_version(tmp_path, tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
