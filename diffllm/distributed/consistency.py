@@ -45,10 +45,10 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
     """Return one message for each fact that differs between ranks.
 
-    A message begins with the value that the fewest ranks have.
+    A message lists the values of the fact with their ranks, beginning with the rarest value.
 
     Args:
-        of_ranks: the facts of each rank, by name.
+        of_ranks: for each rank, a dict of facts by name.
     """
     different = []
     for name in sorted({name for values in of_ranks for name in values}):

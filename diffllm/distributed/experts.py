@@ -42,10 +42,10 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """Compute how many token rows each rank sends and receives if all experts get equally many.
 
-    Used to simulate training without data, without communication between ranks.
+    Used to simulate training without data; the ranks do not communicate.
 
     Args:
-        counts: only the length, the number of experts, and the device are used.
+        counts: tensor whose length is the number of experts; the values are not used.
         rows: total number of rows of this rank.
         mesh: the ranks that share the experts.
     """

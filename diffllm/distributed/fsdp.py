@@ -81,9 +81,10 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Return the sharding of a parameter; None for FSDP2's default.
+        """Return the dimension in which to shard a parameter; None for FSDP2's default.
 
-        For experts (E, out, in), shard the first dimension that the number of ranks divides.
+        For expert weights (E, out, in), return the first dimension whose size is divisible by the
+        number of ranks.
         """
         if param.ndim != 3:
             return None

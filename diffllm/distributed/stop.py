@@ -81,8 +81,8 @@ class Agreed(NamedTuple):
 class Agreement:
     """Combines flags of all ranks with one small asynchronous collective per step.
 
-    No rank waits for the collective, so all ranks get the combined flags one step later. A single
-    rank gets its flags immediately.
+    A collective runs during the following step, so all ranks get the combined flags one step later.
+    A single rank gets its flags immediately.
     """
 
     def __init__(self, request: StopRequest, timeout: int):

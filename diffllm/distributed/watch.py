@@ -66,6 +66,7 @@ class Watch:
     hangs.
 
     Args:
+        world: rank of this process, and the store for heartbeats.
         timeout: timeout of collectives in seconds.
         request: signals that ask this process to stop.
     """

@@ -66,10 +66,10 @@ class World:
         return self.broadcast_and_keep(key, lambda: (choose(), None))[0]
 
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
-        """Call `choose` on rank 0; send the first of its two results to every rank.
+        """Call `choose` on rank 0, which returns two results; send the first result to every rank.
 
-        Return both results on rank 0, and (first result, None) on other ranks. Otherwise like
-        `broadcast_from_rank0`.
+        Return both results on rank 0, and (first result, None) on other ranks. Errors and `key` are
+        handled as in `broadcast_from_rank0`.
         """
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
@@ -99,7 +99,7 @@ class World:
     def wait(self, keys: list[str]) -> None:
         """Wait until the store contains all `keys`.
 
-        Wait in slices, because Python cannot handle signals while the store waits.
+        Ask the store at short intervals, because Python cannot handle signals during a long wait.
 
         Raises StoppedEarly if another rank was stopped, and DistStoreError after `timeout` seconds.
         """

@@ -157,7 +157,7 @@ class RunDirectory:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return "run", "sweep" or "study" for the directory of such an output; None for others."""
+    """Return the kind of an output directory, "run", "sweep" or "study"; None for others."""
     if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
         return "run"
     if (record := read_record(path / "sweep.json")) is None:

@@ -1,4 +1,4 @@
-"""Measurements of a run's model: on the held-out sample, on tasks, and on held-out documents."""
+"""Measure the model of a run on a held-out sample, on evaluation tasks and on held-out documents."""
 
 import signal
 from collections.abc import Callable, Iterator
