@@ -1,4 +1,4 @@
-"""Measure the model of a run on a held-out sample, on evaluation tasks and on held-out documents."""
+"""Measure the model of a run on held-out samples, evaluation tasks and held-out documents."""
 
 import signal
 from collections.abc import Callable, Iterator
