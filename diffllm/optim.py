@@ -53,10 +53,10 @@ class OptimConfig:
 
 
 class SkipStep(Enum):
-    """The updates that are skipped.
+    """The optimizer updates to skip.
 
     off: no updates. nonfinite: updates whose loss or gradient norm is not finite. spike: also
-    updates whose loss or gradient norm is a spike by the window128 definition.
+    updates whose loss or gradient norm is a spike, as defined by `Guard`.
     """
 
     off = "off"
@@ -92,10 +92,10 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
 
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
-    """Build fused AdamW over named parameters, with its state already allocated.
+    """Build fused AdamW over named parameters, and allocate the optimizer state.
 
-    Fused kernels need one group per mesh. Weight decay applies to tensors with at least two
-    dimensions.
+    Fused kernels need one parameter group per device mesh. Weight decay applies to tensors with at
+    least two dimensions.
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
@@ -122,14 +122,17 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate; limit weight decay to the value that sets weights to zero."""
+    """Set the learning rate, and limit weight decay so that a step never flips signs of weights."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Make a step with learning rate `lr` unless `skip`, a float32 scalar on the device, is 1.0."""
+    """Make an optimizer step with learning rate `lr`, unless `skip` is 1.0.
+
+    `skip` is a float32 scalar on the device of the parameters.
+    """
     set_learning_rate(optimizer, lr)
     # Fused AdamW skips the update on the device if `found_inf` is 1.
     optimizer.found_inf = skip  # type: ignore[attr-defined]
@@ -139,7 +142,7 @@ def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state by name: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
+    """Return optimizer state by name: `<parameter>.exp_avg`, `.exp_avg_sq` and `.step`."""
     return {
         f"{name}.{key}": value
         for name, param in params.items()
@@ -148,9 +151,10 @@ def optimizer_tensors(
 
 
 class Guard:
-    """Decide on the device which updates to skip.
+    """Decides on the device which optimizer updates to skip.
 
-    A spike is more than `sigmas` standard deviations above the mean of the last `window` values.
+    In mode `spike`, a spike of the loss or of the gradient norm is also skipped: a value more than
+    `sigmas` standard deviations above the mean of the last `window` values.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
@@ -158,7 +162,10 @@ class Guard:
         self.windows = torch.full((2, window), torch.nan, dtype=torch.float64, device=device)
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return 1.0 to skip the update, else 0.0 (float32); all ranks must pass equal scalars."""
+        """Return 1.0 if the update with this loss and gradient norm must be skipped, else 0.0.
+
+        All tensors are float32 scalars. All ranks must pass equal values.
+        """
         if self.mode is SkipStep.off:
             return torch.zeros((), device=loss.device)
         values = torch.stack((loss, grad_norm)).double()
@@ -173,7 +180,7 @@ class Guard:
         return bad.any().float()
 
     def load(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Fill the windows with the last finite values of earlier steps, oldest first."""
+        """Restore the windows from the last finite losses and gradient norms, each oldest first."""
         size = self.windows.shape[1]
         padded = [[math.nan] * (size - len(row)) + list(row) for row in (losses, grad_norms)]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

@@ -82,9 +82,10 @@ def generate(
 def read_prompts(
     model: Transformer, prompts: list[list[int]], caches: list[KVCache], device: torch.device
 ) -> Tensor:
-    """Fill empty caches with prompts; return the logits after each prompt, (B, V).
+    """Run the prompts through the model and fill the empty caches; return logits (B, V).
 
-    Prompts are padded at the end, then the caches are cut to the lengths of the prompts.
+    The logits are those after the last token of each prompt. Prompts are padded at the end, then
+    the caches are cut to the lengths of the prompts.
     """
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
@@ -101,7 +102,8 @@ def draw_tokens(
     """Draw one token per row from logits (B, V): (B,) int64.
 
     Draws on the CPU, so all devices draw the same tokens. NaN counts as 0 and infinity as the
-    largest finite number, because a diverged model may return these.
+    largest finite number, because a diverged model may return these. For temperature and top_p, see
+    `generate`.
     """
     if temperature < 1e-6:
         return logits.nan_to_num().argmax(-1)

@@ -1,4 +1,4 @@
-"""Initial values that depend on (seed, parameter name) only.
+"""Initial values that depend only on the seed and the name of a parameter.
 
 Each block of rows of a tensor has a separate generator. A rank can therefore draw only its local
 rows and get the values of a single process. A row runs along the last of two or more dimensions.
@@ -29,7 +29,13 @@ def unsharded(param: Tensor) -> LocalBlock:
 
 @dataclass
 class Initializer:
-    """Fills parameters in place; values depend on the seed and the parameter's name."""
+    """Sets initial values in place; values depend only on the seed and the parameter's name.
+
+    Args:
+        names: name of each parameter.
+        shard: returns the local values of a parameter, their first index, and the full shape.
+        filled: parameters that already have initial values.
+    """
 
     seed: int
     names: Mapping[Tensor, str]
@@ -42,7 +48,10 @@ class Initializer:
             self.shard(param)[0].fill_(value)
 
     def normal_(self, param: Tensor, std: float, truncate: float | None = None) -> None:
-        """Fill from N(0, std^2), optionally truncated at `truncate` standard deviations."""
+        """Fill `param` with normal values of mean 0 and standard deviation `std`.
+
+        If given, `truncate` limits magnitudes to `truncate * std`.
+        """
         self.filled.add(param)
         local, first, shape = self.shard(param)
         leading, row_size = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
@@ -57,7 +66,7 @@ class Initializer:
         in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
 
         def fill(block: list[int]) -> None:
-            """Draw rows [start, stop) of the parameter; write the local part to [low, high)."""
+            """Draw rows [start, stop) of `param`; store local rows in `target` at [low, high)."""
             start, stop, low, high = block
             complete = (high - low, width) == (stop - start, row_size)
             text = f"{self.seed}:{self.names[param]}:{start // rows}".encode()
@@ -83,7 +92,10 @@ class Initializer:
             list(pool.map(fill_in_thread, blocks.tolist()))
 
     def matrices_(self, std: float, out_std: float) -> None:
-        """Fill every matrix from N(0, std^2) truncated at 3 std; `wo` and `w2` with `out_std`."""
+        """Fill all matrices with normal values of mean 0, truncated at 3 standard deviations.
+
+        The standard deviation is `out_std` for the output matrices `wo` and `w2`, otherwise `std`.
+        """
         for param, name in self.names.items():
             if param.ndim > 1:
                 is_output = not OUTPUTS.isdisjoint(name.split("."))
@@ -99,9 +111,12 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the global row indices of a block of a tensor, ascending, int64.
+    """Return the row indices of a local block in the full tensor, ascending, (n,) int64.
 
-    The block has shape `local` and begins at index `first`; `leading` dimensions count rows.
+    Args:
+        local: shape of the block.
+        first: index of the block's first value, per dimension.
+        leading: dimensions of the full tensor that count rows.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(leading, first, local, strict=False):
@@ -113,9 +128,10 @@ def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) ->
 def fill_normal(
     values: Tensor, std: float, truncate: float | None, generator: torch.Generator
 ) -> None:
-    """Fill values (n,), contiguous float32 on the CPU, from N(0, std^2).
+    """Fill `values` (n,), contiguous float32 on the CPU, from N(0, std^2).
 
-    Values beyond `truncate` standard deviations are drawn again, n at a time, until all are within.
+    Values beyond `truncate` standard deviations are drawn again, n at a time, until no value is
+    beyond this limit.
     """
     values.normal_(0.0, std, generator=generator)
     if truncate is None:

@@ -1,4 +1,4 @@
-"""Cross-entropy without the full logits.
+"""Cross-entropy loss that computes the logits of one chunk of tokens at a time.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
@@ -40,10 +40,18 @@ class Loss(NamedTuple):
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return nll and z sums of a chunk, and d(nll + z_weight z)/d logits in the dtype of hidden.
+    """Compute the loss of a chunk of n tokens, and the gradient of the loss by the logits.
 
-    hidden (n, D), weight (V, D), targets (n,) int64; negative targets are ignored. Without
-    `needs_grad`, the gradient is empty.
+    Args:
+        hidden: (n, D).
+        weight: output weight, (V, D).
+        targets: (n,) int64; negative targets are ignored.
+        z_weight: weight of z in the gradient.
+        needs_grad: compute the gradient; otherwise the gradient is an empty tensor.
+
+    Returns:
+        The sum nll of -log p(target), the sum z of logsumexp(logits)^2, and the gradient d(nll +
+            z_weight z)/d logits, (n, V) in the dtype of hidden.
     """
     logits = hidden @ weight.T
     log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
@@ -60,10 +68,10 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Return probs (n, V) minus valid (n,) at index (n, 1); may overwrite `probs`.
+    """Subtract valid (n,) from probs (n, V) in column index (n, 1) of each row.
 
-    In compiled code, a comparison is fused, but a scatter would write and reread all float32
-    probabilities. In uncompiled code, a scatter touches only n values.
+    May overwrite `probs`. In compiled code, a comparison is fused, but a scatter would write and
+    reread all float32 probabilities. In uncompiled code, a scatter touches only n values.
     """
     if torch.compiler.is_compiling():
         vocabulary = torch.arange(probs.shape[1], device=probs.device)
@@ -72,7 +80,10 @@ def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D), float32; may overwrite total."""
+    """Return total (V, D) + grad_logits (n, V).T @ hidden (n, D); may overwrite `total`.
+
+    A `total` of None counts as 0.
+    """
     low = hidden.dtype != at_least_float32(hidden.dtype)
     if hidden.is_cuda and low:  # cuBLAS sums in float32 and adds `total` in one call
         if total is None:
@@ -135,14 +146,15 @@ def chunked_cross_entropy(
     chunk: int = 2048,
     compute: Any = chunk_loss,
 ) -> tuple[Tensor, Loss]:
-    """Sum the cross-entropy of `hidden @ weight.T` over tokens, and add z_weight times z.
+    """Return the cross-entropy loss of the logits `hidden @ weight.T`, summed over tokens.
 
-    Returns the differentiable sum (float32 scalar) and its two parts, detached.
+    The loss includes z_weight times z, the sum of logsumexp(logits)^2. Returns the differentiable
+    loss, a scalar in float32 or wider, and the detached sums of cross-entropy and z.
 
     Args:
-        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64;
-            negative targets are ignored.
-        z_weight: weight of logsumexp^2 (PaLM, arXiv 2204.02311, section 5).
+        hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64; negative targets are
+            ignored.
+        z_weight: weight of z (PaLM, arXiv 2204.02311, section 5).
         chunk: tokens per chunk of logits; the softmax is in float32.
         compute: `chunk_loss` or a compiled copy of it.
     """
@@ -151,9 +163,9 @@ def chunked_cross_entropy(
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:
-    """Compute -log p(target) per token in nats, 0 for ignored targets: (N,), at least float32.
+    """Compute -log p(target) of each token in nats: (N,) in float32 or wider.
 
-    Arguments as for `chunked_cross_entropy`.
+    The loss of negative targets is 0. Arguments as for `chunked_cross_entropy`.
     """
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):

@@ -56,7 +56,7 @@ class RopeConfig:
     """For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1."""
 
     def validate(self) -> None:
-        """Raise ConfigError if the settings do not define frequencies."""
+        """Raise ConfigError if a setting is missing, out of range, or unused with this scaling."""
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)
@@ -98,7 +98,7 @@ USED_BY = {
 
 
 def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
-    """Return the radians per position of each channel pair, (d/2,) float64."""
+    """Return the rotation of each channel pair in radians per position, (d/2,) float64."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     original = cfg.theta**-exponents
     if cfg.scaling is RopeScaling.none:
@@ -112,16 +112,21 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
 
 
 def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Return the kept share of each frequency, linear in its turns over the original context."""
+    """Return the weight of the unscaled frequency of each channel pair, (d/2,), for llama3.
+
+    The weight is linear in the number of turns over `length` positions: 0 at low_freq_factor, 1 at
+    high_freq_factor. The caller clamps weights to [0, 1].
+    """
     turns = length * original / (2 * math.pi)
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Return the kept share of each frequency, linear in the index of its channel pair.
+    """Return the weight of the unscaled frequency of each channel pair, (d/2,), for YaRN.
 
-    The share is 1 at the pair with beta_fast turns and 0 at the pair with beta_slow turns. Both
-    indices are rounded outwards (section 3.2 of the YaRN paper).
+    The weight is linear in the index of the pair: 1 at the pair with beta_fast turns over `length`
+    positions, 0 at the pair with beta_slow turns. Both indices are rounded outwards (section 3.2 of
+    the YaRN paper). The caller clamps weights to [0, 1].
     """
     head_dim = 2 * len(original)
 
@@ -135,7 +140,10 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """Return the factor on cos and sin: sqrt(1/t) of YaRN (section 3.4), otherwise 1."""
+    """Return the factor on the cos and sin tables of RoPE.
+
+    The factor is sqrt(1/t) for YaRN (section 3.4 of the paper), otherwise 1.
+    """
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0
     if cfg.attention_factor is not None:
@@ -144,7 +152,7 @@ def attention_factor(cfg: RopeConfig) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin for positions 0 .. seq_len - 1."""
+    """The cos and sin tables of RoPE for positions 0 to seq_len - 1."""
 
     cos: Tensor
     sin: Tensor
@@ -156,7 +164,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", torch.empty(seq_len, 1, head_dim), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Compute the tables in float64 and store them in float32."""
+        """Compute the cos and sin tables in float64; store the tables in float32."""
         positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies(self.cfg, self.head_dim))
         angles = angles.repeat(1, 2).unsqueeze(1)
@@ -172,7 +180,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate x (B, T, H, d) by its positions: x cos + rotate_half(x) sin, in float32 or wider."""
+    """Rotate x (B, T, H, d) by the cos and sin tables of its positions.
+
+    Computes x cos + rotate_half(x) sin in float32 or wider; the result has the dtype of x.
+    """
     cos, sin = rope  # float32, so products with bf16 are float32
     if not torch.compiler.is_compiling():
         return _Rotation.apply(x, cos, sin)
@@ -184,7 +195,10 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute `apply_rope` with the same rounding and fewer passes over x."""
+    """Compute the result of `apply_rope` with the same rounding and fewer passes over x.
+
+    cos and sin are (T, 1, d) or (B, T, 1, d).
+    """
     half = x.shape[-1] // 2
     out, turned = x * cos, x * sin
     out[..., :half] -= turned[..., half:]
@@ -193,7 +207,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """`rotated` with a short backward pass: the gradient is the rotation by the negative angle."""
+    """Autograd function of `rotated`; the backward pass rotates by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Statistics of blocks and of probed attention maps, and the groups of parameters in metrics.
+"""Statistics of decoder blocks and attention maps, and the groups of parameters in metrics.
 
 diffllm/metrics/table.py defines how values of several ranks and micro-batches are combined.
 
-Shapes: B batch, T tokens, N probed positions, h heads of the variant (V1 has n_heads / 2).
+Shapes: B batch, T tokens, N query positions, h heads of the variant (V1 has n_heads / 2).
 """
 
 from functools import cache
@@ -56,7 +56,7 @@ def over_channels(x: Tensor) -> Tensor:
 
 
 def values_rms(v: Tensor) -> Tensor:
-    """Compute the RMS of values (B, T, K, width) per sequence: (B, 1, 1)."""
+    """Compute the RMS of each sequence's attention values v (B, T, K, width): (B, 1, 1)."""
     return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
 
 
@@ -65,7 +65,10 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute the kurtosis over channels, averaged over tokens; 3 for a normal distribution."""
+    """Compute the kurtosis of x over its last dimension, averaged over all other dimensions.
+
+    A normal distribution has kurtosis 3.
+    """
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -73,14 +76,17 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack statistics of L layers to (L,) each; shorter if the first layers lack a statistic."""
+    """Stack each statistic of the layers into one tensor with a row per layer.
+
+    A statistic that the first layers lack has rows for the other layers only.
+    """
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
 
 
 class Probe(NamedTuple):
-    """The probed query positions and their visible keys."""
+    """Query positions at which attention maps are measured, and the keys visible to each query."""
 
     positions: Tensor
     """Query positions, the same in all rows: (N,) int64."""
@@ -89,7 +95,10 @@ class Probe(NamedTuple):
 
 
 def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
-    """Build a probe of the queries at `positions` (N,) in rows of `length` tokens."""
+    """Find the keys visible to queries at `positions` (N,), in rows of `length` tokens.
+
+    With `documents`, queries see only keys of the same document.
+    """
     keys = torch.arange(length, device=positions.device)
     visible = (keys <= positions[:, None])[None, None]
     if documents is not None:
@@ -100,10 +109,11 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
 
 @torch.no_grad()
 def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> BlockStats:
-    """Measure the maps of one layer at probed positions: float32 scalars, and `lambda_head` (h,).
+    """Measure the attention maps of one layer at the query positions of `probe`.
 
-    `x` (B, T, D) is the input of the attention. The effective map is the difference of a pair of
-    maps, even if the two maps weight different values.
+    Returns float32 scalars by name, and `lambda_head` (h,). `x` (B, T, D) is the input of the
+    attention; `aux` contains its queries "q" and keys "k". The effective map is the difference of a
+    pair of maps, even if the two maps weight different values.
 
     - attn_logit_top1: largest q k / sqrt(d) over visible keys.
     - attn_entropy: entropy of the softmax maps in nats, without a sink.
@@ -111,7 +121,7 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
     - attn_negative_share: share of negative weights in the sum of magnitudes of the effective map.
     - lambda_head: mean over all tokens, only if lambda depends on the head.
 
-    Entropy, sink mass and negative share are means over sequences, heads and probed positions.
+    Entropy, sink mass and negative share are means over sequences, heads and query positions.
     """
     x, q, k = x[:, probe.positions], aux["q"][:, probe.positions], aux["k"]
     scores = attention_scores(q, k).masked_fill(~probe.visible, float("-inf"))
@@ -130,20 +140,23 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Compute the entropy over the keys in nats, ignoring a sink: (..., S) -> (...)."""
+    """Compute the entropy of attention weights (..., S) over the S keys in nats: (...).
+
+    The weights are first scaled to sum 1, so the weight of a sink is ignored.
+    """
     total = weights.sum(-1, keepdim=True)
     return torch.special.entr(weights / torch.where(total > 0, total, 1)).sum(-1)
 
 
 def negative_share(weights: Tensor) -> Tensor:
-    """Compute the share of negative weights in the sum of magnitudes: (..., S) -> (...)."""
+    """Divide the sum of |negative weights| by the sum of |weights|: (..., S) becomes (...)."""
     total = weights.abs().sum(-1)
     return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
 
 
 @cache
 def group_of(name: str) -> str:
-    """Return the group of a parameter name such as `layers.3.attention.wq.weight`."""
+    """Return the group in metrics of a parameter name such as `layers.3.attention.wq.weight`."""
     parts = name.split(".")
     belongs = {
         "embedding": "tok_embeddings" in parts,
@@ -157,7 +170,10 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the component of a parameter, or the name of a variant's additional parameter."""
+    """Return the component of a parameter name in metrics, such as "wq" or "head norms".
+
+    An attention parameter that only one variant has is a separate component.
+    """
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:
         renamed = {"norm": "norms", "embedding": "embeddings/output", "output": "embeddings/output"}

@@ -1,4 +1,4 @@
-"""The decoder: blocks, their stack, initialisation, and factors for initial `wo`.
+"""The decoder, its blocks, initial values, and factors that scale the initial `wo`.
 
 Shapes: B batch, T tokens, D model width, V vocabulary, L layers.
 """
@@ -36,7 +36,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); norm is RMSNorm (arXiv 1910.07467)."""
+    """A decoder layer: x + attention(norm(x)), then x + ffn(norm(x)).
+
+    norm is RMSNorm (arXiv 1910.07467).
+    """
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
@@ -55,9 +58,18 @@ class Block(nn.Module):
         diagnose: bool = False,
         probe: Probe | None = None,
     ) -> tuple[Tensor, BlockStats, Routed | None]:
-        """Return the output (B, T, D) of x (B, T, D), statistics, and routing counts and losses.
+        """Apply the block to x (B, T, D).
 
-        Without `diagnose`, statistics are empty. In a dense layer, the third value is None.
+        Args:
+            rope: cos and sin tables of the T positions.
+            mask: attention mask; None is causal.
+            cache: keys and values of earlier positions; new keys and values are appended in place.
+            diagnose: compute statistics.
+            probe: query positions at which `diagnose` also measures attention maps.
+
+        Returns:
+            The output (B, T, D), statistics by name (empty without `diagnose`), and the token
+                counts and router losses of a MoE layer (None in a dense layer).
         """
         aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
@@ -80,7 +92,7 @@ class Block(nn.Module):
 
 
 class TrainOutput(NamedTuple):
-    """The output of a training forward pass."""
+    """The losses and statistics of a training forward pass."""
 
     objective: Tensor
     """Loss, weighted z-loss and router losses, summed over tokens; differentiable, float32."""
@@ -121,12 +133,12 @@ class Transformer(nn.Module):
         """Map tokens (B, T) int64 to logits (B, T, V), or to a TrainOutput if `targets` is given.
 
         Args:
-            targets: (B, T) int64.
+            targets: (B, T) int64; negative targets are ignored.
             caches: one per layer, for decoding; tokens then follow the cached positions.
             diagnose: with targets, also return statistics of each layer.
-            documents: restrict attention to documents; positions start at 0 in each document.
+            documents: queries see only keys of the same document; positions restart at 0.
             last: (B,) or (B, K) int64, positions of the logits to return: (B, V) or (B, K, V).
-            probe: (N,) int64, query positions whose maps `diagnose` measures.
+            probe: (N,) int64, query positions at which `diagnose` also measures attention maps.
             by_token: return the loss per target, (B, T) float32, 0 for negative targets.
         """
         x = self.tok_embeddings(tokens)
@@ -174,7 +186,7 @@ class Transformer(nn.Module):
             mixture.router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
-        """Return the router buffers by name; checkpoints contain them."""
+        """Return bias and load of all routers by name; checkpoints contain these buffers."""
         return {name: b for name, b in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
@@ -211,13 +223,19 @@ class Transformer(nn.Module):
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
     def reset_parameters(self, shard: Shard = unsharded) -> None:
-        """Fill all parameters and buffers; values depend only on `init_seed` and names."""
+        """Set initial values of all parameters and buffers, from `init_seed` and parameter names.
+
+        `shard` returns the local values of a parameter on this rank.
+        """
         initialise(self, self.cfg, shard=shard)
 
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
     ) -> list[KVCache]:
-        """Return empty caches of `length` positions, by default in the dtype of the parameters."""
+        """Return an empty KV cache per layer, for `batch` rows of up to `length` positions.
+
+        The default of `dtype` is the dtype of the parameters.
+        """
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
         return [
@@ -227,7 +245,10 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings chosen for `device` and training in `dtype`, by name."""
+        """Return the settings chosen for training in `dtype` on `device`, by name.
+
+        With `documents`, queries see only keys of the same document.
+        """
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
             self.cfg.loss_chunk, device, self.cfg.vocab_size, self.cfg.dim
@@ -235,7 +256,7 @@ class Transformer(nn.Module):
         return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
     def flops_per_token(self, visible_keys: float | None = None) -> float:
-        """Count training FLOPs per token: matrix products, causal attention.
+        """Count training FLOPs per token of all matrix products and of causal attention.
 
         `visible_keys` is the mean number of keys per query; by default (cfg.seq_len + 1) / 2, the
         mean of whole sequences.
@@ -248,7 +269,7 @@ class Transformer(nn.Module):
         return layers + 6 * self.output_weight.numel()
 
     def flops_per_visible_key(self) -> float:
-        """Count the additional training FLOPs per token and visible key."""
+        """Count the training FLOPs per token that one more visible key per query adds."""
         return self.flops_per_token(2) - self.flops_per_token(1)
 
     def kv_cache_bytes_per_token(self) -> int:
@@ -258,7 +279,13 @@ class Transformer(nn.Module):
 def initialise(
     part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = unsharded
 ) -> None:
-    """Fill all parameters and buffers of a decoder, or of a part with the name `prefix`."""
+    """Set initial values of all parameters and buffers of a decoder or of one of its submodules.
+
+    Args:
+        part: decoder or submodule.
+        prefix: name of the submodule in the decoder, with a dot at the end.
+        shard: returns the local values of a parameter on this rank.
+    """
     names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
     init = Initializer(cfg.init_seed, names, shard)
     init.matrices_(cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.n_layers))
@@ -285,7 +312,8 @@ def without_storage(cfg: ModelConfig) -> Transformer:
 def build_model(cfg: Any) -> Transformer:
     """Build an initialised decoder in float32 on the current default device.
 
-    `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError if the attention cannot run there.
+    `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError for another type of `cfg`, and if
+    the attention cannot run on the device.
     """
     cfg = getattr(cfg, "model", cfg)
     if not isinstance(cfg, ModelConfig):
@@ -307,12 +335,12 @@ def write_factors(
     tokens: Tensor,
     documents: Documents | None = None,
 ) -> list[float]:
-    """Return a factor for the initial `wo` of each layer, in the order of layers.
+    """Return a factor on the initial `wo` of each layer, to match a baseline attention.
 
-    With these factors, attention adds the same RMS to the residual stream as in a decoder with
-    attention `baseline`, layer by layer. The RMS is over tokens (B, T) int64 and channels. Both
-    decoders are built one layer at a time, in float32. Raises ConfigError if no positive finite
-    factor exists.
+    With these factors, attention in each layer adds the same RMS to the residual stream as in a
+    decoder with attention `baseline`. The RMS is over tokens (B, T) int64 and channels. Both
+    decoders are built one layer at a time, in float32. With `documents`, queries see only keys of
+    the same document. Raises ConfigError if a factor would not be positive and finite.
     """
     device = tokens.device
     # SDPA, because flash-attn does not support float32.
@@ -343,7 +371,12 @@ def write_factors(
 
 
 def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
-    """Build a part of a decoder in float32, with the same initial values as in the decoder."""
+    """Build one submodule of a decoder in float32, with the initial values that the decoder has.
+
+    Args:
+        build: returns the submodule without initial values.
+        prefix: name of the submodule in the decoder, with a dot at the end.
+    """
     with torch.device("meta"):
         part = build()
     part.to_empty(device=device)
@@ -358,7 +391,11 @@ def with_write(
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return a block's output (B, T, D) and the RMS that its attention writes, a scalar."""
+    """Apply a block to x (B, T, D); return its output and the RMS of attention's addition to x.
+
+    The output is (B, T, D), the RMS a scalar. `positions` contains the cos and sin tables of RoPE.
+    With `documents`, queries see only keys of the same document.
+    """
     mask = block.attention.training_mask(documents, tokens, x.dtype)
     out, stats, _ = block(x, positions, mask, diagnose=True)
     return out, stats["attn_write_rms"]

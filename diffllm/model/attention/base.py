@@ -52,25 +52,27 @@ class AttentionConfig:
     """Fixed factor on the input of `wo`: a control for the magnitude of attention's output."""
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
-        """Return the module of layer `layer_idx` (from 0)."""
+        """Build the attention module of decoder layer `layer_idx`, counted from 0."""
         raise NotImplementedError(f"{type(self).__name__} does not build an attention module")
 
     def validate(self, model: ModelConfig) -> None:
-        """Raise ConfigError for a model shape that this variant does not support."""
+        """Raise ConfigError if this attention variant does not support the shape of `model`."""
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        """Return the largest width of queries, keys and values on `device`."""
+        """Return the largest head width of queries, keys and values in kernel calls on `device`."""
         return model.head_dim
 
     @property
     def explicit_mask(self) -> bool:
-        """Whether documents need a boolean mask, because no fused kernel computes this map."""
+        """Whether documents need a boolean mask, because no fused kernel supports this variant."""
         return False
 
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings chosen for `device` in training, by name; "attention" is the kernel.
+        """Return the settings that training chooses on `device`, by name, including "attention".
+
+        The value of "attention" is a `Kernel`.
 
         `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
         same document.
@@ -80,12 +82,16 @@ class AttentionConfig:
     def kernel(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> AutoSetting:
-        """Choose the `Kernel` of training; arguments as for `choices`."""
+        """Choose the attention kernel for training; the value of the result is a `Kernel`.
+
+        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
+        same document.
+        """
         width = self.kernel_width(model, device)
         return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """Return this config with the tensor layouts chosen for `device`."""
+        """Return this config, with settings of value `auto` replaced by the choice for `device`."""
         return self
 
     def prepare(
@@ -95,14 +101,20 @@ class AttentionConfig:
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ) -> None:
-        """Load and try the kernel; raise ConfigError if it cannot run. Arguments as for
-        `choices`."""
+        """Check that the attention kernel can run on `device`; raise ConfigError otherwise.
+
+        If the kernel is from flash-attn, load the package and run it on small tensors. `dtype` is
+        the dtype of queries and keys. With `documents`, queries see only keys of the same document.
+        """
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
 
 
 class KVCache:
-    """The keys and values of all decoded positions: (B, heads, S_max, width), preallocated."""
+    """Preallocated cache for the keys and values of one layer, (B, heads, S_max, width) each.
+
+    S_max is the maximum number of positions.
+    """
 
     def __init__(
         self,
@@ -119,10 +131,10 @@ class KVCache:
         """Used positions of each row, (B,) int64; None if all rows are equally long."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, T, heads, width); return all keys and values, (B, S, heads, width).
+        """Append k and v (B, T, heads, width) to the cache; return all cached keys and values.
 
-        T must be 1 if rows differ in length. Raises ValueError, before any change, for another T
-        or a full cache.
+        Both results have shape (B, S, heads, width). T must be 1 if rows have different lengths.
+        Raises ValueError for another T or a full cache, and then does not change the cache.
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
@@ -151,7 +163,7 @@ class KVCache:
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
-        """Copy a cache of one row to `count` rows, with `room` more positions."""
+        """Repeat a cache of one row `count` times, and add room for `room` more positions."""
         made = copy.copy(self)
         made.k, made.v = (
             F.pad(x[:, :, : self.length].expand(count, -1, -1, -1), (0, 0, 0, room))
@@ -166,11 +178,11 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Base class of the variants' modules: projections, RoPE and KV cache.
+    """Base class of attention modules: applies projections, RoPE and the KV cache.
 
     Args:
-        n_query_heads: heads of `wq`; model.n_heads by default.
-        context_dim: input width of `wo`; n_query_heads * head_dim by default.
+        n_query_heads: number of query heads; by default model.n_heads.
+        context_dim: input width of the output projection `wo`; by default n_query_heads * head_dim.
     """
 
     fp32_parameters: tuple[str, ...] = ()
@@ -202,8 +214,8 @@ class Attention(nn.Module):
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
         """Return additional statistics of this variant, float32 scalars by name; empty by default.
 
-        Register each name with `diffllm.metrics.table.add_metric`. `aux` contains the tensors that
-        `forward` and `context` add.
+        Register each name with `diffllm.metrics.table.add_metric`. `aux` contains the diagnostic
+        tensors that `forward` and `context` add, by name.
         """
         return {}
 
@@ -215,13 +227,13 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         aux: Aux | None = None,
     ) -> Tensor:
-        """Attend: normalised x (B, T, D) -> (B, T, D).
+        """Apply attention to x (B, T, D), the output of RMSNorm; return (B, T, D).
 
         Args:
-            rope: tables of the T positions.
-            mask: from `training_mask`, or a boolean tensor; None is causal.
-            cache: earlier positions; extended in place.
-            aux: if given, filled with tensors for diagnostics.
+            rope: cos and sin tables of the T positions.
+            mask: result of `training_mask`, or a boolean tensor; None is causal.
+            cache: keys and values of earlier positions; new keys and values are appended in place.
+            aux: if given, diagnostic tensors are added to this dictionary.
         """
         q, k, v = self.project(x, rope)
         if cache is not None:
@@ -237,7 +249,10 @@ class Attention(nn.Module):
         return self.wo(context.flatten(2))
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and rotate: x (B, T, D) -> q (B, T, n_query_heads, d), k and v (B, T, K, d)."""
+        """Compute queries, keys and values from x (B, T, D), and rotate queries and keys by RoPE.
+
+        Returns q (B, T, n_query_heads, d), k (B, T, K, d) and v (B, T, K, d), with K key heads.
+        """
         q = self.wq(x).unflatten(-1, (self.n_query_heads, self.head_dim))
         k = self.wk(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
         v = self.wv(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
@@ -248,18 +263,23 @@ class Attention(nn.Module):
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
-        """Return the vectors (B, T, heads, width) that enter `wo`; variants override this."""
+        """Compute the input of the output projection `wo`, (B, T, heads, width), before flattening.
+
+        Variants override this method. With `aux`, the method adds diagnostic tensors to the
+        dictionary.
+        """
         raise NotImplementedError
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Return the explicit maps by name, (B, heads, T, S) each; the last map weights the values.
+        """Compute attention maps by name, (B, heads, T, S) each, for figures and diagnostics.
 
-        For figures, probes and tests. Gates and head norms are not part of a map.
+        The last map is the effective map, for example the difference of two maps. Gates and head
+        norms are not part of a map. `mask` is a boolean tensor; None is causal.
         """
         return {"map": attention_weights(q, k, mask)}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        """Return unmasked q k / sqrt(d) by name of the map, (B, heads, T, S) each."""
+        """Compute the unmasked logits q k / sqrt(d) by name of the map, (B, heads, T, S) each."""
         return {"map": attention_scores(q, k)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -268,15 +288,22 @@ class Attention(nn.Module):
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
-        """Return the mask of a batch of tokens (B, T), for `forward` of any layer."""
+        """Build the attention mask of a batch of tokens (B, T), for `forward` of any layer.
+
+        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
+        same document.
+        """
         kernel = self.kernel(tokens.device, dtype, documents is not None).value
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
-        """Fill parameters and buffers, except matrices and norms, which the decoder fills."""
+        """Set initial values of the variant's parameters and buffers.
+
+        The decoder sets the initial values of matrices and norm weights.
+        """
 
     def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
-        """Count training FLOPs per token: projections, q k and weights v.
+        """Count training FLOPs per token in this layer: projections, q k, and weights times v.
 
         `visible_keys` is the mean number of keys per query, by default (seq_len + 1) / 2.
         """
@@ -292,6 +319,6 @@ class Attention(nn.Module):
         return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Count the bytes of the KV cache per position and sequence."""
+        """Count the bytes that one token of one sequence takes in this layer's KV cache."""
         cache = self.new_cache(1, 1, torch.float32, "meta")
         return (cache.k.numel() + cache.v.numel()) * bytes_per_value

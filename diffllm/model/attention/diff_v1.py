@@ -34,7 +34,9 @@ FAST_WIDTH = 128
 
 
 class Values(Enum):
-    """The layout of a pair's values (width 2d) in the single kernel call.
+    """The layout of the values in the attention kernel call.
+
+    A pair of heads has values of width 2d.
 
     auto: the faster layout on the device, see `values_layout`.
     wide: unchanged.
@@ -47,7 +49,10 @@ class Values(Enum):
 
 
 def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSetting:
-    """Choose `Values.wide` or `Values.split` for tensors on `device`."""
+    """Choose the layout of the values for kernel calls on `device`: wide or split.
+
+    The device matters only if `values` is `Values.auto`.
+    """
     if values is not Values.auto:
         return AutoSetting(values, ASKED)
     if device.type == "cuda" and 2 * head_dim > FAST_WIDTH:
@@ -121,10 +126,11 @@ class DiffV1Config(AttentionConfig):
 
 
 class DiffV1Attention(Attention):
-    """context = nn.RMSNorm(softmax(q1 k1) v - lambda softmax(q2 k2) v) * (1 - lambda_init).
+    """Differential attention V1: RMSNorm(attn1 - lambda * attn2) * (1 - lambda_init).
 
-    Adjacent heads form a pair, as in the FlashAttention files of the reference. Differential head i
-    uses q[2i] and q[2i+1]. With j = i // (H/K), it uses k[2j], k[2j+1] and v[j] of width 2d.
+    attn1 = softmax(q1 k1) v, and attn2 = softmax(q2 k2) v. Adjacent heads form a pair, as in the
+    authors' code for FlashAttention. Differential head i uses q[2i] and q[2i+1]. With j = i //
+    (H/K), head i uses k[2j], k[2j+1] and v[j] of width 2d.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -143,9 +149,10 @@ class DiffV1Attention(Attention):
         self.register_buffer("lambda_init", torch.empty(()), persistent=False)
 
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and rotate: x (B, T, D) -> q (B, T, H, d), k (B, T, K, d), v (B, T, K/2, 2d).
+        """Compute queries, keys and values from x (B, T, D), and rotate queries and keys by RoPE.
 
-        In q and k, the first members of all pairs precede the second members.
+        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). In q and k, the first members
+        of all pairs of heads precede the second members.
         """
         q, k, v = super().project(x, rope)
         return by_map(q), by_map(k), v.unflatten(2, (-1, 2)).flatten(3)
@@ -191,7 +198,10 @@ class DiffV1Attention(Attention):
         return KVCache(keys, values, dtype, device)
 
     def lambda_value(self) -> Tensor:
-        """Return exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, float32."""
+        """Compute lambda of the layer, a scalar in float32 or wider.
+
+        lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init.
+        """
         vectors: list[Tensor] = [getattr(self, name) for name in self.fp32_parameters]
         q1, k1, q2, k2 = (vector.to(at_least_float32(vector.dtype)) for vector in vectors)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
@@ -205,9 +215,9 @@ class DiffV1Attention(Attention):
 
 
 def clamped(weights: Tensor) -> Tensor:
-    """Clamp negative weights to 0 and scale rows to sum 1; rows without positive weights are 0.
+    """Clamp negative attention weights to 0 and scale each row to sum 1.
 
-    The weights (..., T, S) are differences of two maps.
+    Rows without positive weights become 0. The weights (..., T, S) are differences of two maps.
     """
     positive = weights.clamp_min(0)
     total = positive.sum(-1, keepdim=True)
@@ -215,5 +225,8 @@ def clamped(weights: Tensor) -> Tensor:
 
 
 def by_map(heads: Tensor) -> Tensor:
-    """Reorder adjacent pairs of heads (B, T, 2n, d): all first members, then all second members."""
+    """Reorder heads (B, T, 2n, d) that form n adjacent pairs.
+
+    In the result, the first members of all pairs precede the second members.
+    """
     return heads.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3)

@@ -17,14 +17,18 @@ FIXED = 0.5
 
 
 class Pairing(Enum):
-    """The pairing of query heads: 2i and 2i+1, which share key and value, or i and H+i."""
+    """The rule that combines 2H query heads into H pairs.
+
+    adjacent: heads 2i and 2i + 1, which share key and value.
+    halves: heads i and H + i.
+    """
 
     adjacent = "adjacent"
     halves = "halves"
 
 
 class Lambda(Enum):
-    """The formula of lambda.
+    """The formula of lambda, the factor on the second attention map of a pair.
 
     Per token and head: sigmoid is sigmoid(w_lambda x), raw is w_lambda x. Per head: scalar is the
     sigmoid of a learned number. Constant: fixed is `lambda_value`, none is 1.
@@ -63,10 +67,12 @@ class DiffV2Config(AttentionConfig):
 
 
 class DiffV2Attention(Attention):
-    """context = attn1 - sigmoid(w_lambda x) * attn2, lambda per token and per head.
+    """Differential attention V2: attn1 - lambda * attn2.
 
-    One kernel call attends with twice the query heads of standard attention and the same kv heads.
-    Heads 2i and 2i+1 form a pair; both are in one GQA group, so they share key and value.
+    By default, lambda = sigmoid(w_lambda x), with one value per token and head. One kernel call
+    computes attn1 and attn2, with twice the query heads of standard attention and the same kv
+    heads. Query heads 2i and 2i + 1 form a pair; both are in one GQA group, so they share key and
+    value.
     """
 
     def __init__(self, model: ModelConfig, cfg: DiffV2Config):
@@ -107,7 +113,7 @@ class DiffV2Attention(Attention):
         return dict(zip(("map 1", "map 2"), self.pair(attention_scores(q, k), dim=1), strict=True))
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Split 2H heads in dimension `dim` into the first and second members of all pairs."""
+        """Split 2H heads in dimension `dim` into the first and the second heads of all pairs."""
         if self.cfg.pairing is Pairing.adjacent:
             first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
         else:
@@ -115,7 +121,10 @@ class DiffV2Attention(Attention):
         return first, second
 
     def lambda_values(self, x: Tensor) -> Tensor:
-        """Compute lambda from x (B, T, D): float32 or wider, broadcastable to (B, T, H)."""
+        """Compute lambda, the factor on the second map of each pair, from x (B, T, D).
+
+        The result is float32 or wider, with a shape that broadcasts to (B, T, H).
+        """
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:
             value = 1.0 if form is Lambda.none else self.cfg.lambda_value

@@ -13,7 +13,10 @@ from diffllm.model.config import ModelConfig
 
 
 class Gate(Enum):
-    """The granularity of the gate: one value per channel, or one value per head."""
+    """The number of gate values per token.
+
+    elementwise: one value per channel. headwise: one value per head.
+    """
 
     elementwise = "elementwise"
     headwise = "headwise"
@@ -32,7 +35,10 @@ class GatedConfig(AttentionConfig):
 
 
 class GatedAttention(Attention):
-    """context = sigmoid(w_gate x) * softmax(q k) v; the gate has the same input x as q, k, v."""
+    """Softmax attention times a sigmoid gate: sigmoid(w_gate x) * softmax(q k / sqrt(d)) v.
+
+    The gate has the same input x as the queries, keys and values.
+    """
 
     def __init__(self, model: ModelConfig, cfg: GatedConfig):
         super().__init__(model)

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel of training, the form of its mask, and flash-attn.
+"""Choice of the attention kernel for training, masks in the form of this kernel, and flash-attn.
 
 In all functions, `dtype` is the dtype of queries and keys, and `width` is the largest width of
 queries, keys and values. With `documents`, queries see only keys of the same document.
@@ -35,7 +35,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """Attention kernels of training; the values are printed in the headline of a run."""
+    """Attention kernels for training, with the description printed at the start of a run."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -72,9 +72,14 @@ def training_kernel(
     documents: bool,
     explicit_mask: bool = False,
 ) -> AutoSetting:
-    """Choose the `Kernel` of a training forward pass.
+    """Choose the attention kernel for training; the value of the result is a `Kernel`.
 
-    With `explicit_mask`, documents need a boolean mask.
+    Args:
+        dtype: dtype of queries and keys.
+        width: largest width of queries, keys and values.
+        documents: queries see only keys of the same document.
+        explicit_mask: documents need a boolean mask, because fused kernels do not support this
+            variant.
     """
     if backend is Backend.reference:
         return AutoSetting(Kernel.explicit, ASKED)
@@ -119,7 +124,15 @@ def prepare_backend(
     dtype: torch.dtype | None = None,
     documents: bool = False,
 ) -> None:
-    """Load and try the package of `backend`; raise ConfigError if it cannot run on `device`."""
+    """Check that `backend` can run on `device`; raise ConfigError otherwise.
+
+    For `Backend.flash`, load flash-attn and run it on small tensors.
+
+    Args:
+        width: largest width of queries, keys and values.
+        dtype: dtype of queries and keys; None skips the check of the dtype.
+        documents: queries see only keys of the same document.
+    """
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
         raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
@@ -153,9 +166,10 @@ def prepare_backend(
 
 
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
-    """Build the mask of a batch in the form that `kernel` needs; all layers share the mask.
+    """Build the attention mask of a batch of tokens (B, T), in the form that `kernel` needs.
 
-    Without `documents`, each row is one document; only shape and device of tokens (B, T) matter.
+    All layers share the mask. With `documents`, queries see only keys of the same document;
+    otherwise the mask is causal. Only the shape and device of `tokens` matter.
     """
     length = tokens.shape[1]
     if documents is None:
@@ -180,7 +194,10 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
 
 
 def document_blocks(ids: Tensor) -> BlockMask:
-    """Build the causal mask within documents for all heads; ids (B, T) as in `Documents`."""
+    """Build a causal FlexAttention mask in which queries see only keys of the same document.
+
+    `ids` (B, T) int64 is the index of each token's document in its row.
+    """
     batch, length = ids.shape
 
     def within(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -191,7 +208,10 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Return `create_block_mask`, compiled on GPUs to avoid several T * T masks."""
+    """Return torch's `create_block_mask`, compiled for GPUs to save memory.
+
+    Without compilation, the function allocates several masks of T x T for T tokens.
+    """
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
 
@@ -206,7 +226,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def flash_version(device: torch.device) -> int:
-    """Return the newest installed version of flash-attn for `device`: 4, 2, or 0 if missing."""
+    """Return the version of flash-attn to use on `device`: 4, 2, or 0 if none is installed."""
     if not installed("flash_attn"):
         return 0
     if capability(device)[0] in HOPPER_OR_BLACKWELL and installed("flash_attn.cute"):
@@ -215,7 +235,10 @@ def flash_version(device: torch.device) -> int:
 
 
 def activate_flash_4() -> None:
-    """Replace torch's flash kernels by flash-attn-4, so that compiled graphs do not break."""
+    """Make torch's attention functions call flash-attn-4.
+
+    Direct calls of the package would split the graphs of torch.compile.
+    """
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
@@ -225,7 +248,11 @@ def activate_flash_4() -> None:
 
 
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
-    """Run flash-attn on small tensors; raise any exception if the package does not fit the GPU."""
+    """Run flash-attn forward and backward on small bf16 tensors of head width `width`.
+
+    With `documents`, also run the variable-length kernel. If the installed package does not support
+    the GPU, any type of exception may be raised.
+    """
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
     if documents:
@@ -236,7 +263,10 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Activate flash-attn-4; return "", or the reason if it cannot mask documents on `device`."""
+    """Activate flash-attn-4 for documents at head width `width`; return "" on success.
+
+    If flash-attn-4 cannot run on `device`, keep torch's kernels and return the reason.
+    """
     try:
         if flash_version(device) != 4:
             return "flash-attn-4 is not installed"

@@ -33,7 +33,7 @@ FLASH_4 = "diffllm.model.flash_attention_4"
 
 
 class Documents(NamedTuple):
-    """The documents of a batch with rows cut from one stream of documents."""
+    """Position and document of each token in a batch, for attention within documents."""
 
     positions: Tensor
     """Position of each token in its document, (B, T) int64."""
@@ -44,9 +44,10 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, end: int) -> "Documents":
-        """Find documents by their last token `end`; a row may begin or end inside a document.
+        """Find the documents in tokens (B, T) int64; the last token of a document is `end`.
 
-        tokens (B, T) int64, on the CPU, because the shape depends on the number of documents.
+        A row may begin or end inside a document. The tokens must be on the CPU, because the shape
+        of the result depends on the number of documents.
         """
         batch, length = tokens.shape
         starts = torch.ones_like(tokens, dtype=torch.bool)
@@ -62,25 +63,28 @@ class Documents(NamedTuple):
         return Documents(*(moved(part, device) for part in self))
 
     def visible_keys(self) -> Tensor:
-        """Count visible keys, summed over all B * T queries: () int64."""
+        """Count the keys that a query sees, summed over all B * T queries: an int64 scalar."""
         lengths = self.boundaries.diff().long()
         return (lengths * (lengths + 1) // 2).sum()
 
     def mask(self) -> Tensor:
-        """Return (B, 1, T, T) bool: True for earlier or equal positions of the same document."""
+        """Return the attention mask, (B, 1, T, T) boolean.
+
+        An entry is True if the key is in the query's document, at the same or an earlier position.
+        """
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
         return ((self.ids[:, :, None] == self.ids[:, None, :]) & causal).unsqueeze(1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; does not block the host on a GPU."""
+    """Copy a CPU tensor to `device`; the host does not wait for a copy to a GPU."""
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
 
 class Backend(Enum):
-    """The attention kernel of training.
+    """The attention kernel for training.
 
     sdpa: torch's scaled_dot_product_attention, on any device.
     flash: the flash-attn package, version 4 on Hopper and Blackwell if installed, else 2.
@@ -95,7 +99,7 @@ class Backend(Enum):
 
 
 class Packed(NamedTuple):
-    """The concatenated documents of a batch, in the form of variable-length kernels."""
+    """The documents of a batch, concatenated, in the form that variable-length kernels need."""
 
     boundaries: Tensor
     """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
@@ -149,7 +153,10 @@ def attend(
 
 
 def repeated(v: Tensor, k: Tensor) -> Tensor:
-    """Repeat the sequence of v's heads until v has as many heads as k."""
+    """Repeat all heads of v in order until v has as many heads as k.
+
+    The order is h1, h2, h1, h2 for v with heads h1 and h2, and k with four heads.
+    """
     times = k.shape[2] // v.shape[2]
     return v if times == 1 else v.repeat(1, 1, times, 1)
 
@@ -159,7 +166,10 @@ def for_all_heads(mask: Tensor) -> bool:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k and v with zeros to one width, for kernels that need it; q k does not change."""
+    """Pad the last dimension of q, k and v with zeros to one width, a multiple of `multiple`.
+
+    Some kernels need equal widths. The products of queries and keys do not change.
+    """
     width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     return q, k, v
@@ -176,14 +186,14 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which SDPA on a GPU does not use cuDNN.
 
-    cuDNN would compile and keep a plan per length. Entering the context takes about 25 us, so enter
-    it once per forward pass.
+    cuDNN would compile and keep a plan per sequence length. Entering the context takes about 25 us,
+    so enter the context once per forward pass.
     """
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend through torch's scaled_dot_product_attention; arguments and result as for `attend`."""
+    """Compute attention with torch's scaled_dot_product_attention; see `attend` for arguments."""
     dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
     if q.device.type == "cpu":
         q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
@@ -211,7 +221,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend with T = 1: one kernel call per value head, so keys and values are read once."""
+    """Compute attention for one query per sequence, reading each key and value once.
+
+    Makes K / Kv kernel calls for K key heads and Kv value heads. For the arguments, see `attend`.
+    """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
     values = v.transpose(1, 2)
@@ -229,7 +242,7 @@ def sdpa_is_flash_4() -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend causally through the flash-attn package."""
+    """Compute causal attention with the flash-attn package; for the arguments, see `attend`."""
     dv = v.shape[-1]
     q, k, v = same_width(q, k, v, multiple=8)
     if sdpa_is_flash_4():
@@ -243,7 +256,10 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
 ) -> Tensor:
-    """Attend causally within documents, through a variable-length kernel."""
+    """Compute causal attention within documents, with a variable-length kernel.
+
+    For the other arguments, see `attend`.
+    """
     dv, shape = v.shape[-1], q.shape[:3]
     q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v, multiple=8))
     ends, longest = documents
@@ -264,7 +280,10 @@ def varlen(
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Attend through FlexAttention, compiled, because uncompiled FlexAttention is not fused."""
+    """Compute attention with FlexAttention; for the arguments, see `attend`.
+
+    FlexAttention is compiled, because the uncompiled function is not fused.
+    """
     kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out: Tensor = kernel(
         q.transpose(1, 2),
@@ -285,7 +304,7 @@ def compiled_flex() -> Callable[..., Tensor]:
 def attention_weights(
     q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Compute the explicit map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
+    """Compute the attention map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
 
     Arguments as for `attend`. Memory grows with T * S; for teaching, tests and figures.
     """
@@ -297,7 +316,10 @@ def attention_weights(
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Compute q k / sqrt(d) of every query and key, (B, H, T, S), in float32 or wider."""
+    """Compute the attention logits q k / sqrt(d), (B, H, T, S), in float32 or wider.
+
+    `scale` replaces the factor 1 / sqrt(d).
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = at_least_float32(q.dtype)
     q = q.unflatten(2, (k.shape[2], -1))
@@ -305,6 +327,9 @@ def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """Multiply weights (B, H, T, S) by v (B, S, K, dv): (B, T, H, dv) in the weights' dtype."""
+    """Multiply attention weights (B, H, T, S) by values v (B, S, K, dv).
+
+    The result is (B, T, H, dv) in the dtype of the weights.
+    """
     v = v.repeat_interleave(weights.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weights, v.to(weights.dtype))

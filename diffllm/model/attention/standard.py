@@ -21,7 +21,7 @@ SINK_CHANNELS = 8
 
 
 class Sink(Enum):
-    """The additional term in the softmax denominator.
+    """The attention sink, an additional term in the softmax denominator.
 
     learned: exp(s) with one logit s per head (gpt-oss; attention sinks, arXiv 2309.17453).
     one: 1 (off-by-one softmax, Miller 2023).
@@ -68,7 +68,7 @@ class StandardConfig(AttentionConfig):
 
 
 class StandardAttention(Attention):
-    """context = softmax(q k) v, optionally with a sink in the denominator."""
+    """Softmax attention, softmax(q k / sqrt(d)) v, optionally with a sink in the denominator."""
 
     def __init__(self, model: ModelConfig, cfg: StandardConfig):
         super().__init__(model, n_query_heads=round(cfg.query_heads * model.n_heads))
@@ -87,7 +87,7 @@ class StandardAttention(Attention):
         return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Return the maps of `Attention.maps`; with a sink, row sums are 1 minus its weight."""
+        """Compute the attention map (B, H, T, S) by name; with a sink, rows sum to less than 1."""
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
@@ -109,7 +109,9 @@ def with_sink(
     as many queries as keys, an additional first query keeps the causal mask square.
 
     Args:
-        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv). logit: (H,) or None.
+        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv).
+        mask: boolean, broadcastable to (B, H, T, S), or None for a causal mask.
+        logit: logit of the sink per head, (H,), or None.
 
     Returns:
         q, k, v, mask and scale. Only the last T queries of the output are meaningful.
@@ -131,5 +133,5 @@ def with_sink(
 
 
 def in_front(heads: Tensor) -> Tensor:
-    """Prepend a position of zeros to x (B, T, heads, width)."""
+    """Prepend one position of zeros to `heads`: (B, T, H, width) becomes (B, T + 1, H, width)."""
     return torch.cat((torch.zeros_like(heads[:, :1]), heads), dim=1)

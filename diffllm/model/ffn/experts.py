@@ -1,4 +1,4 @@
-"""Experts as stacked tensors, and the products that run them on rows sorted by expert.
+"""SwiGLU experts with stacked weights, and matrix products over rows sorted by expert.
 
 Shapes: M rows, E experts, D model width, F expert width.
 """
@@ -23,7 +23,7 @@ LOOPED = "one per expert"
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts as stacked weights; an expert computes only rows routed to it."""
+    """E SwiGLU experts with stacked weights; each row passes through one expert."""
 
     adjacent = ("w1", "w3")
     """Two parameters that may share one contiguous (E, 2 F, D) tensor, in this order, as the halves
@@ -37,11 +37,15 @@ class Experts(nn.Module):
         self.activation: Any = weighted_swiglu
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Compute weight * w2(silu(w1 x) * w3 x), each row through its expert: (M, D) as x.
+        """Apply each row's expert: weight * w2(silu(w1 x) * w3 x), (M, D) in the dtype of x.
 
-        x (M, D) and weights (M,) are sorted by expert; counts (E,) int64 are the rows per expert.
         The weight is applied before w2: the result is the same, and the gradient of the weight does
         not need the output of w2.
+
+        Args:
+            x: rows (M, D), sorted by expert.
+            weights: factor on each row, (M,).
+            counts: number of rows per expert, (E,) int64.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
         fewest = rows_to_join(x.device, x.dtype, self.w1, self.w3).value
@@ -53,9 +57,9 @@ class Experts(nn.Module):
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
-    """Compute the activation weight * silu(gate) * up: (M, F) in the dtype of gate.
+    """Compute the activation weight * silu(gate) * up, (M, F) in the dtype of gate.
 
-    The weights are (M,) float; gate and up are (M, F) each, or joined in one tensor (M, 2 F).
+    `weights` is (M,) float. `gate_up` contains gate and up, (M, F) each, or one tensor (M, 2 F).
     """
     gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
@@ -64,7 +68,10 @@ def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
 def grouped_product(
     device: torch.device, dtype: torch.dtype, n_experts: int, widths: tuple[int, int]
 ) -> AutoSetting:
-    """Choose `GROUPED` (one product) or `LOOPED` for rows of `widths` in and out."""
+    """Choose one product for all experts (`GROUPED`), or one product per expert (`LOOPED`).
+
+    `widths` contains the input width and the output width of a row, in values.
+    """
     if device.type not in ("cpu", "cuda"):
         return AutoSetting(LOOPED, f"torch has no grouped product on {device.type}")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -85,12 +92,18 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Return whether gradients of experts without rows may be uninitialised, as on Blackwell."""
+    """Return whether grouped products may leave gradients of experts without rows uninitialised.
+
+    This is the case on Blackwell and on ROCm.
+    """
     return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Return the mean rows per expert from which gate and up are one product; None if never."""
+    """Return the mean number of rows per expert from which `w1` and `w3` share one product.
+
+    The value is None if both weights always have separate products.
+    """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
         return AutoSetting(None, "joined in bf16 on CUDA only")
@@ -102,7 +115,7 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Return whether the strides fit the halves [:, :F] and [:, F:] of one (E, 2 F, D)."""
+    """Return whether `w1` and `w3` have the strides of the halves of one tensor (E, 2 F, D)."""
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 
@@ -124,13 +137,13 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 def expert_linear(
     x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
 ) -> Tensor:
-    """Multiply rows (M, in), sorted by expert, by the weights of their experts: (M, out).
+    """Multiply rows x (M, in), sorted by expert, by the weights of their experts: (M, out).
 
     Args:
         weight: (E, out, in), in the dtype of x.
         beside: another weight of the same shape; the output is then (M, 2 out).
         ends: (E,) int32, the index after the last row of each expert.
-        transposed: multiply by transposed weights, from the width of the output to (M, in).
+        transposed: multiply x (M, out) by the transposed weights; the result is (M, in).
     """
     weight = weight if beside is None else joined(weight, beside)
     weight = weight.transpose(1, 2) if transposed else weight
@@ -142,7 +155,13 @@ def expert_linear(
 
 @torch.library.custom_op("diffllm::expert_weight_grad", mutates_args=())
 def expert_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """Compute the gradient of a weight, (E, out, in), from `grad` (M, out) and x (M, in)."""
+    """Compute the gradient of the weight of `expert_linear`, (E, out, in).
+
+    Args:
+        grad: gradient of the output, (M, out).
+        x: input rows, (M, in), sorted by expert.
+        ends: (E,) int32, the index after the last row of each expert.
+    """
     if takes_groups(x, len(ends), (grad.shape[1], x.shape[1])):
         out = F.grouped_mm(grad.t(), x, offs=ends)
         if leaves_garbage(x.device):
@@ -169,7 +188,11 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradient of each weight separately; halves of one gradient need copies."""
+    """Compute the gradients of the tensor inputs of `expert_linear`; None for other inputs.
+
+    The gradients of `weight` and `beside` are separate products, because halves of a joint gradient
+    would need copies.
+    """
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()
     grad_x = expert_linear(grad, weight, beside, ends, True)

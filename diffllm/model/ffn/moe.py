@@ -51,8 +51,11 @@ class Routed(NamedTuple):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: the sum of weight * expert(x) over a token's experts, plus the shared
-    experts. Experts have no capacity limit: no token is dropped, and no row is padding."""
+    """A mixture of experts: the sum of weight * expert(x) over a token's experts.
+
+    Shared experts are added for all tokens. Experts have no capacity limit: no token is dropped,
+    and no row is padding.
+    """
 
     def __init__(self, dim: int, cfg: MoEConfig):
         super().__init__()
@@ -62,7 +65,11 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Return the output (B, T, D) of x (B, T, D), and routing counts and losses."""
+        """Apply the experts to x (B, T, D); return the output, token counts and router losses.
+
+        The output is (B, T, D). If given, `aux` receives the shares of all experts per token as
+        "router", (N, E).
+        """
         rows = x.flatten(0, 1)
         routing = self.router(rows)
         if aux is not None:
@@ -85,7 +92,10 @@ class MoE(nn.Module):
         return out.view_as(x), self.routed(routing, counts, x.shape[1])
 
     def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
-        """Return the counts and losses of a routing of sequences of `length` tokens."""
+        """Compute the router losses of a routing; return the losses and `counts`.
+
+        `counts` (E,) is the number of tokens per expert. Sequences have `length` tokens.
+        """
         balance = z = routing.logits.new_zeros(())
         if self.cfg.balance_loss and self.cfg.balance_over is Balance.sequence:
             balance = sequence_balance(routing.shares, routing.experts, length)
@@ -96,7 +106,7 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
-        """Return the settings chosen for `device` and tokens of `dtype`, by name."""
+        """Return the kinds of matrix products chosen for tokens of `dtype` on `device`, by name."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
         several = f"one product from {joining.value} rows per expert"
@@ -117,7 +127,7 @@ class MoE(nn.Module):
 
 
 class _Send(torch.autograd.Function):
-    """Copies the row of each token once per chosen expert, sorted by expert."""
+    """Copies the row of each token once per chosen expert; the result is sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -132,7 +142,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Sums the experts' outputs per token: the transpose of `_Send`."""
+    """Sums the rows of each token; the rows are sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -147,5 +157,8 @@ class _Return(torch.autograd.Function):
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
-    """Sum the rows of each token: (M, D) sorted by expert -> (n, D)."""
+    """Sum the rows of each token: rows (M, D), sorted by expert, become (n, D).
+
+    `inverse` (M,) contains the indices of the rows in the order of tokens.
+    """
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

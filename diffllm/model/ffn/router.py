@@ -90,7 +90,7 @@ SPLIT = "bf16 products, float32 sums"
 
 
 class Routing(NamedTuple):
-    """The routing of N tokens."""
+    """The chosen experts of N tokens, with their weights, and the scores of all experts."""
 
     experts: Tensor
     """Indices of the chosen experts, (N, k) int64, distinct within a row."""
@@ -122,7 +122,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(cfg.n_experts))
 
     def forward(self, x: Tensor) -> Routing:
-        """Route x (N, D) of any float dtype; computes in at least float32."""
+        """Choose experts for tokens x (N, D) of any float dtype; compute in float32 or wider."""
         logits = router_logits(x, self.weight)
         if self.cfg.score is Score.softmax:
             scores = shares = logits.softmax(-1)
@@ -137,7 +137,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Update bias and load from the tokens per expert, (E,) int64, unless `skipped` is 1.0."""
+        """Update `bias` and `load` from `counts`, the number of tokens per expert, (E,) int64.
+
+        If `skipped` (a scalar tensor) is 1.0, bias and load do not change.
+        """
         missing = counts.sum() - len(counts) * counts  # integers, so exactly 0 at the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
         load = counts * (len(counts) / counts.sum())
@@ -152,7 +155,10 @@ class Router(nn.Module):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x (N, D) by the transpose of weight (E, D): (N, E), at least float32."""
+    """Compute router logits (N, E) in float32 or wider.
+
+    The logits are the product of tokens x (N, D) and the transpose of `weight` (E, D).
+    """
     dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
@@ -169,15 +175,16 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
-    """Return T times the balance loss of a sequence, summed over sequences: a scalar.
+    """Return T times the load-balancing loss of a sequence, summed over sequences: a scalar.
 
     The loss is the sum over experts of f P (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): f
     is the number of tokens routed to the expert, divided by the number under uniform routing; P is
     the mean share. A balanced sequence has loss 1.
 
     Args:
-        shares: (N, E), differentiable; N is a multiple of `length`, the T of a sequence.
-        experts: (N, k) int64.
+        shares: scores scaled to sum 1 per token, (N, E), differentiable; N is a multiple of
+            `length`, the T of a sequence.
+        experts: indices of the chosen experts, (N, k) int64.
     """
     n_experts, top_k = shares.shape[1], experts.shape[1]
     chosen = torch.zeros_like(shares).scatter(1, experts, 1.0).view(-1, length, n_experts)
@@ -186,9 +193,12 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
-    """Return the balance loss of differentiable shares (N, E), summed over tokens: a scalar.
+    """Return the load-balancing loss over the global batch, summed over N tokens: a scalar.
 
-    load (E,): tokens of the global batch per expert, divided by the number under uniform routing.
+    Args:
+        shares: scores scaled to sum 1 per token, (N, E), differentiable.
+        load: tokens of the global batch per expert, divided by the number under uniform routing:
+            (E,).
     """
     return (shares * load).sum()
 
