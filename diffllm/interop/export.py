@@ -46,13 +46,16 @@ OLDEST = "5.4.0"
 def export(
     run: Path, out: Path, step: int, dtype: torch.dtype, shard_size: str, own: bool
 ) -> tuple[Layout, int]:
-    """Export a checkpoint of a run into a new directory; return the layout and the step.
+    """Export a checkpoint of a run as a new Hugging Face directory; return layout and step.
 
-    The directory appears only when complete. Raises CheckpointError, ConfigError, or DataError if
-    no fast tokenizer is equivalent to the tokenizer of the run.
+    The directory appears only when complete. Raises CheckpointError for a missing or invalid
+    checkpoint, ConfigError if `out` exists, `out` cannot be written or the model cannot be
+    exported, and DataError if no fast tokenizer is equivalent to the tokenizer of the run.
 
     Args:
+        out: the new directory.
         step: step of the checkpoint; 0 is the newest complete checkpoint.
+        dtype: dtype of the exported parameters, except those that must stay in float32.
         shard_size: maximum size of a file, e.g. 500MB.
         own: use the modelling file of diffllm even if an architecture of transformers fits.
     """
@@ -73,7 +76,10 @@ def export(
 
 
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
-    """Write the tokenizer of a run, unchanged and as a fast tokenizer; return the tokenizer."""
+    """Copy the tokenizer of a run to `directory`, and add a fast tokenizer; return the tokenizer.
+
+    Raises CheckpointError if the tokenizer has more pieces than `model` has rows for tokens.
+    """
     path = tokenizer_of(run)
     tokenizer = Tokenizer.from_file(path)
     if tokenizer.vocab_size > model.vocab_size:
@@ -91,7 +97,10 @@ def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenize
 def write_configs(
     directory: Path, layout: Layout, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
-    """Write config.json, generation_config.json, tokenizer_config.json, and the modelling file."""
+    """Write the JSON files of a Hugging Face model: config, generation config, tokenizer config.
+
+    If the layout needs modeling_diffllm.py, copy this file as well.
+    """
     eos = tokenizer.eos_id  # the only special token: end of document and padding
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos}
     config = {
@@ -132,11 +141,11 @@ BPE = 2
 
 
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
-    """Return a fast tokenizer that encodes all texts exactly as `diffllm.data.Tokenizer`.
+    """Return a fast tokenizer that encodes all texts like a sentencepiece file in diffllm.
 
-    The vocabulary contains spaces instead of sentencepiece's U+2581, so the character U+2581 is
-    encoded as bytes. Invalid bytes are decoded as U+FFFD. Raises DataError if the model normalises
-    texts, is not BPE, or cannot encode all bytes.
+    `model` is the sentencepiece file. The vocabulary contains spaces instead of sentencepiece's
+    U+2581, so the character U+2581 is encoded as bytes. Invalid bytes are decoded as U+FFFD. Raises
+    DataError if the tokenizer normalises texts, is not BPE, or cannot encode all bytes.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -173,10 +182,10 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
 def merges_of(
     processor: SentencePieceProcessor, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """List all pairs of pieces whose concatenation is a piece, best piece first.
+    """List all pairs of pieces whose concatenation is a piece, highest score first.
 
     For one piece, prefer the pair with the longer left half, because sentencepiece merges from the
-    left.
+    left. `vocabulary` maps each piece to its id.
     """
     excluded = (
         processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
@@ -232,7 +241,11 @@ implements the model for transformers 5.4 or later; load it with `trust_remote_c
 def write_card(
     run: Path, checkpoint: Path, directory: Path, cfg: TrainConfig, layout: Layout, name: str
 ) -> None:
-    """Write README.md; it contains the results of the run if the checkpoint is of the last step."""
+    """Write README.md, the model card of an export.
+
+    The card contains results of the run only if the checkpoint is from the last step. `name` is the
+    name of the model.
+    """
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
     state, variant = read_state(checkpoint), cfg.run.choices["attention"]
     rows = {
@@ -259,7 +272,11 @@ def write_card(
 
 
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Return rows on the training data, or on the source of an imported model."""
+    """Return the rows of a model card that describe the training data, by title.
+
+    For an imported model, the rows describe the source. `imported` contains facts from run.json, or
+    None for a model that was not imported.
+    """
     if imported:
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}
         return {title: imported.get(key) for title, key in keys.items()}
@@ -274,7 +291,7 @@ def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
 
 
 def source_text(source: TextConfig) -> str:
-    """Describe a source of text: a hub dataset with revision, or up to 5 file names."""
+    """Describe a source of text: a hub dataset with its revision, or up to 5 file names."""
     if source.dataset:
         revision = f" at revision {source.revision}" if source.revision else ""
         return f"{source.dataset}{f' ({source.name})' if source.name else ''}{revision}"

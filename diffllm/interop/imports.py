@@ -32,12 +32,16 @@ def import_model(
     """Write a run directory with the parameters of a model as the checkpoint of step 0.
 
     The directory appears only when complete. All parameters are in memory at once, 4 bytes per
-    parameter, or 8 during a conversion. Returns the origin of the new model. Raises ConfigError and
-    CheckpointError.
+    parameter, or 8 during a conversion. Returns the origin of the new model. Raises ConfigError for
+    an invalid argument or an unsupported model, and CheckpointError for missing or damaged files.
 
     Args:
         source: a Hugging Face model directory, a run, or owner/name[@revision] of the hub.
-        attention: target of a conversion, "diff_v2" or "standard"; see `converted`.
+        out: the new run directory.
+        attention: attention variant to convert to, "diff_v2" or "standard"; see `converted`.
+        perturb: relative standard deviation of noise on the second query weights of all pairs, only
+            for diff_v2.
+        seed: seed of the noise.
     """
     check_absent(out, "out")
     path, facts = locate_model(source)
@@ -72,7 +76,11 @@ def import_model(
 
 
 def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
-    """Return the directory of a model, downloaded if needed, and facts for run.json."""
+    """Find a model, or download it from the hub; return its directory and facts for run.json.
+
+    `source` is a directory or owner/name[@revision] of the hub. Raises ConfigError if no model is
+    found.
+    """
     path = user_path(source, "hf")
     if path.is_dir():
         return path, {"from": source}
@@ -92,7 +100,10 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
 
 
 def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Read parameters and router buffers in float32, under the names of our decoder."""
+    """Read the parameters and router buffers of a model in float32, by their names in diffllm.
+
+    Reads `checkpoint` if given, else the Hugging Face directory of `origin`.
+    """
     model = without_storage(origin.model).to_empty(device="cpu")
     for mixture in model.mixtures:
         mixture.router.reset_buffers()
@@ -107,7 +118,10 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
 
 
 def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
-    """Return the YAML config of a run with this model."""
+    """Return the YAML config of the run directory `out`, for an imported model.
+
+    `tokenizer` is the tokenizer file; `out` contains a copy.
+    """
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])
     cfg.data.tokenizer = str((out / tokenizer.name).absolute())

@@ -1,6 +1,6 @@
-"""Stand-ins for compiled graphs and fused kernels of a GPU, which simulate only their memory.
+"""Stand-ins for compiled graphs and fused kernels of a GPU, which simulate only GPU memory.
 
-The partitioner of the default backend chooses the tensors that a forward graph keeps for the
+The partitioner of torch's default backend chooses the tensors that a forward graph keeps for the
 backward graph. Inside a graph, only some results take memory: outputs of the graph, inputs and
 outputs of library kernels such as products and attention, and results of reductions. All other
 results are fused into the kernels that read them.
@@ -37,7 +37,11 @@ RANDOM_STATE_BYTES = 16
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """In this context, make torch.compile build functions for tensors without data."""
+    """In this context, torch.compile returns functions that only allocate the memory of results.
+
+    Only for tensors without data (FakeTensorMode). The memory is that of torch's default backend on
+    a GPU.
+    """
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         in_memory = written(graph.graph)
@@ -64,7 +68,10 @@ def compiling() -> Iterator[None]:
 
 
 class ActedOut(fx.Interpreter):
-    """A run of a graph that only allocates results; nodes outside of `in_memory` are fused."""
+    """Runs a graph without computation: allocates only the results of nodes in `in_memory`.
+
+    All other nodes count as fused into the kernels that read their results.
+    """
 
     def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):
         super().__init__(graph)
@@ -122,7 +129,7 @@ def reduces(node: fx.Node) -> bool:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Return whether a generated kernel computes the node, and can fuse its inputs."""
+    """Return whether a kernel from the compiler computes the node, fused with its inputs."""
     packet = getattr(node.target, "overloadpacket", None)
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return is_view(node) or pointwise or reduces(node) or packet in FUSED_TOO
@@ -130,9 +137,10 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, simulate the GPU memory of RMSNorm and of the loss's weight gradient.
+    """In this context, allocate the GPU memory of RMSNorm and of the loss's weight gradient.
 
-    Only uncompiled RMSNorm is replaced. The values are meaningless.
+    Stand-ins replace uncompiled RMSNorm and the gradient; the values of their results are
+    meaningless.
     """
 
     def rms_norm(
@@ -157,7 +165,11 @@ def gpu_kernels() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """An RMSNorm that keeps its input and one number per row, like the fused kernel."""
+    """Stand-in for fused RMSNorm that returns zeros.
+
+    For the backward pass, it keeps the same tensors as the fused kernel: input, weight, and one
+    number per row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

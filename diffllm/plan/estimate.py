@@ -1,4 +1,4 @@
-"""The plan of a run on a cluster: memory, time, traffic, and the smallest change that fits."""
+"""The plan of a run on a cluster: memory, time, traffic, and changes that make the run fit."""
 
 import re
 from collections import Counter, defaultdict
@@ -51,7 +51,10 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """Peak and memory of the GPU, with the user's overrides; raises ConfigError if unknown."""
+        """Peak FLOP/s and memory of the GPU; `peak_flops` and `memory_gib` replace known values.
+
+        Raises ConfigError if the GPU is unknown and one of both keys is not set.
+        """
         by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
         known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
         peak = self.peak_flops or (known and known.peak_flops)
@@ -65,14 +68,17 @@ class Cluster:
         return Device(known.name if known else self.gpu, peak, memory)
 
     def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
-        """Return the smallest number of the given ranks in a node; ranks fill nodes in order."""
+        """Count how many of the given ranks each node has; return the smallest count above 0.
+
+        Ranks fill nodes in order.
+        """
         return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
 
     def seconds(self, call: Call) -> float:
-        """Return the seconds of a collective at the bandwidths of the cluster.
+        """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
         A ring crosses the border of each node once per direction, through one network card. The
-        number of rings is the smallest number of ranks of the group in a node.
+        number of rings is the smallest number of the collective's ranks in a node.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -91,7 +97,7 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """Collectives of one kind and number of ranks, per rank and step."""
+    """The collectives that one rank makes per step, of one kind and one number of ranks."""
 
     kind: Collective
     ranks: int
@@ -116,7 +122,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class RunPlan:
-    """Memory, time and traffic of a run."""
+    """Planned memory, time and traffic of a run on a cluster."""
 
     cfg: TrainConfig
     overrides: list[str]
@@ -127,7 +133,12 @@ class RunPlan:
     """Simulated steps by activation checkpointing; added by `simulated`."""
 
     def simulated(self, policy: bool, say: Say) -> "RunPlan":
-        """Return this plan with a simulated step of an activation checkpointing policy."""
+        """Simulate a training step; return a copy of this plan with the result.
+
+        Args:
+            policy: use activation checkpointing.
+            say: reports the simulation as a line of text.
+        """
         what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
         say(f"simulating a step with {' '.join(what)}")
         cfg = replace(self.cfg, activation_checkpointing=policy)
@@ -136,7 +147,7 @@ class RunPlan:
 
     @cached_property
     def model(self) -> Transformer:
-        """The whole model, without storage."""
+        """The model of the run on the meta device: parameters have shapes, but no values."""
         return without_storage(self.cfg.model)
 
     @property
@@ -202,7 +213,7 @@ class RunPlan:
 
     @property
     def flows(self) -> list[Flow]:
-        """Collectives of a step, grouped by kind and ranks, slowest group first."""
+        """Collectives of a step, grouped by kind and number of ranks, slowest group first."""
         groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
         for call in self.step.calls:
             near = self.cluster.fewest_in_a_node(call.ranks)
@@ -220,9 +231,10 @@ class RunPlan:
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
-    """Plan a training config on a cluster, without simulated steps.
+    """Plan a run on a cluster, without simulated steps; `overrides` define the training config.
 
-    `given` contains the keys of `cluster` that the user set. Raises ConfigError.
+    `given` contains the keys of `cluster` that the user set. Raises ConfigError for an invalid
+    config and an unknown GPU.
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
@@ -233,10 +245,10 @@ def key_of_word(word: str) -> str:
 
 
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
-    """Return the training config and the assumptions about missing settings.
+    """Return the training config of `overrides`, and the values assumed for missing settings.
 
     Without a batch size in `overrides`, a rank has one micro-batch per step, by default one
-    sequence.
+    sequence. Raises ConfigError if the cluster cannot run the config.
     """
     keys = set(map(key_of_word, overrides))
     try:
@@ -288,7 +300,7 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
 
 
 def idealised(cfg: TrainConfig) -> dict[str, str]:
-    """Return the idealisations of the plan that no key can change, by topic."""
+    """Return the simplifications that a plan of `cfg` always makes: topic and description."""
     found = {
         "collectives": "at line rate, without latency, one at a time; hidden if faster than the "
         "computation",
@@ -308,9 +320,10 @@ Words = tuple[str, ...]
 
 
 def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
-    """Return `plan` with the fewest changes that make the plan fit; None if no tried change fits.
+    """Return the plan with the fewest changed overrides that fits the memory of the GPUs.
 
-    For equal numbers of changes, prefer the order of `options`.
+    None if no tried change fits. For equal numbers of changes, prefer the order of `options`. `say`
+    reports each simulated step as a line of text.
     """
     outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
@@ -325,7 +338,10 @@ def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
 
 
 def options(plan: RunPlan) -> list[list[Words]]:
-    """List the kinds of possible changes; the values of a kind are in order of size."""
+    """List changes that may reduce the memory of a plan, grouped by kind, in order of preference.
+
+    Each kind lists its changes as overrides, from the smallest change to the largest.
+    """
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
     waits = count > 1 and cfg.parallel.reduce is not Reduce.every
@@ -350,7 +366,7 @@ def options(plan: RunPlan) -> list[list[Words]]:
 
 
 def merged(values: Iterable[Words]) -> Words:
-    """Join overrides; for equal keys, keep the first override."""
+    """Join overrides; if several overrides have the same key, use the first."""
     by_key: dict[str, str] = {}
     for word in chain.from_iterable(values):
         by_key.setdefault(key_of_word(word), word)
@@ -358,10 +374,11 @@ def merged(values: Iterable[Words]) -> Words:
 
 
 def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
-    """Return the plan with changed overrides; None if batch or mesh do not fit the number of ranks.
+    """Return the plan with overrides changed to `words`; None if the number of ranks is invalid.
 
-    If a rank's state alone is too large and the overrides do not change the state, return `plan`
-    without another simulation.
+    The number of ranks must fit the batch size and the mesh. If parameters, gradients and optimizer
+    state alone exceed the memory and `words` do not reduce these, return `plan` without another
+    simulation. `say` reports each simulated step as a line of text.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer

@@ -1,4 +1,4 @@
-"""Memory of a process over time, and its collectives, observed from tensor operations."""
+"""Memory of a process over time, and its collectives, recorded from tensor operations."""
 
 import weakref
 from collections import Counter
@@ -22,7 +22,7 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Collective(Enum):
-    """Kinds of collectives; their size is the larger of input and output, in bytes."""
+    """Kinds of collectives; the size of a collective is the larger of input and output."""
 
     all_gather = "all-gather"
     reduce_scatter = "reduce-scatter"
@@ -31,7 +31,10 @@ class Collective(Enum):
     broadcast = "broadcast"
 
     def on_the_wire(self, size: int, ranks: int) -> float:
-        """Return the bytes that a rank sends in a ring or all-to-all of `ranks` ranks."""
+        """Return the bytes that each of `ranks` ranks sends, in a ring or an all-to-all.
+
+        `size` is the larger of input and output of the collective, in bytes.
+        """
         if self is Collective.broadcast:
             return size
         return (2 if self is Collective.all_reduce else 1) * size * (ranks - 1) / ranks
@@ -48,9 +51,14 @@ class Call(NamedTuple):
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective of an operation, or None without communication.
+    """Return the collective that a torch operation makes; None if the operation sends no data.
 
-    Raises NotImplementedError for other kinds of communication.
+    Raises NotImplementedError for communication that is not a kind of `Collective`.
+
+    Args:
+        func: operation, as in `__torch_dispatch__`.
+        args: arguments of the operation.
+        out: result of the operation.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None
@@ -70,7 +78,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def process_group_of(args: tuple) -> dist.ProcessGroup:
-    """Return the process group among the arguments of an operation."""
+    """Return the process group among the arguments of a torch operation."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
@@ -82,7 +90,7 @@ def process_group_of(args: tuple) -> dist.ProcessGroup:
 
 
 class Kind(Enum):
-    """The purpose of memory."""
+    """The purpose of allocated memory."""
 
     parameters = "parameters"
     gradients = "gradients"
@@ -103,7 +111,7 @@ class MemoryBlock:
 
 
 class Peak(NamedTuple):
-    """The highest memory use."""
+    """The highest memory use of a process in a period."""
 
     total: int
     """Size in bytes."""
@@ -122,7 +130,7 @@ class Memory:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In this context, track resized storages and ignore DTensor's shape inference."""
+        """In this context, record resized storages, and ignore DTensor's shape inference."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -162,7 +170,7 @@ class Memory:
             self.block(tensor).kind = kind
 
     def label_since(self, event: int, kind: Kind) -> None:
-        """Set the kind of live blocks without a kind that were allocated since `event`."""
+        """Set the kind of all live memory blocks allocated since `event` that have no kind yet."""
         for block in self.live.values():
             if block.born >= event and block.kind is None:
                 block.kind = kind
@@ -171,7 +179,7 @@ class Memory:
         return len(self.events)
 
     def peak(self, start: int) -> Peak:
-        """Return the highest memory use since event `start`."""
+        """Return the highest memory use since event `start`, an index into `events`."""
         totals = list(accumulate((change for _, change in self.events), initial=0))
         at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()
@@ -181,7 +189,7 @@ class Memory:
 
 
 class Observer(TorchDispatchMode):
-    """A context that records storages in `memory` and collectives in `calls`."""
+    """A context that records allocated memory in `memory` and collectives in `calls`."""
 
     supports_higher_order_operators = True
 

@@ -1,7 +1,7 @@
-"""Simulation of a training step of one rank of a cluster.
+"""Simulation of one training step of one rank of a cluster, on a CPU.
 
-The code of training builds and steps the model, with tensors without data and in a process group
-without other processes.
+The code of training builds the model and makes the step. Tensors have shapes but no data, and
+collectives do nothing.
 """
 
 import gc
@@ -34,7 +34,7 @@ EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 @dataclass
 class Step:
-    """Memory and collectives of a training step of one rank, in bytes."""
+    """Simulated training step of one rank: its memory in bytes, and its collectives."""
 
     parameters: int
     gradients: int
@@ -50,7 +50,10 @@ class Step:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """In this context, use a process group whose collectives do nothing."""
+    """In this context, collectives do nothing, in a process group of `size` ranks.
+
+    `rank` is the rank of this process.
+    """
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -61,7 +64,10 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with the GPU's settings that affect memory; SDPA replaces all fused kernels."""
+    """Return `cfg` with the values that training on a GPU chooses for settings that affect memory.
+
+    SDPA replaces the other fused attention kernels.
+    """
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
     if attention.backend in (Backend.flash, Backend.flex):
@@ -76,7 +82,10 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """Simulate a step of a rank; raise ConfigError if `world_size` ranks cannot run `cfg`."""
+    """Simulate one training step of one rank; return the rank's memory and collectives.
+
+    Raises ConfigError if `world_size` ranks cannot run `cfg`.
+    """
     cfg.check_world(world_size)
     micro, count = cfg.micro_batches(world_size)
     shortened = micro * world_size * min(count, SIMULATED)
@@ -91,7 +100,10 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
 
 
 class Watched:
-    """Steps of a training that was built under an observer."""
+    """Makes a training step and measures memory and collectives through `observer`.
+
+    The observer must be active, also while `t` is built.
+    """
 
     def __init__(self, t: Training, observer: Observer):
         self.t, self.memory, self.calls = t, observer.memory, observer.calls
@@ -109,7 +121,7 @@ class Watched:
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
     def step(self, count: int) -> Step:
-        """Observe a step; report the collectives of `count` micro-batches."""
+        """Make a training step; return memory, and the collectives of `count` micro-batches."""
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
