@@ -36,7 +36,7 @@ def measured(folder, items, resume=False, seconds=1000, **changes):
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
 
 
-def test_crash_hang_and_out_of_memory_are_recorded_before_next_measurement(tmp_path):
+def test_gpu_harness_records_crash_hang_and_out_of_memory_and_continues(tmp_path):
     child = tmp_path / "child"
     hanging = {"how": "hangs", "child": str(child)}
     items = [item("raises"), item("dies"), item("slow"), item("fast")]
@@ -56,12 +56,12 @@ def test_crash_hang_and_out_of_memory_are_recorded_before_next_measurement(tmp_p
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_measurements_after_deadline_are_skipped_and_named(tmp_path):
+def test_gpu_harness_skips_and_names_measurements_after_deadline(tmp_path):
     lines, left = measured(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 
 
-def test_resume_skips_only_successes_with_equal_stamp_and_arguments(tmp_path):
+def test_gpu_harness_resume_skips_only_successes_with_equal_code_device_and_arguments(tmp_path):
     items = [item("fast"), item("raises")]
     measured(tmp_path, items)
     for words, again in (
@@ -80,7 +80,7 @@ def test_resume_skips_only_successes_with_equal_stamp_and_arguments(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("small", [False, True])
-def test_config_of_every_measurement_loads(small, tmp_path):
+def test_config_of_every_gpu_measurement_loads(small, tmp_path):
     configs = {
         tuple(words)
         for name in STAGES
@@ -93,7 +93,7 @@ def test_config_of_every_measurement_loads(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_diffllm_step_is_measured_and_broken_down(tmp_path):
+def test_gpu_harness_measures_training_step_and_time_of_its_parts(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
     names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
@@ -124,7 +124,7 @@ def test_diffllm_step_is_measured_and_broken_down(tmp_path):
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>", "pointwise"),
     ],
 )
-def test_kernel_name_determines_part_of_step(kernel, part):
+def test_profiled_kernel_name_determines_part_of_training_step(kernel, part):
     assert part_of(kernel) == part
 
 
@@ -132,7 +132,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_full_flops_count_all_keys_and_causal_flops_half():
+def test_benchmark_full_flops_count_all_keys_and_causal_flops_visible_keys():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len
@@ -144,7 +144,7 @@ def test_full_flops_count_all_keys_and_causal_flops_half():
     assert full == pytest.approx(products + maps)
 
 
-def test_plain_llama_equals_diffllm_with_standard_attention():
+def test_benchmark_plain_llama_loss_equals_diffllm_with_standard_attention():
     cfg = tiny("attention=standard", "model.init_std=0.2").model
     model, plain = build_model(cfg), PlainLlama(cfg)
     with torch.no_grad():

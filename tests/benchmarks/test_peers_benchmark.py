@@ -24,7 +24,7 @@ def row(number, contestant, speed):
     }  # fmt: skip
 
 
-def test_summary_pairs_speeds_of_the_same_round():
+def test_benchmark_summary_compares_speeds_within_the_same_round():
     speeds = {
         "LitGPT": [50, 100, None],
         "diffllm": [100, 150, 300],
@@ -41,7 +41,7 @@ def test_summary_pairs_speeds_of_the_same_round():
     assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in lines
 
 
-def test_missing_contestant_is_skipped_with_single_line(tmp_path, monkeypatch, capsys):
+def test_benchmark_skips_missing_contestant_with_a_single_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peers, "PEERS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--contestants", "diffllm", "LitGPT"])
     monkeypatch.setattr(peers, "measure", lambda name, *_: row(0, name, 100))
@@ -52,7 +52,7 @@ def test_missing_contestant_is_skipped_with_single_line(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("contestant", slow_but(["diffllm"], ["diffllm", "diffllm trainer"]))
-def test_diffllm_contestants_train_tiny_model(contestant, tmp_path, monkeypatch):
+def test_benchmark_measures_diffllm_contestants_on_tiny_model(contestant, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "SHAPES", {"A": TINY})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     args = Namespace(seconds=0.1, attention="gated")

@@ -63,7 +63,7 @@ ODD = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size
 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), odd=ODD | st.just([[0]]))
-def test_config_with_odd_value_is_read_or_refused(data, kind, odd):
+def test_foreign_config_with_any_odd_value_is_read_or_raises_expected_error(data, kind, odd):
     content = json.loads(json.dumps(config_of(LAYOUTS[kind])))
     *outer, key = data.draw(st.sampled_from(list(keys_of(LAYOUTS[kind]))))
     (content[outer[0]] if outer else content)[key] = odd
@@ -86,7 +86,7 @@ def test_config_with_odd_value_is_read_or_refused(data, kind, odd):
         ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
     ],
 )
-def test_config_value_of_wrong_type_raises_error_with_key(key, value, said):
+def test_foreign_config_value_of_wrong_type_raises_error_with_key(key, value, said):
     with pytest.raises(ValueError, match=said):
         model_of({**config_of(LAYOUTS["own"]), key: value})
 
@@ -103,7 +103,7 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_damaged_model_directory_has_shapes_of_config_or_is_refused(tmp_path, name):
+def test_damaged_model_directory_is_refused_or_has_shapes_of_config(tmp_path, name):
     directory = write(tmp_path / "hf", LAYOUTS["llama"])
     file = directory / name
     whole = file.read_bytes()
@@ -121,7 +121,7 @@ def test_damaged_model_directory_has_shapes_of_config_or_is_refused(tmp_path, na
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_fifo_in_place_of_weights_is_refused(tmp_path, name):
+def test_model_directory_with_fifo_as_weights_file_raises_without_blocking(tmp_path, name):
     path = write(tmp_path / "hf", LAYOUTS["llama"])
     (path / "model.safetensors").unlink()
     os.mkfifo(path / name)
@@ -142,7 +142,9 @@ def test_fifo_in_place_of_weights_is_refused(tmp_path, name):
         ('{"weight_map": {"a": "none"}}', "none cannot be read: No such file"),
     ],
 )
-def test_index_with_odd_content_is_refused(tmp_path, index, said):
+def test_model_directory_with_invalid_safetensors_index_raises_checkpoint_error(
+    tmp_path, index, said
+):
     path = write(tmp_path / "hf", LAYOUTS["llama"])
     (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text(index)
@@ -150,7 +152,7 @@ def test_index_with_odd_content_is_refused(tmp_path, index, said):
         ModelDirectory(path)
 
 
-def test_symbolic_links_are_read_as_in_hub_cache(tmp_path):
+def test_model_directory_of_symbolic_links_is_read(tmp_path):
     path, links = write(tmp_path / "hf", LAYOUTS["llama"]), tmp_path / "links"
     links.mkdir()
     for file in path.iterdir():
@@ -162,7 +164,9 @@ def test_symbolic_links_are_read_as_in_hub_cache(tmp_path):
     ("kind", "change", "least"),
     [("llama", {"num_hidden_layers": 90}, 90), ("qwen3_moe", {"num_experts": 65536}, 131072)],
 )
-def test_config_with_more_layers_or_experts_than_tensors_is_refused(tmp_path, kind, change, least):
+def test_config_with_more_layers_or_experts_than_stored_tensors_is_refused(
+    tmp_path, kind, change, least
+):
     """Without this check, the names of billions of tensors could be listed."""
     with pytest.raises(CheckpointError, match=f"fewer than {least}"):
         ModelDirectory(write(tmp_path / "hf", LAYOUTS[kind], **change))

@@ -64,7 +64,7 @@ def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn
 
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "diffllama"], FOREIGN))
 @torch.no_grad()
-def test_imported_model_computes_same_logits(tmp_path, tokenizer, name):
+def test_imported_model_computes_same_logits_as_transformers(tmp_path, tokenizer, name):
     theirs = saved(name, tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, text = diffllm.load_model(tmp_path / "run")
@@ -79,14 +79,14 @@ def test_imported_model_computes_same_logits(tmp_path, tokenizer, name):
     slow_but([{"max_shard_size": "60KB"}], [{"dtype": torch.bfloat16}, {"max_shard_size": "60KB"}]),
 )
 @torch.no_grad()
-def test_import_reads_shards_and_bf16(tmp_path, tokenizer, options):
+def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, options):
     theirs = saved("llama", tmp_path / "hf", tokenizer, **options)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, _ = diffllm.load_model(tmp_path / "run")
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
 
 
-def test_imported_model_keeps_name_and_has_unknown_corpus(tmp_path, tokenizer, capsys):
+def test_imported_run_keeps_model_name_and_reports_unknown_corpus(tmp_path, tokenizer, capsys):
     saved("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
     assert main(["import", f"hf={tmp_path / 'my llama'}", f"out={run}"]) == 0
@@ -111,7 +111,7 @@ def parameters(run: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", slow_but(["mixture"], CASES))
-def test_export_then_import_keeps_model_bit_for_bit(make_run, tmp_path, name):
+def test_export_then_import_keeps_parameters_and_logits_bit_for_bit(make_run, tmp_path, name):
     architecture, words = CASES[name]
     run, out, back = make_run(name, *words), tmp_path / "hf", tmp_path / "back"
     own = ["own=true"] if architecture == "DiffLlamaForCausalLM" else []
@@ -129,7 +129,7 @@ def test_export_then_import_keeps_model_bit_for_bit(make_run, tmp_path, name):
 
 
 @torch.no_grad()
-def test_second_export_of_folded_head_norm_is_identical(make_run, tmp_path):
+def test_second_export_of_diff_v1_after_import_is_identical_to_first_export(make_run, tmp_path):
     run = make_run("diff_v1", "attention=diff_v1")
     for source, step in ((run, "one"), (tmp_path / "one-run", "two")):
         assert main(["export", f"run={source}", f"out={tmp_path / step}"]) == 0
@@ -167,7 +167,9 @@ def test_conversion_of_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp_p
     "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
 )
 @torch.no_grad()
-def test_conversion_of_constant_lambda_to_standard_keeps_logits(make_run, tmp_path, name):
+def test_conversion_of_diff_v2_with_constant_lambda_to_standard_keeps_logits(
+    make_run, tmp_path, name
+):
     words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
     run = make_run(name, f"attention=diff_v2_{name}", *words)
     assert main(["import", f"hf={run}", f"out={tmp_path / 'out'}", "attention=standard"]) == 0
@@ -176,7 +178,9 @@ def test_conversion_of_constant_lambda_to_standard_keeps_logits(make_run, tmp_pa
 
 
 @torch.no_grad()
-def test_perturb_changes_only_second_queries(make_run, tmp_path):
+def test_perturb_in_conversion_to_diff_v2_changes_only_second_query_of_each_pair(
+    make_run, tmp_path
+):
     run, out = make_run("source", "attention=standard"), tmp_path / "out"
     words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
     assert main(["import", f"hf={run}", f"out={out}", *words]) == 0
@@ -247,7 +251,9 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", slow_but(["rope", "missing", "cut", "pickle"], SPOILT))
-def test_damaged_directory_gives_single_error_line(tmp_path, tokenizer, capsys, what):
+def test_import_of_damaged_model_directory_prints_a_single_error_line(
+    tmp_path, tokenizer, capsys, what
+):
     source = tmp_path / "hf"
     saved("llama", source, tokenizer)
     spoil, said = SPOILT[what]
@@ -261,14 +267,18 @@ def test_damaged_directory_gives_single_error_line(tmp_path, tokenizer, capsys, 
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path, tokenizer, capsys, monkeypatch):
+def test_import_with_tokenizer_larger_than_vocabulary_of_model_fails(
+    tmp_path, tokenizer, capsys, monkeypatch
+):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     saved("llama", tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
     assert "400 pieces, more than the vocabulary of 300" in capsys.readouterr().err
 
 
-def test_invalid_import_arguments_are_refused(make_run, tmp_path, capsys):
+def test_import_with_invalid_arguments_fails_with_error_that_names_reason(
+    make_run, tmp_path, capsys
+):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (

@@ -69,7 +69,7 @@ def greedy(model: nn.Module, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_every_implementation_gives_logits_of_run(opened, tmp_path, name):
+def test_exported_model_has_logits_of_run_with_sdpa_and_eager_attention(opened, tmp_path, name):
     model = opened(name)
     expected = diffllm.load_model(tmp_path / name)[0](IDS)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), IDS), dim=1)
@@ -86,7 +86,7 @@ def test_every_implementation_gives_logits_of_run(opened, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", WITH_MAPS)
-def test_implementation_that_cannot_compute_the_variant_is_refused(opened, name):
+def test_exported_model_with_unsupported_attn_implementation_raises_value_error(opened, name):
     with pytest.raises(ValueError, match="does not support Flash Attention"):
         opened(name, attn_implementation="flash_attention_2")
     model = opened(name)
@@ -98,7 +98,7 @@ def test_implementation_that_cannot_compute_the_variant_is_refused(opened, name)
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_continuous_batching_gives_tokens_of_generate(opened, name, implementation):
+def test_continuous_batching_returns_same_tokens_as_generate(opened, name, implementation):
     model = opened(name, attn_implementation=implementation)
     found = model.generate_batch(
         IDS.tolist(),
@@ -113,7 +113,7 @@ def test_continuous_batching_gives_tokens_of_generate(opened, name, implementati
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_attentions_have_a_map_per_head_and_key(opened, name):
+def test_output_attentions_returns_causal_map_of_each_head_for_all_keys(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -135,7 +135,7 @@ def test_attentions_have_a_map_per_head_and_key(opened, name):
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_torch_export_keeps_batch_size_dynamic(opened, name):
+def test_torch_export_of_exported_model_supports_other_batch_sizes(opened, name):
     model = opened(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
@@ -164,14 +164,14 @@ def compiled(model: nn.Module, backend: str) -> list[list[int]]:
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in NAMES[:-1]),
     ],
 )
-def test_compiled_generation_gives_same_tokens(opened, name, backend):
+def test_compiled_generation_of_exported_model_returns_same_tokens(opened, name, backend):
     model = opened(name)
     assert model._can_compile_fullgraph
     assert compiled(model, backend) == greedy(model)
 
 
 @pytest.mark.slow
-def test_mixture_is_neither_compiled_nor_exported(opened):
+def test_exported_moe_model_supports_neither_compiled_generation_nor_torch_export(opened):
     model = opened("mixture")
     assert not model._can_compile_fullgraph
     with pytest.raises(Exception, match="data-dependent expression"):
@@ -192,7 +192,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_tables_equal_training_bit_for_bit(kind):
+def test_rope_tables_of_modeling_file_equal_training_bit_for_bit(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))
@@ -204,7 +204,7 @@ def test_rotary_tables_equal_training_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_missing_settings_have_defaults_of_training(variant):
+def test_missing_settings_of_exported_config_have_defaults_of_training(variant):
     found = DiffLLMConfig(attention={"variant": variant}).attention
     assert found == {"variant": variant, **json_settings(asdict(VARIANTS[variant]()))}
     config = DiffLLMConfig(
@@ -215,7 +215,7 @@ def test_missing_settings_have_defaults_of_training(variant):
     assert DiffLLMForCausalLM(config)(IDS).logits.isfinite().all()
 
 
-def test_unknown_settings_are_refused():
+def test_exported_config_with_unknown_or_invalid_setting_raises_value_error():
     assert set(SETTINGS) == set(VARIANTS)
     for settings, said in (
         ({"attention": {"variant": "diff_v3"}}, "attention.variant='diff_v3' must be one of"),
@@ -252,7 +252,7 @@ def test_unknown_settings_are_refused():
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
     ],
 )
-def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope, said):
+def test_rope_settings_that_import_refuses_are_refused_by_modeling_file(rope, said):
     rope = {"rope_theta": 10_000.0, **rope}
     with pytest.raises(ValueError, match=r"RoPE|partial_rotary_factor|has no"):
         rope_of(ForeignConfig({"rope_parameters": rope}))
@@ -264,7 +264,7 @@ def test_rope_that_importer_refuses_is_refused_by_modeling_file(rope, said):
         DiffLLMForCausalLM(config)
 
 
-def test_older_transformers_is_refused_with_single_line(opened, tmp_path):
+def test_modeling_file_with_older_transformers_raises_one_line_import_error(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
     config = json.loads((directory / "config.json").read_text())

@@ -30,7 +30,9 @@ def test_export_and_import_on_full_disk_leave_no_files(make_run, tmp_path, capsy
                 assert list(disk.iterdir()) == []
 
 
-def test_unsupported_exports_are_refused(make_run, tmp_path, capsys):
+def test_export_with_invalid_arguments_fails_with_error_that_names_reason(
+    make_run, tmp_path, capsys
+):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
     (tmp_path / "file").write_text("")
     for words, said in (
@@ -49,7 +51,7 @@ def test_unsupported_exports_are_refused(make_run, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_import_removes_leftovers_of_killed_import(make_run, tmp_path):
+def test_import_removes_partial_files_of_killed_import(make_run, tmp_path):
     (tmp_path / "out" / ".i.partial" / "checkpoints").mkdir(parents=True)
     (tmp_path / "out" / ".i.lock").write_text("")
     run = make_run("run", "attention=diff_v2")

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_trainer_makes_ten_steps_on_export(make_run, tmp_path):
+def test_transformers_trainer_reduces_loss_of_exported_model_in_ten_steps(make_run, tmp_path):
     for name in CASES:
         run = make_run(name, *CASES[name][1])
         assert main(["export", f"run={run}", f"out={tmp_path / 'hf' / name}"]) == 0

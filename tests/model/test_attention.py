@@ -38,7 +38,7 @@ def reference(variant, attention, x, theta, layer_idx):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forward_and_all_gradients_equal_reference(variant, shape):
+def test_attention_output_and_gradients_equal_paper_reference(variant, shape):
     if refused(variant, *shape[:2]):
         with pytest.raises(ConfigError, match=r"must be (even|a multiple)"):
             small_config(variant, *shape)
@@ -46,7 +46,7 @@ def test_forward_and_all_gradients_equal_reference(variant, shape):
     assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
 
 
-def test_variants_refuse_exactly_unsupported_head_counts():
+def test_attention_variants_refuse_only_unsupported_numbers_of_heads():
     for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
         for variant in ("standard", "gated", "diff_v2"):
             assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
@@ -58,7 +58,7 @@ def test_variants_refuse_exactly_unsupported_head_counts():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_context_scale_scales_output_and_statistics(variant):
+def test_context_scale_multiplies_attention_output_and_recorded_context(variant):
     """Statistics measure the scaled context."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
@@ -73,13 +73,13 @@ def test_context_scale_scales_output_and_statistics(variant):
 
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_forward_equals_reference_at_any_length(variant, length):
+def test_attention_equals_paper_reference_at_any_sequence_length(variant, length):
     assert_equals_the_reference(variant, *layer_of(variant, 4, 2, 8), length)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
-def test_diff_v1_with_split_values_equals_reference(variant, shape):
+def test_diff_v1_with_values_split_into_halves_equals_paper_reference(variant, shape):
     layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
     assert_equals_the_reference(variant, *layer, length=7)
 
@@ -103,7 +103,7 @@ def assert_equals_the_reference(variant, attention, tables, theta, length):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
-def test_clamped_map_equals_worked_example():
+def test_clamped_attention_map_equals_hand_computed_example():
     """Non-causal example with scale sqrt(2) and lambda 0.4; expected values have 4 decimals."""
     q = torch.tensor([[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1.0]])
     k = torch.tensor([[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]])
@@ -127,7 +127,7 @@ def test_clamped_map_equals_worked_example():
     torch.testing.assert_close(weights, clamp_and_renormalise(first - 0.4 * second))
 
 
-def test_clamped_row_without_positive_weight_is_zero_with_finite_gradients():
+def test_clamped_map_row_without_positive_entry_is_zero_with_finite_gradients():
     weights = torch.tensor([[-0.2, -0.1], [0.5, -0.5]], dtype=torch.float64, requires_grad=True)
     out = clamped(weights)
     assert out.tolist() == [[0, 0], [1, 0]]
@@ -145,6 +145,6 @@ def test_clamped_row_without_positive_weight_is_zero_with_finite_gradients():
         ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* must be a multiple"),
     ],
 )
-def test_invalid_or_unused_attention_fields_are_refused(variant, fields, message):
+def test_invalid_or_unused_attention_settings_raise_config_error(variant, fields, message):
     with pytest.raises(ConfigError, match=message):
         small_config(variant, extra=tuple(f"model.attention.{field}" for field in fields))

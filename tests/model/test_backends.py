@@ -38,7 +38,7 @@ ADAPTED = [(shape, wide) for shape in SHAPES for wide in (1, 2) if shape[1] % wi
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("shape", "wide"), slow_but(ADAPTED[:2], ADAPTED))
-def test_flex_equals_sdpa(monkeypatch, shape, wide, masked):
+def test_flex_attention_equals_sdpa(monkeypatch, shape, wide, masked):
     """Uncompiled FlexAttention computes the forward pass on a CPU."""
     monkeypatch.setattr(ops, "compiled_flex", lambda: flex_attention)
     q, k, v = heads(shape, wide)
@@ -122,9 +122,7 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_packed_documents_call_varlen_kernel_correctly_and_equal_sdpa(
-    ran, shape, wide, backend, called
-):
+def test_varlen_attention_of_packed_documents_equals_masked_sdpa(ran, shape, wide, backend, called):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
     packed = Packed(documents.boundaries, 40)
@@ -135,7 +133,7 @@ def test_packed_documents_call_varlen_kernel_correctly_and_equal_sdpa(
 
 
 @torch.no_grad()
-def test_packed_documents_use_torch_varlen_with_active_flash_4(ran, monkeypatch):
+def test_packed_documents_use_varlen_kernel_of_torch_if_flash_attn_4_is_active(ran, monkeypatch):
     monkeypatch.setattr(ops, "sdpa_is_flash_4", lambda: True)
     q, k, v = heads((8, 2, 8), dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
@@ -146,7 +144,7 @@ def test_packed_documents_use_torch_varlen_with_active_flash_4(ran, monkeypatch)
 
 @torch.no_grad()
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_flash_calls_package_correctly_and_equals_sdpa(ran, shape, wide):
+def test_flash_backend_calls_flash_attn_and_equals_sdpa(ran, shape, wide):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     out = attend(q, k, v, None, Backend.flash)
     assert ran == ["flash_attn_func"]
@@ -155,7 +153,7 @@ def test_flash_calls_package_correctly_and_equals_sdpa(ran, shape, wide):
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["flash", "flex", "sdpa"])
-def test_decoding_step_uses_sdpa_for_every_backend(ran, backend, monkeypatch):
+def test_decoding_step_uses_sdpa_with_any_attention_backend(ran, backend, monkeypatch):
     monkeypatch.setattr(ops, "flex", lambda *_: pytest.fail("flex was called"))
     q, k, v = heads((4, 2, 8), length=9)
     out = attend(q[:, -1:], k, v, None, Backend[backend])
@@ -164,7 +162,9 @@ def test_decoding_step_uses_sdpa_for_every_backend(ran, backend, monkeypatch):
 
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_gpu_gets_arguments_of_fused_kernels(monkeypatch, masked, half, d):
+def test_sdpa_on_gpu_gets_head_widths_and_counts_that_fused_kernels_support(
+    monkeypatch, masked, half, d
+):
     """FlashAttention needs equal widths, half precision and no mask. Others need equal heads."""
     seen = {}
 

@@ -68,7 +68,7 @@ def test_compiled_block_has_no_graph_break_and_equals_uncompiled_block(variant, 
 @pytest.mark.parametrize(
     "variant", slow_but(["diff_v1"], ["standard", "gated", "diff_v1", "diff_v2", "standard_sink"])
 )
-def test_all_layers_share_a_graph(variant):
+def test_all_layers_of_model_share_one_compiled_graph(variant):
     """Constants that differ by layer do not recompile, so compile time does not grow with depth."""
     model = build_model(small_config(variant, extra=("model.n_layers=4",)).model)
     counter = CompileCounterWithBackend("eager")
@@ -155,7 +155,7 @@ def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
-def test_batches_with_any_number_of_documents_share_a_graph(monkeypatch, variant):
+def test_varlen_batches_with_any_number_of_documents_share_one_compiled_graph(monkeypatch, variant):
     """Forward and backward results equal those with a boolean mask."""
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
@@ -175,7 +175,7 @@ def test_batches_with_any_number_of_documents_share_a_graph(monkeypatch, variant
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_block_masks_with_any_number_of_documents_share_a_graph():
+def test_flex_batches_with_any_number_of_documents_share_one_compiled_graph():
     model = build_model(small_config("diff_v2", extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("eager")

@@ -43,7 +43,9 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_only_blackwell_gradients_need_zero_fill(monkeypatch, major, minor, garbage):
+def test_only_blackwell_and_rocm_leave_gradients_of_empty_experts_uninitialised(
+    monkeypatch, major, minor, garbage
+):
     capability(monkeypatch, major, minor)
     assert leaves_garbage(CUDA) == garbage
     assert not leaves_garbage(CPU)
@@ -65,7 +67,9 @@ def blackwells(monkeypatch):
 
 
 @pytest.mark.parametrize("garbage", [True, False])
-def test_gradients_of_empty_experts_are_zeroed_only_if_uninitialised(monkeypatch, garbage):
+def test_expert_weight_gradients_without_rows_are_zeroed_only_if_uninitialised(
+    monkeypatch, garbage
+):
     inputs = rows_and_ends(HALF)
     expected = expert_weight_grad(*inputs)
     blackwells(monkeypatch)
@@ -91,7 +95,9 @@ def test_gradients_of_empty_experts_are_zeroed_only_if_uninitialised(monkeypatch
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_product_choice_by_device_dtype_and_widths(device, dtype, n_experts, widths, value):
+def test_grouped_product_choice_follows_device_dtype_expert_count_and_widths(
+    device, dtype, n_experts, widths, value
+):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
 
 
@@ -112,7 +118,7 @@ def small_experts(dtype, adjacent=True):
     return side_by_side(layer) if adjacent else layer
 
 
-def test_only_ordered_halves_of_a_tensor_are_joined_without_copy():
+def test_joined_expert_weights_need_no_copy_only_for_halves_of_one_tensor():
     near, far = small_experts(HALF), small_experts(HALF)
     both = joined(near.w1, near.w3)
     assert both.data_ptr() == near.w1.data_ptr()
@@ -143,7 +149,7 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_joined_product_equals_two_products(monkeypatch, dtype, adjacent):
+def test_joined_gate_and_up_product_equals_two_products(monkeypatch, dtype, adjacent):
     """Compare outputs and gradients; some experts have no rows."""
     layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
     expected = run(layer, x, weights)
@@ -157,7 +163,7 @@ def test_joined_product_equals_two_products(monkeypatch, dtype, adjacent):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_joined_product_compiles_to_a_single_graph(monkeypatch, dynamic):
+def test_joined_gate_and_up_product_compiles_to_one_graph_without_copies(monkeypatch, dynamic):
     """The graph does not copy the weights."""
     torch._dynamo.reset()
     as_on_cuda(monkeypatch)
@@ -179,7 +185,7 @@ def test_joined_product_compiles_to_a_single_graph(monkeypatch, dynamic):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adjacent", [True, False])
-def test_joined_product_on_gpu_equals_two_products_on_cpu(adjacent):
+def test_joined_gate_and_up_product_on_gpu_equals_two_products_on_cpu(adjacent):
     """Some experts have no rows, and the freed GPU memory contains NaN."""
     layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
     expected = run(layer, x, weights)

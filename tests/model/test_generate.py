@@ -47,7 +47,7 @@ def said(prompts, texts):
     ]
 
 
-def test_greedy_equals_repeated_full_forward_passes(model):
+def test_greedy_generation_equals_repeated_full_forward_passes(model):
     prompt = prompts()
     out = generate(model, prompt, 27, temperature=0)
     assert out == [greedily(model, row, 27) for row in prompt]
@@ -55,7 +55,7 @@ def test_greedy_equals_repeated_full_forward_passes(model):
     assert len(set(said(prompt, out))) > 3  # the continuation must not be constant
 
 
-def test_generate_accepts_single_token_zero_new_tokens_and_zero_prompts():
+def test_generate_accepts_prompt_of_one_token_no_new_tokens_and_no_prompts():
     model, prompt = tiny(), prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
@@ -63,13 +63,13 @@ def test_generate_accepts_single_token_zero_new_tokens_and_zero_prompts():
 
 
 @pytest.mark.parametrize("length", [0, SEQ_LEN + 1])
-def test_empty_or_too_long_prompt_is_refused(length):
+def test_generate_with_empty_or_too_long_prompt_raises_value_error(length):
     unreadable = [1] * length
     with pytest.raises(ValueError, match=rf"prompt of {length} tokens: must have 1 to {SEQ_LEN}"):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_sampling_depends_only_on_seed():
+def test_generated_tokens_depend_only_on_seed():
     model, prompt = tiny(), prompts()
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
@@ -80,7 +80,7 @@ def test_sampling_depends_only_on_seed():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_beyond_vocab_size_are_never_drawn(temperature):
+def test_generate_never_draws_tokens_beyond_vocab_size(temperature):
     model, prompt = tiny(), prompts(8)
     free = generate(model, prompt, 20, temperature)
     kept = said(prompt, generate(model, prompt, 20, temperature, vocab_size=10))
@@ -95,7 +95,7 @@ def alone(model, prompts, *args, **kwargs):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_batched_prompts_of_any_lengths_equal_single_prompts(variant, temperature):
+def test_continuations_of_batched_prompts_equal_prompts_generated_alone(variant, temperature):
     """Some prompts have room for only two or zero tokens, and some continuations stop early."""
     model, count = shared_model(variant), 12
     lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
@@ -111,7 +111,7 @@ def test_batched_prompts_of_any_lengths_equal_single_prompts(variant, temperatur
     assert generate(model, texts, count, stop_token=stop, **settings) == stopped
 
 
-def test_repeated_prompt_uses_next_seed(model):
+def test_generate_uses_next_seed_for_each_repetition_of_a_prompt(model):
     one, other = prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]
@@ -154,7 +154,7 @@ LOGITS = torch.tensor([1.0, 3.0, 0.0, 2.5, -1.0, -30.0])
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 2.0])
-def test_temperature_divides_logits(temperature):
+def test_sampling_divides_logits_by_temperature(temperature):
     weights = [math.exp(x / temperature) for x in LOGITS.tolist()]
     probs = torch.tensor([w / sum(weights) for w in weights])
     assert_drawn_from(probs, draws(LOGITS, temperature))
@@ -173,13 +173,13 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
         (0.96, [0, 1, 2, 3, 4]),
     ],
 )
-def test_top_p_keeps_fewest_tokens_with_enough_probability(top_p, kept):
+def test_top_p_samples_from_fewest_tokens_with_enough_probability(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])
     drawn = draws(torch.tensor(PROBS).log() + 3.0, top_p=top_p)
     assert_drawn_from(expected / expected.sum(), drawn)
 
 
-def test_top_p_applies_after_temperature():
+def test_sampling_applies_top_p_after_temperature():
     # At temperature 2, weights are sqrt: .387 .632 .224 .548 .316, shares .18 .30 .11 .26 .15.
     drawn = draws(torch.tensor(PROBS).log(), temperature=2.0, top_p=0.41)
     weights = torch.tensor([math.sqrt(p) if i in (1, 3) else 0.0 for i, p in enumerate(PROBS)])
@@ -188,7 +188,7 @@ def test_top_p_applies_after_temperature():
     assert set(drawn.tolist()) == {0, 1, 3}
 
 
-def test_top_p_applies_to_every_row_separately():
+def test_sampling_applies_top_p_to_every_row_separately():
     logits = torch.tensor([[5.0, 0.0, 0.0], [0.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     generator = torch.Generator().manual_seed(0)
     rows = torch.stack([draw_tokens(logits, 1.0, 0.9, generator) for _ in range(200)])

@@ -161,7 +161,7 @@ def close(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
+def test_diff_v2_with_equal_heads_in_pairs_equals_standard_times_1_minus_lambda(shape):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
@@ -177,7 +177,7 @@ def test_diff_v2_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_standard_with_2h_heads_equals_diff_v2_at_any_constant_lambda(shape, lam):
+def test_standard_attention_with_2h_heads_equals_diff_v2_with_constant_lambda(shape, lam):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
     wide = layer_of("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
@@ -190,7 +190,7 @@ def test_standard_with_2h_heads_equals_diff_v2_at_any_constant_lambda(shape, lam
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_forms_of_constant_lambda_agree(shape, lam):
+def test_diff_v2_with_same_constant_lambda_from_different_formulas_is_equal(shape, lam):
     """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
     x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
@@ -206,7 +206,7 @@ def test_forms_of_constant_lambda_agree(shape, lam):
 
 @given(shape=shapes())
 @many
-def test_pairings_agree_exactly_for_a_single_kv_head(shape):
+def test_diff_v2_pairings_are_equal_only_for_a_single_kv_head(shape):
     """With more kv heads, heads i and H + i do not share key and value."""
     assume(shape.tokens > 1)
     adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
@@ -221,7 +221,7 @@ def test_pairings_agree_exactly_for_a_single_kv_head(shape):
 @pytest.mark.parametrize("variant", V1)
 @given(data=st.data())
 @few
-def test_diff_v1_with_zero_lambda_vectors_has_exactly_lambda_init(variant, data):
+def test_diff_v1_with_zero_lambda_vectors_has_lambda_equal_to_lambda_init(variant, data):
     shape = data.draw(shapes(variant))
     attention = layer_of(variant, shape)
     for name in ("lambda_q1", "lambda_k2"):  # a zero factor makes each product zero
@@ -244,14 +244,14 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_of_equal_pairs_equals_attention_times_1_minus_lambda(shape):
+def test_diff_v1_with_equal_heads_in_pairs_equals_standard_times_1_minus_lambda(shape):
     aux, halves = equal_pairs("diff_v1", shape)
     close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_clamped_of_equal_pairs_equals_attention_or_zero(shape):
+def test_clamped_diff_v1_with_equal_heads_in_pairs_equals_standard_or_zero(shape):
     """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
@@ -261,7 +261,7 @@ def test_diff_v1_clamped_of_equal_pairs_equals_attention_or_zero(shape):
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_gate_plus_negated_gate_equals_standard_attention(variant, data):
+def test_sum_of_gated_attention_with_gate_and_negated_gate_equals_standard(variant, data):
     shape = data.draw(shapes())
     attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
     copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
@@ -273,7 +273,7 @@ def test_gate_plus_negated_gate_equals_standard_attention(variant, data):
 
 @given(shape=shapes())
 @many
-def test_headwise_gate_equals_elementwise_gate_repeated_over_channels(shape):
+def test_headwise_gate_equals_elementwise_gate_with_rows_repeated_over_channels(shape):
     headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
@@ -291,7 +291,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_sink_logit_minus_infinity_equals_standard_and_zero_equals_unit_sink(shape):
+def test_learned_sink_equals_standard_at_very_low_logit_and_unit_sink_at_logit_0(shape):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
         other = layer_of(variant, shape)
@@ -307,7 +307,7 @@ def test_sink_logit_minus_infinity_equals_standard_and_zero_equals_unit_sink(sha
     ),
 )
 @many
-def test_clamped_rows_are_distributions_or_zeros(lam, rows):
+def test_clamped_attention_map_rows_are_nonnegative_and_sum_to_1_or_0(lam, rows):
     scores = torch.tensor(rows, dtype=torch.float64)
     first, second = (torch.softmax(part, dim=-1) for part in scores.split(5, dim=-1))
     difference = first - lam * second
@@ -334,7 +334,7 @@ def drawn_tokens(shape, count):
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 @given(data=st.data())
 @few
-def test_appending_tokens_never_changes_earlier_logits(variant, data):
+def test_appended_tokens_do_not_change_logits_of_earlier_tokens(variant, data):
     shape = data.draw(shapes(variant, tokens=(2, 12)))
     model = model_of(variant, shape, qk_norm=data.draw(st.booleans()))
     tokens = drawn_tokens(shape, shape.tokens)
@@ -345,7 +345,7 @@ def test_appending_tokens_never_changes_earlier_logits(variant, data):
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(data=st.data())
 @few
-def test_shift_of_all_positions_does_not_change_output(variant, data):
+def test_shift_of_all_positions_does_not_change_attention_output(variant, data):
     shape = data.draw(shapes(variant))
     start = data.draw(st.integers(1, SEQ_LEN - shape.tokens))
     attention, x = layer_of(variant, shape), x_of(shape)
@@ -405,7 +405,7 @@ def test_context_rms_with_gate_or_sink_is_between_0_and_1(variant, data):
 
 @given(shape=shapes(**WIDE))
 @many
-def test_context_rms_with_sink_falls_below_uniform_attention(shape):
+def test_context_rms_of_uniform_attention_is_lower_with_unit_sink(shape):
     """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
     values, _ = context_rms("standard_off_by_one", shape, 0.0)
     n = positions(shape)
@@ -424,7 +424,7 @@ def test_context_rms_of_diff_v2_is_between_0_and_root_2(shape, sharpness):
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_head_norm_of_diff_v1_scales_uniform_head_by_root_n(shape, lam):
+def test_diff_v1_head_norm_scales_context_of_uniform_attention_by_root_n(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

@@ -38,7 +38,7 @@ FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 
 @pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
-def test_scaled_wo_writes_rms_of_standard_in_every_layer(variant, more):
+def test_scaled_initial_wo_gives_attention_output_rms_of_standard_in_all_layers(variant, more):
     cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
     expected = writes(build_model(config("standard", *more)), tokens)
@@ -49,7 +49,7 @@ def test_scaled_wo_writes_rms_of_standard_in_every_layer(variant, more):
         assert factors == pytest.approx([2.0, 2.0, 2.0], rel=1e-6)
 
 
-def test_write_factors_mask_documents():
+def test_factors_on_initial_wo_with_masked_documents_match_rms_of_standard():
     cfg, tokens = config("diff_v2"), torch.randint(12, (8, 24))
     documents = Documents.of(tokens, 7)
     factors = write_factors(cfg, variant_config("standard"), tokens, documents)
@@ -60,7 +60,7 @@ def test_write_factors_mask_documents():
     )
 
 
-def test_attention_with_zero_write_raises_error_with_layer(monkeypatch):
+def test_init_match_with_zero_attention_output_raises_config_error_with_layer(monkeypatch):
     cfg = config("standard")
     cfg.attention.context_scale = 1e-30
     with pytest.raises(ConfigError, match=r"attention in layer 0 has RMS .* must be above 0"):

@@ -68,7 +68,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
     ],
 )
-def test_kernel_choice_by_backend_device_dtype_and_width(
+def test_attention_kernel_follows_backend_device_dtype_and_head_width(
     machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
@@ -79,7 +79,7 @@ def test_kernel_choice_by_backend_device_dtype_and_width(
     assert "\n" not in found.reason
 
 
-def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
+def test_attention_kernel_on_cpu_without_fast_bf16_uses_float32(monkeypatch):
     monkeypatch.setattr(ops, "SLOW_BF16", True)
     found = training_kernel(Backend.sdpa, CPU, BF16, 128, documents=False)
     assert found == (Kernel.cpu_float32, "faster than bf16 on this CPU")
@@ -100,7 +100,7 @@ def test_cpu_without_fast_bf16_attends_in_float32(monkeypatch):
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
     ],
 )
-def test_masked_documents_use_best_available_kernel(
+def test_attention_kernel_for_masked_documents_follows_gpu_and_installed_packages(
     machine, capability, packages, width, expected, reason
 ):
     done = machine(capability, packages)
@@ -111,7 +111,7 @@ def test_masked_documents_use_best_available_kernel(
     assert done == (["activated", ("tried", width, True)] if tried else [])
 
 
-def test_failing_flash_4_is_tried_once_and_deactivated(machine):
+def test_failing_flash_attn_4_is_tried_once_then_deactivated(machine):
     done = machine(packages=("triton", *V4), fails="no kernel\nfor this")
     for _ in range(3):
         found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
@@ -120,7 +120,7 @@ def test_failing_flash_4_is_tried_once_and_deactivated(machine):
     assert done == ["activated", ("tried", 128, True), "restored"]
 
 
-def test_flash_4_stays_inactive_if_torch_cannot_mask_documents(machine):
+def test_flash_attn_4_stays_inactive_if_torch_cannot_mask_documents(machine):
     done = machine(packages=("triton", *V4), torch_takes_it=False)
     found = training_kernel(Backend.sdpa, CUDA, BF16, 128, documents=True)
     assert found.value is Kernel.flex
@@ -144,7 +144,7 @@ class Blocks:
         ("reference", CUDA, BF16, False, torch.Tensor),
     ],
 )
-def test_training_mask_has_form_of_chosen_kernel(
+def test_training_mask_has_type_that_chosen_attention_kernel_needs(
     machine, monkeypatch, backend, device, dtype, explicit, kind
 ):
     machine(AMPERE)
@@ -166,7 +166,7 @@ def test_training_mask_has_form_of_chosen_kernel(
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
-def test_kernel_width_follows_variant_and_layout():
+def test_kernel_width_follows_attention_variant_and_layout_of_v():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
         return cfg.model.attention.kernel_width(cfg.model, device)
@@ -208,7 +208,7 @@ def enabled(monkeypatch):
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2", "standard_sink"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_forward_pass_with_cache_disables_cudnn(enabled, variant, device):
+def test_forward_pass_with_kv_cache_on_gpu_disables_cudnn_attention(enabled, variant, device):
     """Prompts and single tokens disable cuDNN on a GPU; training and the CPU do not."""
     seen, entered = enabled(device)
     model = build_model(small_config(variant).model)
@@ -240,7 +240,9 @@ def on(backend):
         ("standard_off_by_one", ("flex",), "sink=one; choose sdpa, flash"),
     ],
 )
-def test_backend_without_support_for_variant_is_refused(variant, refused, reason):
+def test_attention_backend_that_does_not_support_variant_raises_config_error(
+    variant, refused, reason
+):
     for backend in Backend:
         if backend.name not in refused:
             small_config(variant, extra=on(backend.name))
@@ -260,13 +262,15 @@ def test_backend_without_support_for_variant_is_refused(variant, refused, reason
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_uses_newest_version_for_gpu(machine, packages, capability, activated):
+def test_flash_backend_uses_newest_installed_version_for_gpu(
+    machine, packages, capability, activated
+):
     calls = machine(capability, packages)
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
     assert calls == [*activated, ("tried", 64, False)]
 
 
-def test_flash_4_with_documents_is_refused_if_torch_lacks_backward_pass(machine):
+def test_flash_attn_4_with_masked_documents_raises_config_error_on_older_torch(machine):
     """Torch 2.11 raises for any window in this backward pass, and causal attention is a window."""
     calls = machine(packages=V4, torch_takes_it=False)
     expected = r"backend=flash with data.mask_documents=true: flash-attn-4 with document masks"
@@ -291,7 +295,9 @@ NOT_INSTALLED = "needs the flash-attn package: install version 2"
         (V2, HOPPER, FLOAT32, "backend=flash needs precision=bf16"),
     ],
 )
-def test_flash_without_package_or_in_float32_is_refused(machine, packages, capability, dtype, said):
+def test_flash_backend_without_package_or_in_float32_raises_config_error(
+    machine, packages, capability, dtype, said
+):
     machine(capability, packages)
     with pytest.raises(ConfigError, match=said):
         prepare_backend(Backend.flash, CUDA, 64, dtype)
@@ -299,7 +305,7 @@ def test_flash_without_package_or_in_float32_is_refused(machine, packages, capab
         prepare_backend(backend, CUDA, 512, FLOAT32)
 
 
-def test_flash_package_with_import_error_is_refused_with_reason(monkeypatch, tmp_path):
+def test_flash_attn_import_error_raises_config_error_with_reason(monkeypatch, tmp_path):
     """For example, a package built for another version of torch."""
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")

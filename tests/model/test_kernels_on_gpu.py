@@ -72,7 +72,9 @@ def agrees_with_explicit_maps(backend, model, masked, compiled):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("variant", MAIN)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_backends_agree_with_explicit_maps(backend, variant, masked, compiled):
+def test_attention_backends_on_gpu_agree_with_explicit_attention_maps(
+    backend, variant, masked, compiled
+):
     available(backend, documents=masked)
     agrees_with_explicit_maps(backend, bf16_model(variant, 64), masked, compiled)
 
@@ -83,7 +85,9 @@ def test_all_backends_agree_with_explicit_maps(backend, variant, masked, compile
     [("standard", ()), ("diff_v2", ()), *(("diff_v1", (layout,)) for layout in LAYOUTS)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_head_width_128_agrees_with_explicit_maps(backend, variant, extra, masked):
+def test_attention_backends_at_head_width_128_agree_with_explicit_attention_maps(
+    backend, variant, extra, masked
+):
     """Values of V1 have width 256, or two halves of width 128."""
     model = bf16_model(variant, 128, *extra)
     available(backend, model.cfg.attention.kernel_width(model.cfg, CUDA), masked)
@@ -92,7 +96,9 @@ def test_head_width_128_agrees_with_explicit_maps(backend, variant, extra, maske
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex])
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
-def test_document_kernels_agree_with_explicit_maps(monkeypatch, variant, kernel):
+def test_kernels_for_masked_documents_agree_with_explicit_attention_maps(
+    monkeypatch, variant, kernel
+):
     """Kernels that backend=sdpa may choose without flash-attn-4."""
     monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
     agrees_with_explicit_maps("sdpa", bf16_model(variant, 128), masked=True, compiled=True)
@@ -127,7 +133,7 @@ def out_and_grads(parts, run):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("wide", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
+def test_bf16_attention_of_4096_tokens_agrees_with_float32_attention_maps(backend, wide, masked):
     """Head width 128, and values of width 256 as in V1; kernels use bf16."""
     width = 128 * wide
     available(backend, width, masked)
@@ -144,7 +150,7 @@ def test_4096_tokens_agree_with_explicit_maps_in_float32(backend, wide, masked):
 
 
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.flex, None])
-def test_any_number_of_documents_shares_a_graph(monkeypatch, kernel):
+def test_gpu_batches_with_any_number_of_documents_share_one_compiled_graph(monkeypatch, kernel):
     """Compile forward and backward for the GPU; None is the kernel chosen for this machine."""
     if kernel:
         monkeypatch.setattr(kernels, "document_kernel", lambda *_: AutoSetting(kernel, "tested"))
@@ -173,7 +179,7 @@ def kernels_run(run):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", MAIN)
-def test_generation_does_not_use_cudnn(variant):
+def test_decoding_on_gpu_does_not_use_cudnn_attention(variant):
     """Prompts and single tokens; logits equal those of a full forward pass."""
     model = bf16_model(variant, 128)
     tokens = torch.randint(0, 64, (2, 80), device=CUDA)

@@ -37,7 +37,7 @@ def new(batch, tokens):
     )
 
 
-def test_cache_is_heads_first_and_reads_are_views():
+def test_kv_cache_is_stored_heads_first_and_returns_views():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
     assert held.v.shape == (2, 1, 6, 5)
@@ -50,7 +50,7 @@ def test_cache_is_heads_first_and_reads_are_views():
     assert all_v.data_ptr() == held.v.data_ptr()
 
 
-def test_appended_values_have_dtype_of_cache():
+def test_kv_cache_converts_appended_tensors_to_cache_dtype():
     held = KVCache((2, 3, 6, 2), (2, 1, 6, 5), torch.bfloat16)
     k, v = new(2, 2)
     all_k, _ = held.append(k.float(), v.float())
@@ -62,7 +62,7 @@ def test_appended_values_have_dtype_of_cache():
     assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
 
 
-def test_too_long_chunk_leaves_cache_unchanged():
+def test_append_beyond_capacity_raises_and_leaves_kv_cache_unchanged():
     held, k, _ = filled((4, 4))
     with pytest.raises(ValueError, match="is full"):
         held.append(*new(2, 3))
@@ -78,7 +78,9 @@ FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
 
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
-def test_decoding_in_chunks_and_ragged_rows_equals_full_forward(variant, shape, extra):
+def test_decoding_in_chunks_and_with_unequal_row_lengths_equals_full_forward_pass(
+    variant, shape, extra
+):
     model = shared_model(variant, *shape, extra)
     tokens = torch.randint(0, 64, (3, 16))
     whole = model(tokens)
@@ -105,7 +107,7 @@ def test_decoding_in_chunks_and_ragged_rows_equals_full_forward(variant, shape, 
     cuts=st.data(),
 )
 @torch.no_grad()
-def test_decoding_after_truncation_equals_full_forward(variant, lengths, cuts):
+def test_decoding_after_kv_cache_truncation_equals_full_forward_pass(variant, lengths, cuts):
     """Truncate rows at any position, drop some rows, and continue with other tokens."""
     model, batch = shared_model(variant), len(lengths)
     read = torch.randint(0, 64, (batch, max(lengths)))
@@ -128,7 +130,7 @@ def test_decoding_after_truncation_equals_full_forward(variant, lengths, cuts):
             torch.testing.assert_close(logits[row, 0], alone, rtol=0, atol=1e-10)
 
 
-def test_positions_beyond_seq_len_are_refused():
+def test_decoding_beyond_seq_len_raises_value_error():
     model = shared_model("diff_v2")
     caches = model.new_caches(2, 40)
     model(torch.zeros(2, 31, dtype=torch.int64), caches=caches)
@@ -147,7 +149,7 @@ def held_bytes(variant, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_variant_has_larger_cache_than_standard(shape):
+def test_no_attention_variant_has_larger_kv_cache_than_standard_attention(shape):
     baseline = held_bytes("standard", shape)
     assert baseline == 2 * 2 * 2 * 9 * shape[1] * shape[2] * 4  # layers, k and v, rows, float32
     measured = {v: held_bytes(v, shape) for v in VARIANTS if not refused(v, *shape[:2])}
@@ -189,7 +191,7 @@ def assert_read_in_place(part, cached, heads, width, positions):
 @torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
-def test_decoding_step_reads_keys_and_values_of_every_group_once(
+def test_decoding_step_makes_one_kernel_call_that_reads_kv_cache_in_place(
     kernel_calls, variant, shape, ragged
 ):
     heads, kv_heads, d = shape
@@ -215,7 +217,7 @@ def test_decoding_step_reads_keys_and_values_of_every_group_once(
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("values", ["wide", "split"])
 @pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 8), (8, 2, 8)])
-def test_decoding_step_of_diff_v1_calls_kernel_per_map_with_separate_keys(
+def test_diff_v1_decoding_step_makes_one_kernel_call_per_attention_map(
     kernel_calls, shape, values, ragged
 ):
     heads, kv_heads, d = shape

@@ -41,7 +41,7 @@ def exact(hidden, weight, targets, z_weight, scale):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 37, 1000])
-def test_float64_loss_is_exact_for_any_chunk(chunk):
+def test_chunked_loss_in_float64_is_exact_for_any_chunk_size(chunk):
     hidden, weight, targets = problem(37, 23, 8, torch.float64)
     total, parts = chunked_cross_entropy(hidden, weight, targets, 1e-2, chunk)
     expected, theirs = exact(hidden, weight, targets, 1e-2, 0.3)
@@ -55,7 +55,7 @@ def test_float64_loss_is_exact_for_any_chunk(chunk):
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])
-def test_bf16_gradients_are_scaled_in_float32(chunk):
+def test_chunked_loss_scales_bf16_gradients_in_float32(chunk):
     """The scale 0.3349 rounds to 0.3340 in bf16, so all gradients would be 0.3% too small."""
     hidden, weight, targets = problem(512, 32, 16, torch.bfloat16)
     total, _ = chunked_cross_entropy(hidden, weight, targets, 1e-3, chunk)
@@ -71,7 +71,7 @@ def test_bf16_gradients_are_scaled_in_float32(chunk):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_and_uncompiled_chunks_agree(dtype):
+def test_compiled_chunk_loss_equals_uncompiled_chunk_loss(dtype):
     hidden, weight, targets = problem(40, 23, 8, dtype)
     torch._dynamo.reset()
     compiled = torch.compile(chunk_loss, fullgraph=True, backend="aot_eager")
@@ -85,7 +85,7 @@ def test_compiled_and_uncompiled_chunks_agree(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("chunk", [300, 512, 2048])
-def test_loss_and_gradients_on_gpu_equal_float64(chunk, compiled):
+def test_chunked_loss_and_gradients_on_gpu_agree_with_float64(chunk, compiled):
     hidden, weight, targets = problem(2048, 1024, 64, torch.bfloat16, "cuda")
     with torch.no_grad():
         weight.mul_(0.1)
@@ -99,7 +99,7 @@ def test_loss_and_gradients_on_gpu_equal_float64(chunk, compiled):
         assert (mine.double() - other).norm() < 0.01 * other.norm()
 
 
-def test_loss_chunk_follows_config_or_device():
+def test_loss_chunk_size_follows_config_or_default_of_device():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert loss_chunk(7, gpu, 8, 8) == (7, "asked for")
     assert loss_chunk(None, gpu, 8, 8).value == GPU_CHUNK == 4096

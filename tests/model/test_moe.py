@@ -93,7 +93,9 @@ def assert_equals_the_reference(moe, x):
 @pytest.mark.parametrize("scaling", [1.0, 2.5])
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("score", Score)
-def test_every_routing_option_equals_the_reference(score, renormalise, scaling, n_shared, biased):
+def test_moe_layer_equals_loop_reference_for_all_routing_options(
+    score, renormalise, scaling, n_shared, biased
+):
     moe = layer(
         biased=biased,
         score=score,
@@ -113,14 +115,14 @@ def test_experts_without_tokens_get_zero_gradients(score):
 
 
 @pytest.mark.parametrize("favourite", [0, 2, 4])
-def test_single_expert_gets_all_tokens(favourite):
+def test_moe_layer_with_all_tokens_on_one_expert_equals_loop_reference(favourite):
     moe = layer(top_k=1, renormalise=False)
     moe.router.bias[favourite] = 100
     counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
     assert counts.tolist() == [10 * (e == favourite) for e in range(EXPERTS)]
 
 
-def test_ties_choose_distinct_experts_deterministically():
+def test_router_with_equal_scores_chooses_distinct_experts_deterministically():
     """The choice among equal experts is free; the output must be that of the chosen experts."""
     moe = layer(n_experts=6, top_k=3)
     with torch.no_grad():
@@ -166,7 +168,7 @@ def assert_close(found, wanted, tolerance, name="", floor=0.1):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_products_equal_looped_products(monkeypatch, dtype, crowded):
+def test_moe_layer_with_grouped_products_equals_one_product_per_expert(monkeypatch, dtype, crowded):
     """Cases include experts without tokens, and an expert with the maximum number of tokens."""
     moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
     if crowded:
@@ -194,7 +196,9 @@ def test_grouped_products_equal_looped_products(monkeypatch, dtype, crowded):
     n_experts=st.integers(1, 12),
     data=st.data(),
 )
-def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_experts, data):
+def test_moe_layer_of_any_shape_in_float32_equals_loop_reference(
+    batch, length, dim, width, n_experts, data
+):
     """Widths with and without support by grouped products."""
     top_k = data.draw(st.integers(1, n_experts))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
@@ -218,7 +222,7 @@ def test_float32_of_any_shape_equals_the_reference(batch, length, dim, width, n_
 
 @pytest.mark.parametrize(("score", "biased"), list(product(Score, [False, True])))
 @pytest.mark.parametrize("loss", ["sequence", "global_batch", "z"])
-def test_router_losses_and_gradients_equal_formulas(loss, score, biased):
+def test_router_losses_and_their_gradients_equal_paper_formulas(loss, score, biased):
     weights = {"router_z_loss": 0.1} if loss == "z" else {"balance_loss": 0.1}
     over = Balance.global_batch if loss == "z" else Balance(loss)
     moe = layer(score=score, biased=biased, balance_over=over, **weights)
@@ -241,7 +245,7 @@ def test_router_losses_and_gradients_equal_formulas(loss, score, biased):
         torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
 
 
-def test_bias_moves_towards_balance_except_in_skipped_steps():
+def test_router_bias_moves_towards_balanced_experts_except_in_skipped_steps():
     router = Router(DIM, MoEConfig(n_experts=EXPERTS, top_k=TOP_K, bias_update_rate=0.25))
     router.bias.zero_()
     router.load.fill_(1)

@@ -18,7 +18,7 @@ def mixture(variant, *extra):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_every_parameter_gets_a_gradient(variant):
+def test_every_parameter_of_moe_model_gets_a_gradient(variant):
     model = mixture(variant, *LOSSES)
     tokens = torch.randint(0, 64, (4, 17))
     out = model(tokens[:, :-1], tokens[:, 1:])
@@ -31,7 +31,7 @@ def test_every_parameter_gets_a_gradient(variant):
             assert grad.flatten(1).any(1).all(), name
 
 
-def test_objective_sums_cross_entropy_and_weighted_router_losses():
+def test_objective_of_moe_model_is_cross_entropy_plus_weighted_router_losses():
     model, tokens = mixture("standard", *LOSSES), torch.randint(0, 64, (2, 17))
     out = model(tokens[:, :-1], tokens[:, 1:])
     assert out.routed.balance > 0
@@ -40,7 +40,7 @@ def test_objective_sums_cross_entropy_and_weighted_router_losses():
     torch.testing.assert_close(out.objective.double(), expected.double(), rtol=1e-6, atol=0)
 
 
-def test_first_layers_are_dense():
+def test_n_dense_layers_makes_first_layers_of_moe_model_dense():
     extra = ("model.n_layers=4", "model.moe.n_dense_layers=3", *LOSSES)
     model = mixture("diff_v2", *extra)
     assert [type(layer.ffn) for layer in model.layers] == [SwiGLU] * 3 + [MoE]
@@ -53,7 +53,7 @@ def test_first_layers_are_dense():
     assert out.stats["router_entropy"].shape == (1,)
 
 
-def test_mixture_and_dense_model_share_initial_values():
+def test_moe_model_and_dense_model_share_initial_values_of_common_parameters():
     """The number of experts does not matter; experts of one layer have different values."""
     dense, four, six = (
         dict(build_model(small_config("diff_v2", extra=extra).model).named_parameters())

@@ -96,14 +96,14 @@ def compare(model, peer, permute):
     ("heads", "kv_heads"), slow_but([HEADS[0], (3, 1)], [*HEADS, (4, 1), (3, 1)])
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_standard_equals_llama_after_renaming(heads, kv_heads, tied):
+def test_standard_model_equals_transformers_llama_with_same_parameters(heads, kv_heads, tied):
     model = ours("standard", heads, kv_heads, f"model.tie_embeddings={tied}")
     config = peer_config(transformers.LlamaConfig, heads, kv_heads, tied)
     compare(model, transformers.LlamaForCausalLM(config), permute=False)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_diff_v1_equals_diffllama_after_reordering_heads(heads, kv_heads):
+def test_diff_v1_model_equals_transformers_diffllama_with_reordered_heads(heads, kv_heads):
     model = ours("diff_v1", heads, kv_heads)
     config = peer_config(transformers.DiffLlamaConfig, heads, kv_heads)
     compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)
@@ -163,7 +163,7 @@ def as_qwens(tensors):
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_mixture_of_experts_equals_qwen3moe_after_renaming(renormalise, dense_layers):
+def test_moe_model_equals_transformers_qwen3moe_with_same_parameters(renormalise, dense_layers):
     """Compare logits, loss and all gradients."""
     model = our_mixture(renormalise, f"model.moe.n_dense_layers={dense_layers}")
     peer = qwen(renormalise, range(dense_layers))

@@ -44,7 +44,7 @@ def theirs(scaling, fields, theta, head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize(("scaling", "fields"), CASES)
-def test_frequencies_equal_transformers(scaling, fields, theta, head_dim):
+def test_rope_frequencies_and_tables_equal_transformers_library(scaling, fields, theta, head_dim):
     cfg = RopeConfig(theta=theta, scaling=RopeScaling[scaling], **fields)
     expected, factor = theirs(scaling, fields, theta, head_dim)
     ours = frequencies(cfg, head_dim)
@@ -57,7 +57,7 @@ def test_frequencies_equal_transformers(scaling, fields, theta, head_dim):
     torch.testing.assert_close(tables.sin, angles.sin() * factor, rtol=1e-5, atol=1e-5)
 
 
-def test_even_rows_first_converts_interleaved_rope_to_rotate_half():
+def test_even_channels_before_odd_channels_convert_interleaved_rope_to_rotate_half():
     """docs/interop.md converts query and key weights of the papers by this reordering."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 8, 3, 16, generator=generator, dtype=torch.float64)

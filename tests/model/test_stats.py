@@ -31,7 +31,7 @@ def batch(size=4):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def test_statistics_of_bf16_tensors_are_detached_float32():
+def test_block_statistics_of_bf16_tensors_are_detached_float32():
     x = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     shown = {"context": x.view(1, 4, 2, 4) * 1, "lambda": x.mean(-1)}
     for name, value in block_stats(x, shown).items():
@@ -43,7 +43,7 @@ def kurtosis_of(x):
     return block_stats(x, {"context": torch.zeros(1, 1, 1, 1)})["hidden_kurtosis"].item()
 
 
-def test_kurtosis_is_3_for_normals_and_the_width_for_a_single_large_channel():
+def test_kurtosis_is_3_for_normal_channels_and_equals_width_for_one_large_channel():
     assert kurtosis_of(torch.randn(4, 16, 8192) * 7 + 3) == pytest.approx(3, rel=0.02)
     assert kurtosis_of(torch.rand(4, 16, 8192)) == pytest.approx(1.8, rel=0.02)
     outlier = torch.zeros(2, 3, 1000)
@@ -53,7 +53,7 @@ def test_kurtosis_is_3_for_normals_and_the_width_for_a_single_large_channel():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
-def test_diagnosing_changes_neither_objective_nor_gradients(variant):
+def test_diagnose_changes_neither_objective_nor_gradients(variant):
     model, (inputs, targets) = tiny(variant), batch()
     plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}
@@ -76,7 +76,7 @@ def reduced_with_nan(values):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_nan_on_a_single_rank_reaches_all_ranks(rank, tmp_path):
+def test_reduced_statistic_is_nan_on_all_ranks_if_nan_on_one_rank(rank, tmp_path):
     values = [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
     values[rank][0] = values[rank][2] = math.nan
     for reduced in run_ranks(reduced_with_nan, 2, tmp_path, values):

@@ -23,7 +23,7 @@ def as_json(capsys, *words):
     return json.loads(out)
 
 
-def test_json_contains_memory_communication_time_and_assumptions(capsys):
+def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
     out = as_json(capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast)
     memory, time = out["memory"], out["time"]
@@ -50,7 +50,7 @@ def test_json_contains_memory_communication_time_and_assumptions(capsys):
     assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
 
 
-def test_flops_of_masked_documents_follow_stated_visible_keys():
+def test_planned_flops_with_masked_documents_follow_data_visible_keys():
     words = ["model=dense_7b", "attention=diff_v2", "seq_len=4096"]
     masked = [*words, "data.mask_documents=true"]
     whole, unstated, stated = (
@@ -72,7 +72,7 @@ def test_flops_of_masked_documents_follow_stated_visible_keys():
 
 
 @pytest.mark.slow
-def test_step_time_is_maximum_of_computation_and_communication(capsys):
+def test_planned_step_time_is_maximum_of_computation_and_communication(capsys):
     words = [*SMALL, "gpus=16", "tokens=1e9"]
     time = as_json(capsys, *words, "mfu=0.5", "network_gbs=1e-3")["time"]
     assert time["communication_seconds"] > 10 * time["compute_seconds"]
@@ -82,7 +82,7 @@ def test_step_time_is_maximum_of_computation_and_communication(capsys):
     assert f"MFU {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
 
 
-def test_text_reports_fit_and_assumptions(capsys):
+def test_plan_command_reports_that_run_fits_gpu_and_lists_assumptions(capsys):
     out = said(capsys, *SMALL, "gpus=2")
     assert out.startswith("diff_v2 / tiny: ")
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "set tokens= for", "optimizer"):
@@ -92,7 +92,7 @@ def test_text_reports_fit_and_assumptions(capsys):
 
 
 @pytest.mark.slow
-def test_text_reports_that_no_change_fits(capsys):
+def test_plan_command_reports_if_no_tried_change_fits_gpu_memory(capsys):
     words = [*SMALL, "gpus=2", "memory_gib=0.001", "reserve_gib=0"]
     assert tools.main(["plan", *words]) == 0
     out, progress = capsys.readouterr()
@@ -114,14 +114,14 @@ def test_text_reports_that_no_change_fits(capsys):
         (["gpus=3", "global_batch_size=8"], "must be a multiple of 3 ranks"),
     ],
 )
-def test_mistakes_give_single_error_line(words, message, capsys):
+def test_plan_command_with_invalid_argument_prints_a_single_error_line(words, message, capsys):
     assert tools.main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
 
 
-def test_seconds_of_collectives_follow_stated_bandwidths():
+def test_planned_seconds_of_collectives_follow_given_bandwidths():
     cluster = Cluster(gpus=16, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     node, all_ranks, one_a_node = tuple(range(8)), tuple(range(16)), (0, 8)
 

@@ -53,7 +53,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("gpus", "overrides", "words"), slow_but(CHANGES[:1], CHANGES))
-def test_plan_that_does_not_fit_suggests_nearest_change_that_fits(gpus, overrides, words):
+def test_plan_beyond_gpu_memory_suggests_smallest_config_change_that_fits(gpus, overrides, words):
     overrides = [*SMALL, *overrides]
     room = limited(1, overrides, words, gpus).step.peak.total / GIB + 1e-9
     made = limited(room, overrides, gpus=gpus)
@@ -65,7 +65,7 @@ def test_plan_that_does_not_fit_suggests_nearest_change_that_fits(gpus, override
     assert change.words == words
 
 
-def test_invalid_change_differs_from_change_that_does_not_fit():
+def test_plan_outcome_of_invalid_change_differs_from_change_that_does_not_fit_memory():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits
@@ -74,7 +74,7 @@ def test_invalid_change_differs_from_change_that_does_not_fit():
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_time_of_uneven_group_follows_node_with_fewest_ranks():
+def test_seconds_of_collective_over_unequal_nodes_follow_node_with_fewest_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4
@@ -88,7 +88,7 @@ def test_time_of_uneven_group_follows_node_with_fewest_ranks():
 
 
 @pytest.mark.slow
-def test_experts_share_a_node_before_shards_and_shards_before_replicas():
+def test_ranks_of_expert_group_share_a_node_before_shard_and_replica_groups():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
     made = made.simulated(made.cfg.activation_checkpointing, print)

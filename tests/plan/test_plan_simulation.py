@@ -75,7 +75,9 @@ def slow(*values):
         slow(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
-def test_state_of_every_rank_equals_a_real_run_to_the_byte(ranks, overrides, tmp_path):
+def test_simulated_parameter_gradient_and_optimizer_bytes_equal_real_ranks(
+    ranks, overrides, tmp_path
+):
     real = run_ranks(real_bytes, ranks, tmp_path, overrides)
     cfg = load_config(overrides)
     for rank in range(ranks):
@@ -114,7 +116,7 @@ REAL_STEPS = [  # one and two micro-batches
 
 
 @pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
-def test_peak_equals_step_on_real_tensors(overrides):
+def test_simulated_peak_memory_equals_step_on_real_tensors(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
     with fake_world(0, 2):  # gloo would make copies that do not exist on a GPU
@@ -126,7 +128,7 @@ def test_peak_equals_step_on_real_tensors(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_activations_and_collectives_equal_real_processes(overrides, tmp_path):
+def test_simulated_activations_and_collectives_equal_real_processes(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
@@ -134,7 +136,9 @@ def test_activations_and_collectives_equal_real_processes(overrides, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduce", REDUCE)
-def test_two_simulated_micro_batches_represent_any_number(reduce, monkeypatch):
+def test_simulation_of_two_micro_batches_equals_simulation_of_all_micro_batches(
+    reduce, monkeypatch
+):
     reduce = f"parallel.reduce={reduce}"
     overrides = [*SMALL, "global_batch_size=20", "parallel.replicate=2", reduce]
     cfg = load_config(overrides)
@@ -154,7 +158,7 @@ def sent(step, kind):
 
 
 @pytest.mark.parametrize(("reduce", "times"), [("every", 3), ("last", 1)])
-def test_traffic_of_small_sharded_model_equals_hand_computation(reduce, times):
+def test_simulated_traffic_of_sharded_model_equals_hand_computed_bytes(reduce, times):
     words = ["model.vocab_size=100", "global_batch_size=12", f"parallel.reduce={reduce}"]
     cfg = load_config([*SMALL, "attention=standard", *words])
     step = simulate(cfg, 4)  # three micro-batches
