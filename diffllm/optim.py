@@ -77,8 +77,8 @@ class ProtectionConfig:
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `steps`.
 
-    The rate rises linearly to `lr`. It then falls to `min_lr_ratio * lr` by a cosine, or stays
-    constant and falls linearly at the end (wsd).
+    The rate rises linearly to `lr`. The rate then falls to `min_lr_ratio * lr` by a cosine, or
+    stays constant and falls linearly at the end (wsd).
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -153,8 +153,8 @@ def optimizer_tensors(
 class Guard:
     """Decides on the device which optimizer updates to skip.
 
-    In mode `spike`, a spike of the loss or of the gradient norm is also skipped: a value more than
-    `sigmas` standard deviations above the mean of the last `window` values.
+    In mode `spike`, the guard also skips updates at a spike of the loss or of the gradient norm: a
+    value more than `sigmas` standard deviations above the mean of the last `window` values.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
@@ -180,7 +180,7 @@ class Guard:
         return bad.any().float()
 
     def load(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Restore the windows from the last finite losses and gradient norms, each oldest first."""
+        """Restore the last finite losses and gradient norms of earlier steps, each oldest first."""
         size = self.windows.shape[1]
         padded = [[math.nan] * (size - len(row)) + list(row) for row in (losses, grad_norms)]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

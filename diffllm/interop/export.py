@@ -78,7 +78,7 @@ def export(
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
     """Copy the tokenizer of a run to `directory`, and add a fast tokenizer; return the tokenizer.
 
-    Raises CheckpointError if the tokenizer has more pieces than `model` has rows for tokens.
+    Raises CheckpointError if the tokenizer has more than `model.vocab_size` pieces.
     """
     path = tokenizer_of(run)
     tokenizer = Tokenizer.from_file(path)

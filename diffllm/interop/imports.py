@@ -38,9 +38,9 @@ def import_model(
     Args:
         source: a Hugging Face model directory, a run, or owner/name[@revision] of the hub.
         out: the new run directory.
-        attention: attention variant to convert to, "diff_v2" or "standard"; see `converted`.
-        perturb: relative standard deviation of noise on the second query weights of all pairs, only
-            for diff_v2.
+        attention: convert to this attention variant, "diff_v2" or "standard"; None: no conversion.
+        perturb: standard deviation of noise on the query weights of the second head of each pair,
+            relative to the RMS of the query weights; only for diff_v2.
         seed: seed of the noise.
     """
     check_absent(out, "out")

@@ -13,10 +13,10 @@ from diffllm.model.rope import RopeConfig
 
 
 class InitMatch(Enum):
-    """The quantity that scaled initial values match in the first forward pass.
+    """The quantity of `standard` that a model with scaled initial values matches.
 
-    write: in every layer, the RMS of attention's addition to the residual stream equals that of
-    `standard`.
+    write: in every layer, the RMS of attention's addition to the residual stream in the first
+    forward pass.
     """
 
     none = "none"

@@ -27,19 +27,19 @@ def generate(
 ) -> list[list[int]]:
     """Return prompts with their continuations; a continuation does not depend on other prompts.
 
-    Raises ValueError for an empty prompt, a prompt longer than `model.cfg.seq_len`, and an
-    argument outside its range.
+    Raises ValueError for an empty prompt, a prompt longer than `model.cfg.seq_len`, and an argument
+    outside its range.
 
     Args:
         prompts: B prompts of any lengths >= 1. A repeated prompt uses seed + 1, and so on.
         max_new_tokens: limit per prompt; `model.cfg.seq_len` limits the total length.
-        temperature: below 1e-6, take the most likely token.
-        top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least
-            top_p (Holtzman et al., arXiv 1904.09751).
+        temperature: divisor of the logits; below 1e-6, take the most likely token.
+        top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least top_p
+            (Holtzman et al., arXiv 1904.09751).
         seed: seed of the sampling; must be equal on all ranks of a sharded model.
         vocab_size: never draw tokens >= vocab_size; for models with more rows than the tokenizer.
-        stop_token: token that ends a continuation, which contains it.
-        dtype: dtype of the caches; by default the dtype of the parameters.
+        stop_token: token that ends a continuation; the continuation contains this token.
+        dtype: dtype of the KV caches; by default the dtype of the parameters.
     """
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1 or max_new_tokens < 0:
         raise ValueError(

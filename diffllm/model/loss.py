@@ -51,7 +51,7 @@ def chunk_loss(
 
     Returns:
         The sum nll of -log p(target), the sum z of logsumexp(logits)^2, and the gradient d(nll +
-            z_weight z)/d logits, (n, V) in the dtype of hidden.
+        z_weight z)/d logits, (n, V) in the dtype of hidden.
     """
     logits = hidden @ weight.T
     log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
@@ -68,7 +68,7 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Subtract valid (n,) from probs (n, V) in column index (n, 1) of each row.
+    """Subtract valid (n,) from probs (n, V), in each row at the column given by index (n, 1).
 
     May overwrite `probs`. In compiled code, a comparison is fused, but a scatter would write and
     reread all float32 probabilities. In uncompiled code, a scatter touches only n values.

@@ -180,7 +180,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate x (B, T, H, d) by the cos and sin tables of its positions.
+    """Rotate x (B, T, H, d) by the cos and sin tables of the T positions.
 
     Computes x cos + rotate_half(x) sin in float32 or wider; the result has the dtype of x.
     """

@@ -21,12 +21,12 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
-    """Compute the statistics of a block, float32 scalars, from its output x (B, T, D).
+    """Compute the statistics of a decoder block with output x (B, T, D), float32 scalars by name.
 
-    `aux` contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), and three
-    tensors (B, T, D): the block's input "residual", and the additions "attn_write" and "ffn_write".
-    Some variants add "lambda" and "gate"; MoE layers add "router" (N, E), the shares of experts per
-    token. Without `aux`, return no statistics.
+    `aux` contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), and three tensors
+    (B, T, D): the block's input "residual", and the outputs of attention and FFN, "attn_write" and
+    "ffn_write". Some variants add "lambda" and "gate"; MoE layers add "router" (N, E), the shares
+    of experts per token. Without `aux`, return no statistics.
     """
     if aux is None:
         return {}
@@ -156,7 +156,10 @@ def negative_share(weights: Tensor) -> Tensor:
 
 @cache
 def group_of(name: str) -> str:
-    """Return the group in metrics of a parameter name such as `layers.3.attention.wq.weight`."""
+    """Return the group of a parameter in metrics, by the name of the parameter.
+
+    For example, the group of `layers.3.attention.wq.weight` is "attention".
+    """
     parts = name.split(".")
     belongs = {
         "embedding": "tok_embeddings" in parts,
@@ -170,9 +173,10 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the component of a parameter name in metrics, such as "wq" or "head norms".
+    """Return the component of a parameter in metrics, by the name of the parameter.
 
-    An attention parameter that only one variant has is a separate component.
+    Lambda and gate parameters are one component, "lambda/gate". All other attention parameters are
+    separate components, such as "wq".
     """
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:

@@ -69,7 +69,7 @@ class Block(nn.Module):
 
         Returns:
             The output (B, T, D), statistics by name (empty without `diagnose`), and the token
-                counts and router losses of a MoE layer (None in a dense layer).
+            counts and router losses of a MoE layer (None in a dense layer).
         """
         aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
@@ -391,7 +391,7 @@ def with_write(
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Apply a block to x (B, T, D); return its output and the RMS of attention's addition to x.
+    """Apply a block to x (B, T, D); return the output and the RMS of attention's addition to x.
 
     The output is (B, T, D), the RMS a scalar. `positions` contains the cos and sin tables of RoPE.
     With `documents`, queries see only keys of the same document.

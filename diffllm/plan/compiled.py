@@ -167,8 +167,8 @@ def gpu_kernels() -> Iterator[None]:
 class _RMSNorm(torch.autograd.Function):
     """Stand-in for fused RMSNorm that returns zeros.
 
-    For the backward pass, it keeps the same tensors as the fused kernel: input, weight, and one
-    number per row.
+    The stand-in keeps the same tensors for the backward pass as the fused kernel: input, weight,
+    and one number per row.
     """
 
     @staticmethod

@@ -53,7 +53,7 @@ class Cluster:
     def device(self) -> Device:
         """Peak FLOP/s and memory of the GPU; `peak_flops` and `memory_gib` replace known values.
 
-        Raises ConfigError if the GPU is unknown and one of both keys is not set.
+        Raises ConfigError if the GPU is unknown and one of these two keys is not set.
         """
         by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
         known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))

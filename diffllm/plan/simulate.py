@@ -34,7 +34,7 @@ EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 @dataclass
 class Step:
-    """Simulated training step of one rank: its memory in bytes, and its collectives."""
+    """Memory (in bytes) and collectives of one rank in a simulated training step."""
 
     parameters: int
     gradients: int
@@ -64,9 +64,9 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with the values that training on a GPU chooses for settings that affect memory.
+    """Return `cfg` with the choices of a GPU for all settings that affect memory.
 
-    SDPA replaces the other fused attention kernels.
+    SDPA replaces flash-attn and FlexAttention.
     """
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
@@ -100,9 +100,9 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
 
 
 class Watched:
-    """Makes a training step and measures memory and collectives through `observer`.
+    """Makes training steps of `t`, and measures their memory and collectives with `observer`.
 
-    The observer must be active, also while `t` is built.
+    The observer must be active while `t` is built and during the steps.
     """
 
     def __init__(self, t: Training, observer: Observer):

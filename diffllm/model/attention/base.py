@@ -72,10 +72,8 @@ class AttentionConfig:
     ) -> dict[str, AutoSetting]:
         """Return the settings that training chooses on `device`, by name, including "attention".
 
-        The value of "attention" is a `Kernel`.
-
-        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
-        same document.
+        The value of "attention" is a `Kernel`. `dtype` is the dtype of queries and keys. With
+        `documents`, queries see only keys of the same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 
@@ -163,7 +161,10 @@ class KVCache:
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
-        """Repeat a cache of one row `count` times, and add room for `room` more positions."""
+        """Return a new cache with `count` copies of this cache's only row.
+
+        The new cache has room for `room` more positions.
+        """
         made = copy.copy(self)
         made.k, made.v = (
             F.pad(x[:, :, : self.length].expand(count, -1, -1, -1), (0, 0, 0, room))
@@ -233,7 +234,7 @@ class Attention(nn.Module):
             rope: cos and sin tables of the T positions.
             mask: result of `training_mask`, or a boolean tensor; None is causal.
             cache: keys and values of earlier positions; new keys and values are appended in place.
-            aux: if given, diagnostic tensors are added to this dictionary.
+            aux: if given, receives diagnostic tensors by name.
         """
         q, k, v = self.project(x, rope)
         if cache is not None:
@@ -265,8 +266,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Compute the input of the output projection `wo`, (B, T, heads, width), before flattening.
 
-        Variants override this method. With `aux`, the method adds diagnostic tensors to the
-        dictionary.
+        Variants override this method. If given, `aux` receives diagnostic tensors by name.
         """
         raise NotImplementedError
 

@@ -89,7 +89,7 @@ class Backend(Enum):
     sdpa: torch's scaled_dot_product_attention, on any device.
     flash: the flash-attn package, version 4 on Hopper and Blackwell if installed, else 2.
     flex: FlexAttention, compiled; GPUs only.
-    reference: explicit maps, for tests and figures; memory grows with T * S.
+    reference: explicit attention maps, for tests and figures; memory grows with T * S.
     """
 
     sdpa = "sdpa"
@@ -124,7 +124,7 @@ def attend(
     backend: Backend = Backend.sdpa,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute softmax(q k / sqrt(d)) v: (B, T, H, dv) in the dtype of q.
+    """Compute attention, softmax(q k / sqrt(d)) v: (B, T, H, dv) in the dtype of q.
 
     Query head h reads key head h // (H / K).
 

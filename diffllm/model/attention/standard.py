@@ -23,6 +23,7 @@ SINK_CHANNELS = 8
 class Sink(Enum):
     """The attention sink, an additional term in the softmax denominator.
 
+    none: no term.
     learned: exp(s) with one logit s per head (gpt-oss; attention sinks, arXiv 2309.17453).
     one: 1 (off-by-one softmax, Miller 2023).
     """

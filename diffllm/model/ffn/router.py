@@ -103,11 +103,12 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer that chooses the top k experts by score plus bias, and weights them by score.
+    """A linear layer that chooses the top k experts by score plus bias.
 
-    The bias affects only the choice of experts, so it has no gradient. After each optimizer step,
-    the bias rises for experts with fewer tokens than the mean, and falls for experts with more
-    (Wang et al., arXiv 2408.15664).
+    The weights of these experts depend on the scores without bias. The bias affects only the choice
+    of experts, so the bias has no gradient. After each optimizer step, the bias rises for experts
+    with fewer tokens than the mean, and falls for experts with more (Wang et al., arXiv
+    2408.15664).
     """
 
     fp32_parameters = ("weight",)
