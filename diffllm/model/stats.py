@@ -175,8 +175,8 @@ def group_of(name: str) -> str:
 def component_of(name: str) -> str:
     """Return the component of a parameter in metrics, by the name of the parameter.
 
-    Lambda and gate parameters are one component, "lambda/gate". All other attention parameters are
-    separate components, such as "wq".
+    Norms of attention are "head norms", and lambda and gate parameters are "lambda/gate". All other
+    attention parameters are separate components, such as "wq".
     """
     group, parts = group_of(name), name.split(".")
     if "attention" not in parts:

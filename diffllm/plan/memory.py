@@ -22,7 +22,10 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Collective(Enum):
-    """Kinds of collectives; the size of a collective is the larger of input and output."""
+    """Kinds of collectives.
+
+    The size of a collective is the larger of its input and output, in bytes.
+    """
 
     all_gather = "all-gather"
     reduce_scatter = "reduce-scatter"
@@ -111,7 +114,7 @@ class MemoryBlock:
 
 
 class Peak(NamedTuple):
-    """The highest memory use of a process in a period."""
+    """The highest memory use of a process, by the purpose of the memory."""
 
     total: int
     """Size in bytes."""
@@ -179,7 +182,7 @@ class Memory:
         return len(self.events)
 
     def peak(self, start: int) -> Peak:
-        """Return the highest memory use since event `start`, an index into `events`."""
+        """Return the highest memory use since an event; `start` is an index into `events`."""
         totals = list(accumulate((change for _, change in self.events), initial=0))
         at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()

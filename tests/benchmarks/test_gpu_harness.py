@@ -61,7 +61,7 @@ def test_gpu_harness_skips_and_names_measurements_after_deadline(tmp_path):
     assert (lines, left) == ({}, ["steps: fast"])
 
 
-def test_gpu_harness_resume_skips_only_successes_with_equal_code_device_and_arguments(tmp_path):
+def test_gpu_harness_resume_skips_only_successes_with_same_code_and_arguments(tmp_path):
     items = [item("fast"), item("raises")]
     measured(tmp_path, items)
     for words, again in (

@@ -63,7 +63,7 @@ ODD = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size
 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), odd=ODD | st.just([[0]]))
-def test_foreign_config_with_any_odd_value_is_read_or_raises_expected_error(data, kind, odd):
+def test_imported_config_with_random_value_is_read_or_raises_expected_error(data, kind, odd):
     content = json.loads(json.dumps(config_of(LAYOUTS[kind])))
     *outer, key = data.draw(st.sampled_from(list(keys_of(LAYOUTS[kind]))))
     (content[outer[0]] if outer else content)[key] = odd
@@ -86,7 +86,7 @@ def test_foreign_config_with_any_odd_value_is_read_or_raises_expected_error(data
         ("vocab_size", 0, "has vocab_size=0, which must be a whole number above 0"),
     ],
 )
-def test_foreign_config_value_of_wrong_type_raises_error_with_key(key, value, said):
+def test_imported_config_value_of_wrong_type_raises_error_with_key(key, value, said):
     with pytest.raises(ValueError, match=said):
         model_of({**config_of(LAYOUTS["own"]), key: value})
 

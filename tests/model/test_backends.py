@@ -162,7 +162,7 @@ def test_decoding_step_uses_sdpa_with_any_attention_backend(ran, backend, monkey
 
 
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_gpu_gets_head_widths_and_counts_that_fused_kernels_support(
+def test_sdpa_on_gpu_receives_tensor_shapes_that_fused_kernels_support(
     monkeypatch, masked, half, d
 ):
     """FlashAttention needs equal widths, half precision and no mask. Others need equal heads."""

@@ -16,7 +16,7 @@ def parameters(overrides):
     return dict(build_model(load_config([*BASE, *overrides]).model).named_parameters())
 
 
-def test_attention_variants_share_initial_values_of_parameters_with_equal_name_and_shape():
+def test_variants_share_initial_values_of_parameters_with_same_name_and_shape():
     standard = parameters(["attention=standard"])
     for variant in ("gated", "diff_v1", "diff_v2"):
         other = parameters([f"attention={variant}"])

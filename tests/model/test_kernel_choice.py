@@ -166,7 +166,7 @@ def test_training_mask_has_type_that_chosen_attention_kernel_needs(
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
-def test_kernel_width_follows_attention_variant_and_layout_of_v():
+def test_kernel_width_follows_attention_variant_and_values_layout():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
         return cfg.model.attention.kernel_width(cfg.model, device)

@@ -65,7 +65,7 @@ def test_plan_beyond_gpu_memory_suggests_smallest_config_change_that_fits(gpus, 
     assert change.words == words
 
 
-def test_plan_outcome_of_invalid_change_differs_from_change_that_does_not_fit_memory():
+def test_plan_distinguishes_invalid_change_from_change_that_does_not_fit_memory():
     made = limited(1e-6, [*SMALL, "global_batch_size=8"])
     assert outcome(made, print, ("gpus=32",)) is None
     assert not outcome(made, print, ("gpus=8",)).fits

@@ -51,7 +51,7 @@ class Routed(NamedTuple):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: the sum of weight * expert(x) over a token's experts.
+    """A mixture of experts: the sum of weight * expert(x) over the chosen experts of a token.
 
     Shared experts are added for all tokens. Experts have no capacity limit: no token is dropped,
     and no row is padding.
