@@ -1,6 +1,6 @@
-"""Answers of a checkpoint to the examples of a task, by likelihood and by generation.
+"""Scores of a model's answers to the examples of a task: log-likelihoods and greedy decoding.
 
-Shapes: B rows, T tokens, V vocabulary.
+Shapes: B rows of a batch, T tokens, V vocabulary.
 """
 
 import math
@@ -53,7 +53,7 @@ Row = tuple[list[int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids of a context and of its continuations."""
+    """An encoded example: token ids of the context and of each possible continuation."""
 
     context: list[int]
     continuations: list[list[int]]
@@ -74,6 +74,8 @@ class Question:
 
 
 class Scored(NamedTuple):
+    """Score of one continuation after its context."""
+
     log_likelihood: float
     """Sum over the tokens of the continuation, in nats."""
     greedy: bool
@@ -81,9 +83,10 @@ class Scored(NamedTuple):
 
 
 def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
-    """Encode an example after an EOS, each candidate together with the prompt.
+    """Encode an example as a Question, with an EOS before the prompt.
 
-    The context is the common beginning of all texts, at most the prompt.
+    Each candidate is encoded together with the prompt. The context is the longest common beginning
+    of these encodings, and at most the encoded prompt.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
@@ -97,10 +100,13 @@ def score(
     questions: Sequence[Question],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[list[Scored]]:
-    """Score each continuation of each question with a model in eval mode.
+    """Return the score of each continuation of each question, in the order of `questions`.
 
-    `advance` receives the number of newly scored rows. Raises ValueError for a question that is too
-    long.
+    Raises ValueError for a question longer than the model's maximum length.
+
+    Args:
+        model: a model in eval mode.
+        advance: called with the number of newly scored rows, to show progress.
     """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
@@ -108,7 +114,9 @@ def score(
     found = dict(zip(short, scores, strict=True))
 
     def alike(group: list[int], place: int) -> bool:
-        """Return whether most of a context equals that of the group's last question."""
+        """Return whether a question shares at least half of its context with the group's last
+        question.
+        """
         context = questions[place].context
         return 2 * common([questions[group[-1]].context, context]) >= len(context)
 
@@ -126,9 +134,12 @@ def score_batches(
     advance: Callable[[int], None] = lambda done: None,
     together: bool = False,
 ) -> list[list[Scored]]:
-    """Score like `score`, with many rows per pass.
+    """Return the scores that `score` returns, computed in batches without a cache.
 
-    With `together`, all ranks share every batch, and every rank returns all scores.
+    Args:
+        advance: called with the number of newly scored rows, to show progress.
+        together: divide each batch between all ranks; every rank must call this and receives all
+            scores.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     rows = [row for question in questions for row in question.rows]
@@ -153,14 +164,21 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
-    """Group items of similar length; a group has at most `most` tokens, including padding."""
+    """Group items of similar length for padded batches.
+
+    Args:
+        length: returns the length of an item in tokens.
+        most: maximum tokens of a group, including padding.
+    """
     return grouped(
         sorted(items, key=length), lambda batch, item: length(item) * (len(batch) + 1) <= most
     )
 
 
 def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
-    """Split items into groups; `joins` decides if an item continues the last group."""
+    """Split items into consecutive groups; `joins(group, item)` decides if an item joins the last
+    group.
+    """
     groups: list[list[T]] = []
     for item in items:
         if groups and joins(groups[-1], item):
@@ -171,7 +189,7 @@ def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[lis
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return rows of ids as a tensor (B, T) int64, padded at the end."""
+    """Return rows of ids as an int64 tensor (B, T), padded at the end with `filler`."""
     longest = max(map(len, rows))
     filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
     return torch.tensor(filled, device=device)
@@ -180,7 +198,11 @@ def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> 
 def of_rows(
     model: Transformer, rows: Sequence[Row], caches: list[KVCache] | None = None
 ) -> list[list[Scored]]:
-    """Score the continuations of each row after the tokens in `caches`, one cache per layer."""
+    """Score the continuations of each row in one forward pass.
+
+    `caches` contains one cache per layer with the tokens that precede all rows; None if no tokens
+    precede the rows.
+    """
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
     longest = max(len(continuations[0]) for _, continuations in rows)
@@ -198,7 +220,9 @@ def of_rows(
 
 
 def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of questions, and read the common beginning of all contexts only once."""
+    """Yield the scores of each question; the model reads the common beginning of all contexts
+    once.
+    """
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -219,15 +243,17 @@ def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[l
 
 
 def common(texts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens that all texts have in common at the beginning."""
+    """Return the length of the longest common prefix of all texts, in tokens."""
     shortest = min(map(len, texts))
     return next((i for i in range(shortest) if len({ids[i] for ids in texts}) > 1), shortest)
 
 
 class Answers(Evaluation):
-    """Measures the share of right answers to the examples of a task.
+    """Evaluation of a task: the share of examples that the model answers correctly.
 
-    By likelihood, the answer is the likeliest candidate; by generation, the greedy continuation.
+    For examples with several candidates, the model's answer is the candidate with the highest
+    log-likelihood. For examples with a single candidate, it is the greedy continuation of the
+    prompt.
     """
 
     unit = SHARE
@@ -240,10 +266,10 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings that determine the examples.
+        """Return the settings that determine the examples: seed, levels and examples per level.
 
-        By default, all levels that fit `seq_len` tokens are used. Raises DoesNotFit for a requested
-        level that does not fit, or if no level fits.
+        Without requested levels, use all levels that fit `seq_len` tokens. Raises DoesNotFit if a
+        requested level does not fit, or if no level fits.
         """
         levels = list(asked.levels.get(self.name, ()))
         count, length = tokenizer.count, seq_len - 1  # an EOS precedes the text
@@ -300,10 +326,14 @@ Questions = list[tuple[int, Example, Question]]
 
 
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
-    """Make and encode the examples of each level that take at most `longest` positions.
+    """Generate and encode the examples of each level, without examples longer than `longest`.
 
     Raises ConfigError if no example remains, or if the tokenizer cannot encode the candidates of a
     level's first example.
+
+    Args:
+        settings: the result of `Answers.settings`.
+        longest: maximum number of tokens that the model reads.
     """
     count, seed = tokenizer.count, settings["seed"]
     kept = []
@@ -326,7 +356,13 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
 
 
 def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
-    """Return the result lines of examples; a single candidate is judged only by generation."""
+    """Return one result line per example, as stored in the results file.
+
+    An example with a single candidate is correct if greedy decoding yields this candidate.
+
+    Args:
+        found: for each example, the score of each candidate.
+    """
     lines = []
     for (level, example, _), scores in zip(asked, found, strict=True):
         # A diverged model has no finite likelihoods: no candidate is likely.
@@ -347,16 +383,20 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected share of right guesses; 0 for an example with a single candidate."""
+    """Return the expected share of correct answers if each answer is a random candidate.
+
+    An example with a single candidate counts as 0, because the model must generate its answer.
+    """
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Return the share of lines whose field `key` is true."""
     return sum(bool(line[key]) for line in lines) / len(lines)
 
 
 def shares(lines: Sequence[Mapping[str, Any]], fact: str) -> dict[str, float]:
-    """Return the share of right answers for each value of a fact."""
+    """Return the share of correct answers by value of the field `fact`, such as "depth"."""
     values = sorted({str(line[fact]) for line in lines})
     return {v: share([line for line in lines if str(line[fact]) == v], "correct") for v in values}

@@ -1,6 +1,6 @@
-"""Attention mass: how the last token divides its attention between evidence, sink and other tokens.
+"""Shares of the last token's attention on evidence (the target), on the sink and on other tokens.
 
-Shapes: B rows, T tokens, n examples, L layers, h heads of a map.
+Shapes: B rows of a batch, T tokens, n examples, L layers, h heads of an attention map.
 """
 
 import math
@@ -41,16 +41,17 @@ DIGITS = 7
 
 
 class AttentionMass(Evaluation):
-    """Measures the attention of the position that predicts the answer, the last of the prompt.
+    """Evaluation of a task: where the last token of the prompt, which predicts the answer, attends.
 
     - The target is the tokens that overlap the example's evidence.
-    - The sink is the first token (an EOS) and the weight on no key: 1 minus the sum of a softmax
+    - The sink is the first token (an EOS), and the weight on no key: 1 minus the sum of a softmax
       with an extra term in the denominator.
     - The filler is all other tokens.
 
-    Shares are relative to the sum of |weight|: between 0 and 1, with sum 1 for every map, also for
-    the signed difference of two maps. The effective map is the map that weights the values: the
-    only map, or the difference. "signed" scores are sums of its weights, which can be negative.
+    Shares are relative to the sum of |weight|. They are between 0 and 1 and sum to 1 for every
+    attention map, including the signed difference of two maps. The effective map is the map that
+    multiplies the value vectors: the only map, or the difference. Scores named "signed" are sums of
+    the weights of the effective map, which can be negative.
     """
 
     unit = "attention of the last token, mean over heads and layers"
@@ -125,18 +126,22 @@ class AttentionMass(Evaluation):
 
 
 def clusters_of(lines: Sequence[Line], fact: str) -> np.ndarray:
-    """Return the group number of each example, (n,); a group shares a level and a fact."""
+    """Return the group number of each example, (n,) int64.
+
+    Examples of one group have the same level and the same value of the field `fact`. If `fact` is
+    empty, each example is a separate group.
+    """
     keys = [(line["level"], line[fact] if fact else i) for i, line in enumerate(lines)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[key] for key in keys])
 
 
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
-    """Return the kind of each token of a context, an index of KINDS.
+    """Return the kind of each token of the question's context: TARGET, FILLER or SINK.
 
-    Tokens before the target are the common beginning of the prompt and the text before the
-    evidence. Tokens after the target are the common end of the prompt and the text after the
-    evidence. Raises ConfigError for evidence without tokens.
+    The target starts after the tokens that the prompt shares with the text before the evidence. It
+    ends before the tokens that the prompt shares with the text after the evidence. Raises
+    ConfigError for evidence without tokens.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
@@ -157,10 +162,13 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
 def measured(
     subject: Subject, contexts: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]]
 ) -> list[Line]:
-    """Read contexts as one batch and return a line for each context.
+    """Run the model on one batch of contexts, and return a result line for each context.
 
-    A line contains each map's shares by layer and kind, means over heads; the weight on no key by
-    layer; and the target's share by layer and head.
+    A line contains the share of each kind by map and layer (mean over heads), the weight on no key
+    by layer, and the target's share by layer and head.
+
+    Args:
+        kinds: the kind of each token of each context, see `kinds_of`.
     """
     ids = padded(contexts, 0, subject.device)
     lengths = torch.tensor([len(context) for context in contexts], device=subject.device)
@@ -183,10 +191,15 @@ def measured(
 
 
 def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum one query's weights (B, h, T) of each map by kind, given one-hot as (B, T, 3) float64.
+    """Return the attention weight on no key, and the share of each kind of token.
 
-    Returns the effective map's weight on no key (B, h), and for each map the shares (B, h, 3) of
-    the sum of |weight|; SIGNED has sums of weights. Shares of a map without weight are 0.
+    The weight on no key (B, h) is that of the effective map. The shares (B, h, 3) by map are
+    relative to the sum of |weight|; shares of a map without weight are 0. The entry SIGNED contains
+    sums of the signed weights of a difference.
+
+    Args:
+        maps: weights of one query (B, h, T) by name of the map; the last map is effective.
+        by_kind: one-hot kind of each token, (B, T, 3) float64.
     """
     *softmaxes, effective = maps
     found: dict[str, Tensor] = {}
@@ -205,13 +218,18 @@ def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def rounded(values: Tensor) -> list[Any]:
+    """Return values as nested lists, rounded to DIGITS decimals."""
     return values.round(decimals=DIGITS).tolist()
 
 
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
-    """Select each layer's head with the largest mean share; return shares (n, L) and heads.
+    """Select the head with the largest mean share in each layer.
 
-    The argument has shares by example, layer and head.
+    Args:
+        shares: shares by example, layer and head.
+
+    Returns:
+        The shares of the selected heads (n, L), and the index of the selected head of each layer.
     """
     layers = [np.array(layer) for layer in zip(*shares, strict=True)]
     heads = [int(layer.mean(0).argmax()) for layer in layers]
@@ -221,7 +239,7 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """n examples in order; examples of one group may depend on each other."""
+    """The examples of a result: the group of each example, and facts to group scores by."""
 
     clusters: np.ndarray
     """For each example, the number of its group of dependent examples, (n,)."""
@@ -237,9 +255,18 @@ class Sample:
         limits: tuple[float, float] | None = (0.0, 1.0),
         **more: Any,
     ) -> NamedScore:
-        """Return the sum of values (n, L) divided by the sum of totals (n, L), by default the mean.
+        """Return the score sum(values) / sum(totals), by default the mean of `values`.
 
-        The score contains an interval over clusters, and the ratios by layer and by fact.
+        The score contains a 95% interval from a bootstrap over groups of examples, the interval of
+        each layer, and the same ratio by layer and by fact.
+
+        Args:
+            of: name of the score.
+            values: numerators, (n, L).
+            totals: denominators, (n, L); None for ones.
+            chance: expected value of a guess, stored in the score.
+            limits: range of possible values, stored in the score.
+            more: further fields of the score.
         """
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
@@ -262,11 +289,18 @@ class Sample:
 
 
 def summed(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sum columns (n, K) within each group; return (groups, K)."""
+    """Sum the rows of `columns` (n, K) within each group; return (number of groups, K).
+
+    Args:
+        groups: group number of each row, (n,).
+    """
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 
 def ratios(top: np.ndarray, bottom: np.ndarray) -> list[float | None]:
-    """Divide sums of columns (n, K) of `top` by sums of `bottom`; None if the divisor is 0."""
+    """Return the sum of each column of `top` (n, K) divided by the same sum of `bottom` (n, K).
+
+    The ratio is None if the divisor is 0.
+    """
     sums = zip(top.sum(0).tolist(), bottom.sum(0).tolist(), strict=True)
     return [a / b if b else None for a, b in sums]

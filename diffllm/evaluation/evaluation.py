@@ -1,7 +1,8 @@
-"""Evaluations of a checkpoint, and stored results: scores, and one line per example or document.
+"""Base class of evaluations of a checkpoint, and files that store their results.
 
-Results are JSON Lines files in a run directory. The first line contains all settings as the key,
-the unit, a dict per score, and a SHA-256 of the file, which detects cut, repeated or edited lines.
+A results file is a JSON Lines file in a run directory. Its first line contains the key (all
+settings), the unit, the scores and a SHA-256 of the file, which detects truncated or edited files.
+Each further line describes one example or document.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, loaded for evaluations."""
+    """The loaded checkpoint that evaluations measure, with its run directory and config."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -55,7 +56,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's choices for all evaluations."""
+    """The user's choices for all evaluations of a call: seed, limit and levels."""
 
     seed: int = 0
     limit: int | None = None
@@ -66,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class NamedScore:
-    """A number that checkpoints are compared by, with a 95% interval over examples or documents."""
+    """One number of an evaluation, with a 95% interval over examples or documents."""
 
     of: str
     """Name within the evaluation: a level, a range of positions or a number of bits."""
@@ -80,31 +81,38 @@ class NamedScore:
 
 
 class Evaluation(ABC):
+    """Base class of evaluations; registered under `name`, with scores in `unit`."""
+
     name: str
     unit: str
 
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
-        """Return everything except checkpoint and tokenizer that lines depend on, as JSON values.
+        """Return all settings that the result depends on, as JSON values.
 
-        Raises ConfigError if this checkpoint cannot be measured.
+        The checkpoint and the tokenizer are not included. Raises ConfigError if this evaluation
+        cannot measure the checkpoint.
         """
 
     @abstractmethod
     def lines(self, subject: Subject, settings: Settings) -> list[Line]:
-        """Measure, and return a line of JSON values for each example or document."""
+        """Run the model, and return one JSON object per example, document or layer."""
 
     @abstractmethod
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        """Compute the scores from the lines."""
+        """Compute the scores from the result of `lines`."""
 
 
 def results_of(run: Path, step: int) -> Path:
+    """Return the directory with the results of the checkpoint at `step`."""
     return run / DIRECTORY / f"step-{step:08d}"
 
 
 def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
-    """Read the first line of a result; None if it is missing, damaged or has another key."""
+    """Read the first line of a results file.
+
+    Return None if the file is missing, is damaged, or has a key other than `key`.
+    """
     try:
         with readable(file):
             first = read_first(file)
@@ -116,14 +124,20 @@ def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
 
 
 def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    """Write a result and its checksum; raises CheckpointError."""
+    """Write a results file with its checksum; raises CheckpointError if writing fails.
+
+    Args:
+        first: the first line, without checksum.
+    """
     texts = [f"{json.dumps(line)}\n" for line in lines]
     head = json.dumps({**first, "sha256": checksum(first, texts)})
     write_atomic(file, "".join([f"{head}\n", *texts]), new_parents=2)
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the SHA-256 of a first line without its checksum, and of the lines after it."""
+    """Return the SHA-256 of a results file: of its first line without checksum, and of all other
+    lines.
+    """
     digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
     for line in lines:
         digest.update(line.encode())
@@ -131,9 +145,12 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 
 
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
-    """Read the first lines of results by step, sorted, and by evaluation.
+    """Return the first line of every results file of a run, by step and by name of the evaluation.
 
-    Add skipped files to `problems`, by reason. Read only the results of `step`, unless it is 0.
+    A file that cannot be read is skipped, and its path is added to `problems` under the reason.
+
+    Args:
+        step: read only results of this step; 0 reads all steps in increasing order.
     """
     found: dict[int, dict[str, Line]] = {}
     wanted = f"{step:08d}" if step else "[0-9]" * 8
@@ -147,7 +164,10 @@ def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dic
 
 
 def read_first(file: Path) -> Line:
-    """Read the first line of a result, and verify its checksum; raises OSError or ValueError."""
+    """Return the first line of a results file after a check of its fields and its checksum.
+
+    Raises OSError if the file cannot be read, and ValueError if its content is invalid.
+    """
     lines = read_lines(file)
     first = parse_json(next(lines, ""))
     if not isinstance(first, dict) or not isinstance(first.get("key"), dict):
@@ -163,7 +183,7 @@ def read_first(file: Path) -> Line:
 
 
 def is_score(score: Any) -> bool:
-    """Return whether the fields have the types of `NamedScore`."""
+    """Return whether a JSON value is a dict whose fields have the types of `NamedScore`."""
     if not isinstance(score, dict) or not isinstance(score.get("of"), str) or "value" not in score:
         return False
     groups = [value for key, value in score.items() if key.startswith("by_")]

@@ -1,6 +1,6 @@
-"""The held-out loss of sequences and of whole documents, and the file of document losses.
+"""Compute the held-out loss per sequence and per document, and read and write document losses.
 
-This is the only module of `evaluation` that training imports.
+Training imports only this module of `diffllm.evaluation`.
 """
 
 import io
@@ -36,16 +36,18 @@ def heldout_loss(
     device: torch.device,
     documents: Callable[[Tensor], Documents] | None = None,
 ) -> tuple[float, DataError | None]:
-    """Compute the mean cross-entropy, in nats per token, over the batches of all ranks.
+    """Return the mean cross-entropy over the batches of all ranks in nats per token, and any error.
 
     Every rank must call this. If a batch cannot be read, this rank continues with empty batches,
-    because sharded ranks need equally many passes, and returns the error with the loss.
+    because sharded ranks need the same number of forward passes. The error is None if no read
+    failed.
 
     Args:
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
         shape: (B, T) of every forward pass; short batches are padded with ignored targets.
         rounds: forward passes per rank, at least the number of `batches`.
-        documents: finds the documents of inputs (B, T); inputs and result are on the CPU.
+        documents: returns the documents of inputs (B, T), on the CPU; None if attention crosses
+            documents.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -66,7 +68,10 @@ def heldout_loss(
 
 
 def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
-    """Return the next batch; `empty` after the last batch, and with the error if reading fails."""
+    """Return the next batch, and None or the DataError with which reading failed.
+
+    The batch is `empty` if reading failed or no batch remains.
+    """
     try:
         return next(batches, empty), None
     except DataError as error:
@@ -75,7 +80,7 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 @dataclass
 class DocumentSums:
-    """Sums of the losses of `count` documents, whose tokens may be on several ranks."""
+    """Sums of the losses of `count` documents; the tokens of a document may be on several ranks."""
 
     model: nn.Module
     count: int
@@ -87,8 +92,14 @@ class DocumentSums:
 
     @torch.no_grad()
     def add(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Add this rank's (inputs, targets, document of each target), (B, T) int64 each, on the
-        CPU. Ranks must add equally many batches. Negative targets are ignored."""
+        """Add the losses of one batch of this rank.
+
+        Every rank must add the same number of batches.
+
+        Args:
+            batch: inputs, targets, and the document index of each target; each (B, T) int64 on the
+                CPU. Negative targets are ignored.
+        """
         inputs, targets, owners = batch
         device = self.device
         masked = self.documents(inputs).to(device) if self.documents else None
@@ -96,16 +107,20 @@ class DocumentSums:
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 
     def total(self) -> Tensor:
-        """Return the sums over all ranks, (count,) float64 in nats. Every rank must call this."""
+        """Return the sum of losses of each document over all ranks, in nats, (count,) float64.
+
+        Every rank must call this.
+        """
         dist.all_reduce(self.sums)
         return self.sums
 
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """The loss of every held-out document, in the order of the split; arrays of one length.
+    """The losses of all held-out documents of a run, in the order of the held-out split.
 
-    Two runs were measured on the same documents if `texts` and `tokens` are equal.
+    All arrays have one entry per document. Two runs were measured on the same documents if `texts`
+    and `tokens` are equal.
     """
 
     nats: np.ndarray
@@ -125,19 +140,27 @@ class DocumentLosses:
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, place: int) -> "DocumentLosses | None":
-        """Return the losses of one source of a mixture; None if the source has no documents."""
+        """Return the losses of the documents of one source of a mixture; None without documents.
+
+        Args:
+            place: index of the source in the mixture.
+        """
         mine = self.sources == place
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None
 
     @property
     def bits_per_byte(self) -> float:
-        """Mean loss in bits per byte over all documents; NaN without text."""
+        """Mean loss in bits per byte of text over all documents; NaN if the documents have no
+        text.
+        """
         size = int(self.bytes.sum())
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write the losses at `step` into a run directory; raises CheckpointError."""
+        """Write the losses after `step` into a run directory; raises CheckpointError if writing
+        fails.
+        """
         file = path_of(run, step)
         content = io.BytesIO()
         np.savez(content, **{f.name: getattr(self, f.name) for f in fields(self)})
@@ -149,11 +172,13 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
+    """Return whether two results were measured on the same documents."""
     return np.array_equal(own.texts, other.texts) and np.array_equal(own.tokens, other.tokens)
 
 
 def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
-    """Read the losses of a run's held-out documents, by default at the last measured step.
+    """Read the losses of a run's held-out documents after `step`, by default after the last saved
+    step.
 
     Raises CheckpointError if the file is missing or damaged.
     """
@@ -178,7 +203,7 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
 
 
 def _checked(losses: DocumentLosses) -> DocumentLosses:
-    """Raise ValueError for arrays that cannot be the losses of documents."""
+    """Return `losses`; raise ValueError if the arrays have wrong types, shapes or values."""
     for f in fields(losses):
         values = getattr(losses, f.name)
         dtype = np.float64 if f.name == "nats" else np.int64

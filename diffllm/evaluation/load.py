@@ -1,4 +1,4 @@
-"""Load the model and the training data of a run.
+"""Load the model, the tokenizer and the data of a run.
 
 Shapes: T sequence length.
 """
@@ -31,17 +31,26 @@ TOKENS = 16384
 
 
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:
-    """Load a run's decoder and tokenizer: float32, in eval mode, on the current default device.
+    """Load a run's decoder and tokenizer from a checkpoint.
 
-    `step` selects the checkpoint; None selects the newest complete checkpoint. Raises
-    CheckpointError if the checkpoint is missing or damaged; UserError for an unregistered variant.
+    The decoder is in float32 and in eval mode, on the current default device.
+
+    Raises CheckpointError if the checkpoint is missing or damaged, and UserError if the run's
+    attention variant is not registered.
+
+    Args:
+        run: run directory.
+        step: step of the checkpoint; None selects the newest complete checkpoint.
     """
     run = user_path(Path(run), "run")
     return decoder(run, step or 0)[0], Tokenizer.from_file(tokenizer_of(run))
 
 
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
-    """Return a run's decoder as `load_model` does, and the step of its checkpoint."""
+    """Load a run's decoder as `load_model` does; return it with the step of its checkpoint.
+
+    A `step` of 0 selects the newest complete checkpoint.
+    """
     from diffllm.checkpoint.reader import load_tensors  # imports torch.distributed.checkpoint
 
     cfg = load_run_config(run)
@@ -61,7 +70,10 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
 
 
 def own_data(run: Path, cfg: TrainConfig) -> Prepared:
-    """Open the run's corpus; raises ConfigError if it has changed since training."""
+    """Open the corpus that a run was trained on, prepared as for training.
+
+    Raises ConfigError if the corpus or the tokenizer has changed since training.
+    """
     data = prepare(cfg.data, cfg.prepare)
     facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
     now = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
@@ -75,12 +87,13 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
 
 
 def own_corpus(run: Path, cfg: TrainConfig) -> str:
+    """Return the hash of the corpus that a run was trained on."""
     facts = read_record(run / "run.json") or {}
     return str(facts.get("corpus") or own_data(run, cfg).manifest.corpus)
 
 
 class HeldoutSequence(NamedTuple):
-    """A sequence of the held-out split in the form of a training sequence."""
+    """A sequence of the held-out split, with the same layout as a training sequence."""
 
     inputs: Tensor
     """(1, T) int64."""
@@ -92,7 +105,7 @@ class HeldoutSequence(NamedTuple):
 def first_sequences(
     run: Path, cfg: TrainConfig, most: int, device: torch.device
 ) -> list[HeldoutSequence]:
-    """Read at most `most` first sequences of a run's held-out split onto a device."""
+    """Read the first sequences of a run's held-out split, at most `most`, onto `device`."""
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
@@ -107,11 +120,16 @@ def first_sequences(
 
 
 def sequences_for(tokens: int, seq_len: int) -> int:
+    """Return the number of sequences that contain at least `tokens` tokens."""
     return math.ceil(tokens / seq_len)
 
 
 def pass_settings(subject: Subject, asked: Asked, version: int) -> Settings:
-    """Return the settings of an evaluation that reads `first_sequences`."""
+    """Return the settings of an evaluation that reads `first_sequences`.
+
+    Args:
+        version: version of the evaluation, part of the key of its results.
+    """
     return {
         "version": version,
         "sequences": asked.limit or sequences_for(TOKENS, subject.cfg.seq_len),

@@ -1,7 +1,7 @@
-"""Explicit attention maps of a layer, and figures of these maps.
+"""Attention maps (weights of queries on keys) of a layer as tensors, and figures of these maps.
 
-A figure has a row per head; columns are the head's maps, and lambda or the gate. All maps of a
-figure use the same colours: red above zero, blue below.
+A figure has one row per head. Its columns are the head's attention maps, and lambda or the gate if
+the variant has one. All maps of a figure use the same colours: red above zero, blue below.
 
 Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has n_heads / 2.
 """
@@ -44,7 +44,7 @@ MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 
 @dataclass
 class LayerMaps:
-    """The attention maps of one layer."""
+    """The attention maps of one layer, and values per query such as lambda."""
 
     maps: Maps
     """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
@@ -53,21 +53,30 @@ class LayerMaps:
 
     @property
     def effective(self) -> Tensor:
-        """The map that weights the values."""
+        """The attention map that multiplies the value vectors, (B, h, T, T): the last map."""
         return list(self.maps.values())[-1]
 
 
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
-    """Compute the maps of `layer` (from 0) over tokens (B, T) int64, a document per row."""
+    """Compute the attention maps of one layer of a model.
+
+    Args:
+        tokens: token ids (B, T) int64, with one document per row.
+        layer: index of the layer, from 0.
+    """
     return attention_maps(*next(islice(attention_inputs(model, tokens), layer, None)))
 
 
 @torch.no_grad()
 def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[Maps]:
-    """Yield each layer's maps for the last query of each row: (B, h, T) each.
+    """Yield the attention weights of the last query of each row, for one layer after another.
 
-    tokens (B, T) int64, a document per row, padded at the end to T; lengths (B,) int64.
+    Each item maps the name of an attention map to weights (B, h, T).
+
+    Args:
+        tokens: token ids (B, T) int64, one document per row, padded at the end.
+        lengths: number of tokens of each row without padding, (B,) int64.
     """
     at = torch.arange(len(tokens), device=tokens.device)[:, None], lengths[:, None] - 1
     visible = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -82,7 +91,11 @@ def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[M
 def attention_inputs(
     model: Transformer, tokens: Tensor
 ) -> Iterator[tuple[Attention, Tensor, Rope]]:
-    """Yield each layer's attention and its arguments, and compute the layer afterwards."""
+    """Yield the attention module of each layer, its normalised input (B, T, D) and the rotary
+    tables.
+
+    The output of a layer is computed after the caller requests the next layer.
+    """
     x = model.tok_embeddings(tokens)
     rope = model.rope(0, tokens.shape[1])
     for block in model.layers:
@@ -93,7 +106,13 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the causal maps of an attention module that reads x (B, T, D), normalised."""
+    """Compute the causal attention maps of an attention module.
+
+    Args:
+        x: normalised input of the module, (B, T, D).
+        rope: rotary tables of the T positions.
+        mask: additional attention mask; None for none.
+    """
     q, k, _ = attention.project(x, rope)
     shown: Aux = {}
     attention(x, rope, mask, aux=shown)
@@ -110,9 +129,14 @@ def attention_maps(
 
 
 def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "Figure":
-    """Draw the maps of `heads` for the first sequence, queries downwards and keys to the right.
+    """Draw the attention maps of `heads` for the first sequence of the batch.
 
-    `labels` are T names of tokens, without line breaks.
+    Queries run downwards and keys to the right.
+
+    Args:
+        heads: indices of the heads.
+        labels: one label per token, without line breaks.
+        title: title of the figure.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -159,13 +183,22 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def blocks_of(n_heads: int, height: float, width: float) -> int:
-    """Return the number of heads per row for which the figure is about as wide as high."""
+    """Return the number of heads per row that makes a figure of all heads about as wide as high.
+
+    Args:
+        height: height of one head's maps in inches.
+        width: width of one head's maps in inches.
+    """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
 
 
 def colours_of(weights: np.ndarray) -> "ScalarMappable":
-    """Return colours for signed square roots of weights (..., T, T), up to PERCENTILE."""
+    """Return a colour scale for attention weights (..., T, T).
+
+    The scale is linear in the signed square root, and ends at the percentile PERCENTILE of
+    |weight|.
+    """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import FuncNorm, ListedColormap
@@ -183,7 +216,7 @@ def colours_of(weights: np.ndarray) -> "ScalarMappable":
 
 
 def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> None:
-    """Draw weights (T, T) up to the diagonal; future keys stay blank."""
+    """Draw one attention map (T, T) up to the diagonal; later keys stay blank."""
     n = len(weights)
     shown = np.ma.masked_array(weights, np.triu(np.ones((n, n), dtype=bool), 1))
     image = axes.imshow(shown, interpolation="nearest", aspect="auto")
@@ -243,9 +276,9 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
 
 
 def visible(piece: str) -> str:
-    """Return a piece of the vocabulary as one line of at most LONGEST characters.
+    """Return a token's text as one printable line of at most LONGEST characters.
 
-    White space becomes a mark; other invisible characters become escapes.
+    White space is replaced by visible symbols, and other invisible characters by escape sequences.
     """
     from matplotlib.font_manager import findfont, get_font
 

@@ -1,8 +1,8 @@
-"""Outliers of a checkpoint over fixed held-out tokens: hidden states, logits and sinks by layer.
+"""Outliers of a checkpoint on fixed held-out tokens: hidden states, logits and sinks by layer.
 
-`diffllm outliers` prints all numbers, and the evaluation `outliers` stores all numbers.
+`diffllm outliers` prints these statistics, and the evaluation `outliers` stores them.
 
-Shapes: B batch, T tokens, N queries of a piece, h heads of a map, D model width.
+Shapes: B batch, T tokens, N queries of a piece, h heads of an attention map, D model width.
 """
 
 import math
@@ -35,9 +35,10 @@ NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
-    """Statistics of the magnitudes of many values, which are added piece by piece.
+    """Running statistics of |x| over many values x: percentiles, largest values, RMS and kurtosis.
 
-    Keeps the largest magnitudes, moments in float64, and a histogram with 512 bins per octave.
+    Stores the largest magnitudes, sums of powers in float64, and a histogram with 512 bins per
+    octave.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Spread:
         """Sums of the first four powers of the values."""
 
     def add(self, values: Tensor) -> None:
-        """Add finite values of any shape."""
+        """Include finite values, in a tensor of any shape, in the statistics."""
         flat = values.detach().float().flatten()
         sizes, wide = flat.abs(), flat.double()
         self.count += len(flat)
@@ -60,7 +61,9 @@ class Spread:
         self.sums += torch.stack([power.sum() for power in powers]).cpu()
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile of the magnitudes, with a relative error of at most 0.1%."""
+        """Return a percentile (0 to 100) of the magnitudes, with a relative error of at most
+        0.1%.
+        """
         rank = max(1, math.ceil(percent / 100 * self.count))
         place = int(torch.searchsorted(self.bins.cumsum(0), rank))
         ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
@@ -69,7 +72,9 @@ class Spread:
 
     @property
     def kurtosis(self) -> float | None:
-        """E[(x - mean)^4] / E[(x - mean)^2]^2 of all values; None if all values are equal."""
+        """Kurtosis E[(x - mean)^4] / E[(x - mean)^2]^2 of all values; None if all values are
+        equal.
+        """
         mean, second, third, fourth = (self.sums / self.count).tolist()
         variance = second - mean**2
         if variance <= 1e-12 * second:
@@ -77,7 +82,7 @@ class Spread:
         return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all statistics by name, with None as `top_<k>` of fewer than k values."""
+        """Return all statistics by name; `top_<k>` is None if fewer than k values were added."""
         top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
         percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
         rms = math.sqrt(self.sums[1].item() / self.count)
@@ -85,6 +90,8 @@ class Spread:
 
 
 class Mean:
+    """Running mean of all added values."""
+
     def __init__(self) -> None:
         self.sum, self.count = 0.0, 0
 
@@ -98,6 +105,8 @@ class Mean:
 
 
 class LayerOutliers:
+    """Running statistics of one layer over all sequences."""
+
     def __init__(self) -> None:
         self.hidden = Spread()
         self.channels = torch.zeros(0)
@@ -109,7 +118,13 @@ class LayerOutliers:
         self.share: defaultdict[str, Mean] = defaultdict(Mean)
 
     def add_states(self, x: Tensor, context: Tensor, v: Tensor) -> None:
-        """Add the block's output (B, T, D), the context (B, T, h, width) and the values."""
+        """Include the states of one layer for one batch in the statistics.
+
+        Args:
+            x: output of the block, (B, T, D).
+            context: output of each head before the output projection, (B, T, h, head width).
+            v: value vectors.
+        """
         self.hidden.add(x)
         self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
         largest = x.abs().flatten(0, 1).amax(0).cpu()
@@ -122,7 +137,13 @@ class LayerOutliers:
         self.most = max(self.most, ratio.max().item())
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
-        """Add a piece of the maps (B, h, N, T) before and after the softmax."""
+        """Include N queries of the layer in the statistics.
+
+        Args:
+            logits: values before the softmax by name of the map, (B, h, N, T).
+            maps: attention weights by name of the map, (B, h, N, T).
+            probe: the N queries and the keys that they see.
+        """
         for name, scores in logits.items():
             self.logits[name].add(scores[probe.visible.expand_as(scores)])
         for name, weights in maps.items():
@@ -136,6 +157,7 @@ class LayerOutliers:
             self.share[name].add(share[others])
 
     def numbers(self) -> dict[str, Any]:
+        """Return all statistics of the layer by name."""
         return {
             "hidden": {
                 **self.hidden.numbers(),
@@ -163,13 +185,18 @@ def measure_outliers(
     advance: Callable[[int], None] = lambda done: None,
     name: str = "the model",
 ) -> list[dict[str, Any]]:
-    """Read sequences (B, T), block by block, and return the numbers of each layer by name.
+    """Run the model on each sequence, and return the statistics of each layer by name.
 
-    `hidden` describes the block's outputs, and `logits` q k / sqrt(d) of each map for visible keys.
-    `sinks` contains the signed weight of each map on the first visible token, and its share of the
-    sum of |weight|: means over heads, sequences and all queries with several visible keys.
+    - `hidden` describes the outputs of the layer's block.
+    - `logits` describes q k / sqrt(head_dim) of visible keys, by attention map.
+    - `sinks` contains, by attention map, the signed weight on the first visible token and its share
+      of the sum of |weight|: means over heads, sequences and queries that see several keys.
 
-    Raises CheckpointError for a layer whose values are not finite.
+    Raises CheckpointError if the output of a layer is not finite.
+
+    Args:
+        advance: called with 1 after each sequence, to show progress.
+        name: name of the model in the error.
     """
     found = [LayerOutliers() for _ in model.layers]
     for tokens, _, documents in sequences:
@@ -194,10 +221,10 @@ def measure_outliers(
 
 
 class Outliers(Evaluation):
-    """Stores all numbers of each layer, and scores the magnitudes of hidden states and logits.
+    """Evaluation of outliers: stores all statistics of each layer, and scores their maxima.
 
-    A score is the largest number among layers, and for logits among maps. top_k is the k-th
-    largest magnitude.
+    A score is the largest value of a statistic over layers, and for logits also over attention
+    maps. For example, the score "hidden top_1" is the largest magnitude of any hidden state.
     """
 
     name = "outliers"

@@ -1,5 +1,5 @@
 """The loss on whole held-out documents by position, by distance to the last equal token, and on
-repeated spans.
+repeated sequences of tokens.
 
 Shapes: n tokens of a document.
 """
@@ -30,17 +30,18 @@ Sums = dict[str, list[float]]
 
 
 class Position(Evaluation):
-    """Measures the loss of each document from its start, after an EOS, up to the model's length.
+    """Evaluation of whole documents: the loss by position, distance and span, in nats per token.
 
-    Target i of a document is its token i, from 0, and the document's EOS is the last target:
+    The model reads each document from its start, after an EOS, up to its maximum length. Target i
+    of a document is its token i, from 0, and the document's EOS is the last target:
 
-    - Its position is i.
-    - Its distance is i - j to the last equal token j < i, or "none".
-    - Its span, for i >= 2, is "repeated" if the two tokens before it occurred earlier in the
-      document with the same next token. The span is "first" if these two tokens did not occur
+    - The position of target i is i.
+    - The distance is i - j, where j < i is the position of the last equal token, or "none".
+    - The span, for i >= 2, is "repeated" if the two tokens before the target occurred earlier in
+      the document with the same next token. The span is "first" if these two tokens did not occur
       earlier in this order. Other targets have no span.
 
-    If training masked documents, the leading EOS is invisible, and positions start at 0.
+    If training used data.mask_documents, the leading EOS is invisible, and positions start at 0.
     """
 
     name = "position"
@@ -98,7 +99,12 @@ class Position(Evaluation):
 
 @torch.no_grad()
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
-    """Read texts as one batch, and return the loss of every token of each text in nats."""
+    """Run the model on texts as one batch; return the loss of every token of each text, in nats.
+
+    Args:
+        texts: token ids of each text; an EOS precedes each text.
+        eos_id: id of the EOS token.
+    """
     targets = padded(texts, -1, torch.device("cpu"))
     inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
     documents = None
@@ -114,9 +120,14 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
 def sums(
     text: Sequence[int], losses: Sequence[float], predicted: Sequence[bool]
 ) -> dict[str, Sums]:
-    """Sum the losses (n,) of a document's tokens (n,) in each bin that `Position` defines.
+    """Return [sum of losses, number of tokens] of each bin of one document.
 
-    `predicted` (n,) is False for tokens that are only context.
+    The result is grouped by "all", "position", "distance" and "span", see `Position`.
+
+    Args:
+        text: token ids (n,).
+        losses: losses of these tokens (n,), in nats.
+        predicted: (n,); False for tokens that are only context.
     """
     found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
     last: dict[int, int] = {}
@@ -142,7 +153,7 @@ def sums(
 
 
 def octave(number: int) -> str:
-    """Return the name of a number's bin: 0, 1, 2-3, 4-7 and so on."""
+    """Return the name of the bin of a number: "0", "1", "2-3", "4-7" and so on."""
     if number < 2:
         return str(number)
     low = 1 << number.bit_length() - 1
@@ -150,6 +161,6 @@ def octave(number: int) -> str:
 
 
 def bin_order(name: str) -> tuple[int, float]:
-    """Return a sort key: numbers before words, and "repeated" before "first"."""
+    """Return a sort key for bin names: numbers first, then other names, with "first" last."""
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

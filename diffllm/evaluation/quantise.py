@@ -1,8 +1,8 @@
-"""Change of the loss if matrices, inputs of matrices, or both are rounded to fewer bits.
+"""The change of the loss if weight matrices, their inputs, or both are rounded to fewer bits.
 
-Quantisation is simulated: products use the model's own precision. With b bits, a value is one of
-2^b - 1 multiples of a scale around 0. The scale is the largest magnitude of a tensor, or of each
-row, divided by 2^(b-1) - 1 (symmetric absmax). Ties round to even.
+Quantisation is simulated: rounded values are stored and multiplied in the model's dtype. With b
+bits, a rounded value is one of 2^b - 1 multiples of a scale. The scale is the largest magnitude of
+a tensor, or of each row, divided by 2^(b-1) - 1 (symmetric absmax). Ties round to even.
 
 Shapes: M rows, E experts, K input width of a matrix.
 """
@@ -36,15 +36,20 @@ KEPT = ("w_lambda",)
 
 @dataclass(frozen=True)
 class Rounding:
+    """How tensors are rounded: number of bits, and one scale per row or per tensor."""
+
     bits: int
     by_row: bool
     """A scale per output channel or token; otherwise one per matrix, expert or layer input."""
 
 
 def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
-    """Round x to the nearest of 2^bits - 1 levels, in float32; return the dtype of x.
+    """Round x to one of 2^bits - 1 multiples of a scale; return the same shape and dtype.
 
-    `dims` are the dimensions that share a scale. Values whose scale is 0 become 0.
+    Rounding is computed in float32. Values whose scale is 0 become 0.
+
+    Args:
+        dims: dimensions of x that share a scale.
     """
     most = 2 ** (bits - 1) - 1
     wide = x.float()
@@ -59,11 +64,15 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
 ) -> Iterator[None]:
-    """Round the matrices of all blocks, and the inputs of these matrices, in this context.
+    """In this context, round the weight matrices of all blocks and the inputs of these matrices.
 
-    Matrices are those of experts and of linear layers except `KEPT`. Activations of experts are
-    rounded before w1 and w3, and before w2 after multiplication by the router's weight. At exit,
-    the original weights are restored exactly.
+    The matrices are those of experts, and of linear layers except `KEPT`. Inputs of experts are
+    rounded before w1 and w3, and before w2 after multiplication by the router's weight. The
+    original weights are restored exactly on exit.
+
+    Args:
+        weights: how matrices are rounded; None does not round matrices.
+        activations: how inputs are rounded; None does not round inputs.
     """
     with ExitStack() as stack:
         if weights is not None:
@@ -80,7 +89,7 @@ def quantised(
 
 
 def layers(model: Transformer) -> list[nn.Linear | Experts]:
-    """Return the linear layers and experts of all blocks that are rounded."""
+    """Return the linear layers and experts whose matrices and inputs `quantised` rounds."""
     return [
         module
         for name, module in model.layers.named_modules()
@@ -89,7 +98,7 @@ def layers(model: Transformer) -> list[nn.Linear | Experts]:
 
 
 def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) -> None:
-    """Round the inputs (..., K) of a layer's matrices until `stack` closes."""
+    """Round the inputs (..., K) of the matrices of `layer` until `stack` closes."""
 
     def fewer_bits(x: Tensor) -> Tensor:
         return rounded(x, how.bits, -1 if how.by_row else tuple(range(x.ndim)))
@@ -104,6 +113,8 @@ def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) ->
 
 
 class Arm(NamedTuple):
+    """One way of rounding that `Quantise` measures."""
+
     name: str
     weights: Rounding | None = None
     activations: Rounding | None = None
@@ -127,9 +138,10 @@ for kind, bits in product(KINDS, BITS):
 
 
 class Quantise(Evaluation):
-    """Measures the loss of each arm minus the unquantised loss, over the sequences of `outliers`.
+    """Evaluation of simulated quantisation: the increase of the loss for each entry of ARMS.
 
-    Sequences are read one at a time. Each score also contains the unquantised loss.
+    The loss is computed on the sequences of `first_sequences`, one sequence at a time. Each score
+    also contains the loss without rounding.
     """
 
     name = "quantise"
@@ -180,6 +192,12 @@ def loss_lines(
     sequences: Sequence[HeldoutSequence],
     advance: Callable[[int], None],
 ) -> list[Line]:
+    """Return one line per sequence with its loss in nats and its number of targets.
+
+    Args:
+        arm: name of the rounding that is active, for the lines and for the error.
+        advance: called with 1 after each sequence, to show progress.
+    """
     found = []
     for i, each in enumerate(sequences):
         losses = subject.model(

@@ -1,4 +1,4 @@
-"""Suites of evaluations: of checkpoints with stored results, and of tasks during training."""
+"""Suites of evaluations: for saved checkpoints, and for tasks that run during training."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -63,10 +63,13 @@ Result = dict[str, Any]
 def chosen(
     suite: str, names: Sequence[str], levels: Sequence[Level]
 ) -> tuple[list[Evaluation], Asked]:
-    """Return the evaluations of a suite, or the named evaluations, and their levels.
+    """Return the evaluations in `names`, or else those of the suite, and their levels.
 
-    Names are names of tasks and evaluations, or paths of .jsonl or .ndjson files of examples.
-    Raises ConfigError for unknown names, and for levels unless exactly one task is named.
+    Raises ConfigError for an unknown name, and for `levels` unless exactly one task is named.
+
+    Args:
+        names: names of tasks or evaluations, or paths of .jsonl or .ndjson files of examples.
+        levels: levels of the single named task; empty uses the levels of the suite.
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} does not exist{choose_from(suite, list(SUITES))}")
@@ -79,7 +82,10 @@ def chosen(
 
 
 def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
-    """Return a task or evaluation; raises ConfigError, which lists `known` or all names."""
+    """Return the evaluation with a name, or the evaluation of a task or of a file of examples.
+
+    Raises ConfigError for an unknown name; the error lists `known`, or else all names.
+    """
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
         if task.name in TASKS or task.name in EVALUATIONS:
@@ -101,9 +107,9 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
 def evaluate(
     subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
 ) -> tuple[dict[str, Result], list[str]]:
-    """Return the results of evaluations, and the reasons for skipping tasks that do not fit.
+    """Return the result of each evaluation by name, and why evaluations were skipped.
 
-    Reads a result from its file if the file has the same key.
+    A task is skipped if it does not fit the model. A stored result with the same key is reused.
     """
     results: dict[str, Result] = {}
     skipped = []
@@ -138,9 +144,10 @@ def evaluate(
 
 
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
-    """Check eval.suites and eval.levels, and return a factory of the tasks; None without tasks.
+    """Check eval.suites and eval.levels, and return a function that makes the run's tasks.
 
-    Raises ConfigError; the factory raises ConfigError for a task that does not fit the run.
+    The function expects the tokenizer, and raises ConfigError for a task that does not fit the run.
+    Return None if the config names no task. Raises ConfigError for invalid settings.
     """
     found: dict[Answers, Sequence[Level]] = {}
     known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
@@ -168,7 +175,7 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
 
 
 class TasksWhileTraining:
-    """The questions of a run's tasks, which are fixed for the whole run."""
+    """The tasks of a training run; all evaluations of the run use the same questions."""
 
     def __init__(
         self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
@@ -186,8 +193,11 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return metrics by name: shares of right answers by task and level, of right guesses and
-        of right generated answers. Every rank must call this."""
+        """Return the shares of correct answers as metrics, by name of the metric.
+
+        Metrics are `tasks/<task>`, `tasks/<task>/<level>`, `tasks_chance/<task>` (random answers)
+        and `tasks_generated/<task>` (greedy decoding). Every rank must call this.
+        """
         model.eval()
         found: dict[str, float] = {}
         for name, asked in self.asked.items():
