@@ -6,14 +6,16 @@ from pathlib import Path
 def write_report(
     paths: list[Path], baseline: str | None = None, out: Path | None = None
 ) -> tuple[Path, Path]:
-    """Write report.html and report.csv about the runs in `paths`, and return their paths.
+    """Write report.html and report.csv about the runs in `paths`, and return the paths of both
+    files.
 
-    Raises ConfigError if no run can be read, if no run has the variant `baseline`, or if `out`
-    cannot be written.
+    Raises ConfigError if no run can be read, if no run has the attention variant `baseline`, or if
+    `out` cannot be written.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: variant that gaps are measured from; None selects `standard` if a run has it.
+        baseline: attention variant that other variants are compared with; None selects `standard`
+            if a run has this variant.
         out: directory of both files; None selects the closest directory that contains all `paths`.
     """
     from diffllm.compare.report.comparison import read
@@ -24,13 +26,15 @@ def write_report(
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
-    """Return means, gaps and 95% intervals of runs in at most 100 columns, followed by notes.
+    """Return a text table of the runs' mean losses, gaps and 95% intervals, followed by notes.
 
-    Raises ConfigError as `write_report` does.
+    The table is at most 100 columns wide. Raises ConfigError if no run can be read, or if no run
+    has the attention variant `baseline`.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: variant that gaps are measured from; None selects `standard` if a run has it.
+        baseline: attention variant that other variants are compared with; None selects `standard`
+            if a run has this variant.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import whole_text

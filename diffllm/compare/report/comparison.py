@@ -1,4 +1,7 @@
-"""Comparison of runs: the gap of each row to its baseline, and notes on comparability."""
+"""Comparison of runs: the loss gap of each row of runs to its baseline, and notes.
+
+A row is the runs that differ only in the seed.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +27,8 @@ from diffllm.statistics.gap_tests import holm
 
 @dataclass
 class Comparison:
+    """All numbers and notes of a report."""
+
     title: str
     rows: list[Row]
     baseline: str | None
@@ -39,11 +44,17 @@ class Comparison:
 def read(
     paths: list[Path], baseline: str | None = None, step: int = 0
 ) -> tuple[Comparison, Path | None]:
-    """Return the comparison of all runs in `paths`, and the directory for the report, if any.
+    """Compare all runs in `paths`; return the comparison and the directory for a report.
 
-    `step` selects the checkpoint whose evaluations are shown; 0 selects each run's newest evaluated
-    checkpoint. A run that cannot be read becomes a note. Raises ConfigError if no run can be read
-    or no run has the baseline's variant.
+    The directory is None if the runs have no suitable common directory. A run that cannot be read
+    is skipped with a note. Raises ConfigError if no run can be read, or if no run has the attention
+    variant `baseline`.
+
+    Args:
+        paths: run directories, directories that contain runs, or globs.
+        baseline: attention variant that other variants are compared with; None for the default.
+        step: step of the checkpoints whose evaluations are shown; 0 selects each run's newest
+            evaluated checkpoint.
     """
     found = find_runs(paths)
     runs: list[Run] = []
@@ -66,10 +77,16 @@ def read(
 def compare(
     runs: list[Run], baseline: str | None = None, title: str = "", step: int = 0
 ) -> Comparison:
-    """Group runs into rows, and measure the gap of each row to the baseline's comparable row.
+    """Group runs into rows, and measure the loss gap of each row to its baseline row.
 
-    The default baseline is `standard`, else the variant of the first of several rows. Raises
-    ConfigError if no run has the baseline's variant.
+    Raises ConfigError if no run has the attention variant `baseline`.
+
+    Args:
+        baseline: attention variant of the baseline; None selects `standard` if a run has this
+            variant, else the variant of the first of several rows.
+        title: title of the report.
+        step: step of the checkpoints whose evaluations are shown; 0 selects each run's newest
+            evaluated checkpoint.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
@@ -110,11 +127,11 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 
 
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
-    """Return the row that the gap of `row` is measured from; this may be `row` itself.
+    """Return the row of the variant `baseline` that is comparable to `row`; may be `row` itself.
 
-    The baseline row has the variant `baseline`, and all keys outside of attention are equal. If
-    several rows qualify, choose the one without attention overrides. Return None if no row
-    qualifies, or if the config of `row` changed during training.
+    Both rows agree in all keys outside of attention. If several rows qualify, choose the row
+    without attention overrides. Return None if no row qualifies, or if the config of `row` changed
+    during training.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -130,7 +147,11 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def of_one_size(row: Row, other: Row, match: str) -> bool:
-    """Return whether rows agree on a matched size; a target counts as matched to itself."""
+    """Return whether two rows are matched to the same variant by the key `match`.
+
+    `match` is model.match_params_to or model.match_flops_to. The variant that others are matched to
+    counts as matched to itself.
+    """
     own, theirs = row.keys[match], other.keys[match]
     return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
 
@@ -154,7 +175,10 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """Return the gap over common documents and seeds, or None and the reason."""
+    """Return the gap of `row` to `base` with a bootstrap interval over documents and seeds.
+
+    The second value is "". If the interval cannot be computed, return None and the reason.
+    """
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())
     if why := withheld(len(seeds), LEAST_DOCUMENTS):

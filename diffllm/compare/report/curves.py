@@ -1,4 +1,6 @@
-"""Curves of a row over tokens, cost and layers, combined over seeds; gaps at equal cost."""
+"""Curves of a row's runs over tokens, cost or layers, combined over seeds, and gaps at equal
+cost.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +23,10 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 
 @dataclass(frozen=True)
 class Band:
-    """A row's curve over all seeds; arrays are (n,), NaN where a seed has no value."""
+    """The curves of a row's runs on common x values: mean and range over seeds.
+
+    Arrays are (n,), with NaN where a seed has no value.
+    """
 
     x: Array
     mean: Array
@@ -39,7 +44,10 @@ class Band:
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
-    """Combine curves of seeds on the union of all x, interpolated; None without a finite value."""
+    """Combine the curves of several seeds on all x values that occur, by linear interpolation.
+
+    Return None if no curve has a finite value.
+    """
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
         return None
@@ -72,7 +80,10 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """Return a quantity over layers at the last logged step that all runs of the row share."""
+    """Return a quantity by layer, at the last logged step that all runs of the row have in common.
+
+    Return None if the runs have no such step.
+    """
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
     logged = [(layers, series) for layers, series in logged if series.values.size]
@@ -86,7 +97,10 @@ def at_end(row: Row, quantity: str) -> Band | None:
 
 
 def envelope(band: Band) -> tuple[Array, Array, Array]:
-    """Return the first x and the extremes (low, high) of each of at most `POINTS` intervals."""
+    """Reduce a band to at most `POINTS` intervals of x, for drawing.
+
+    Returns the first x, the lowest and the highest value of each interval.
+    """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
     low, high = np.fmin.reduceat(band.low, starts), np.fmax.reduceat(band.high, starts)
@@ -94,7 +108,10 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return the held-out sample loss minus the baseline's, paired by seed."""
+    """Return the row's held-out sample loss minus that of its baseline, paired by seed.
+
+    Return None without a baseline, or if no seed is common.
+    """
     if row.baseline is None:
         return None
     of_seeds = {run.seeds: run.series(LOSS) for run in row.baseline.runs}
@@ -112,11 +129,12 @@ def rows_of_gaps(rows: list[Row]) -> list[Row]:
 
 
 def seed_noise(rows: list[Row]) -> Series | None:
-    """Return half the width of the noise floor at each evaluation; None if no row has two seeds.
+    """Return half the width of the noise floor of loss gaps at each evaluation.
 
-    The noise floor covers 95% of gaps between rows of equal expectation. The half width is
-    t s sqrt(2 / n): s is the standard deviation between seeds pooled over rows, n the smallest
-    number of seeds, t Student's quantile.
+    The noise floor is the range of 95% of gaps between rows with equal expected loss. Half its
+    width is t s sqrt(2 / n): s is the standard deviation between seeds pooled over rows, n the
+    smallest number of seeds per row, and t the quantile of Student's distribution. Return None if
+    no row has two seeds.
     """
     curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
@@ -142,7 +160,13 @@ class Budget(NamedTuple):
 
 
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
-    """Return the seconds of training steps, without evaluations and saves; None if unknown."""
+    """Return the training time of a run, in seconds, after each number of tokens.
+
+    Evaluations and saves are excluded. Return None if the run did not log step times.
+
+    Args:
+        tokens: numbers of tokens, (n,).
+    """
     if "perf/step_ms" not in run.metrics.columns:
         return None
     places, step_ms = run.metrics.columns["perf/step_ms"]
@@ -183,7 +207,14 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def increasing(spent: Array, values: Array) -> Series | None:
-    """Return the finite values over spent amounts; None unless amounts are positive and sorted."""
+    """Return the finite values of a curve over the cost spent, such as FLOPs.
+
+    Return None if no value is finite, or if the costs are not positive and sorted.
+
+    Args:
+        spent: cost at each point, (n,).
+        values: value at each point, (n,).
+    """
     known = np.isfinite(values)
     spent, values = spent[known], values[known]
     if not len(spent) or not np.isfinite(spent).all():
@@ -192,14 +223,18 @@ def increasing(spent: Array, values: Array) -> Series | None:
 
 
 def last_common(curves: Iterable[Series]) -> float | None:
-    """Return the largest amount that all curves reach; None if the curves do not overlap."""
+    """Return the largest x that all curves reach; None if the curves do not overlap."""
     curves = [*curves]
     at = float(min((curve.tokens[-1] for curve in curves), default=0))
     return at if curves and at >= max(curve.tokens[0] for curve in curves) else None
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """Return the gap at equal cost; None if an amount is unknown or machines differ."""
+    """Return the loss gap of a row to its baseline at equal cost.
+
+    Return None if the row has no gap, if the cost of a run is unknown, or if costs are not
+    comparable because the runs used different machines.
+    """
     if row.gap is None or row.baseline is None:
         return None
     both = [*row.runs, *row.baseline.runs]
@@ -220,10 +255,11 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
 
 
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
-    """Return the loss at an amount, interpolated over the logarithm of amounts, and an error.
+    """Interpolate the loss at x = `at`, linearly in log x; return the loss and an error estimate.
 
-    The error is the largest error of the same interpolation at the neighbouring evaluations;
-    infinite if no neighbour can be interpolated.
+    The error estimate is the largest error of the same interpolation at the two neighbouring
+    points. The estimate is 0 at a point of the curve, and infinite if no neighbour can be
+    interpolated.
     """
     x, y = np.log(curve.tokens), curve.values
     place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))

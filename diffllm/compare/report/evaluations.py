@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints in a report: means over seeds, and gaps paired by seed."""
+"""Results of `diffllm evaluate` in a report: mean scores over seeds, and gaps paired by seed."""
 
 import json
 import math
@@ -53,9 +53,11 @@ class Evaluated(NamedTuple):
 
 
 def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[str]]:
-    """Return the results of the checkpoints of a step, and notes about skipped files and runs.
+    """Return the results of all evaluations of the rows' runs, and notes about skipped files and
+    runs.
 
-    A `step` of 0 selects each run's newest evaluated checkpoint.
+    Args:
+        step: step of the evaluated checkpoints; 0 selects each run's newest evaluated checkpoint.
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
@@ -69,9 +71,17 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
 def gathered(
     name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
 ) -> tuple[Evaluated | None, str]:
-    """Gather one evaluation over all runs with the same settings as the first evaluated run.
+    """Combine the results of one evaluation over all runs of all rows.
 
-    Return None if no run has a score, and a note about the runs with other settings.
+    Runs with settings other than those of the first evaluated run are skipped.
+
+    Args:
+        name: name of the evaluation.
+        by_run: results by run directory and step.
+
+    Returns:
+        The combined results, None if no run has a score, and a note about skipped runs ("" if
+            none).
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -124,7 +134,10 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
 
 
 def by_name(result: Line) -> Lines:
-    """Return the scores of a result by name; the mean over levels precedes several shares."""
+    """Return the scores of a result by name.
+
+    If the scores are several shares of correct answers, the first score is their mean over levels.
+    """
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
         means: Line = {"of": ALL}
@@ -141,7 +154,7 @@ def independent_examples(score: Line) -> float:
 
 
 def scores_by_fact(scores: Lines) -> Lines:
-    """Return the scores of groups of examples, from keys of each score such as `by_depth`."""
+    """Return the scores of subgroups of examples, from fields of each score such as `by_depth`."""
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
         for of, score in scores.items()
@@ -152,14 +165,20 @@ def scores_by_fact(scores: Lines) -> Lines:
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
-    """Return the lowest loss that every run reached; None if all runs have the same lowest loss,
-    because interpolation between checkpoints would then add nothing."""
+    """Return the lowest loss that every run reached at an evaluated checkpoint.
+
+    Return None if all runs have the same lowest loss, because interpolation between checkpoints
+    would then change nothing.
+    """
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
     return max(lowest) if len({*lowest}) > 1 else None
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
-    """Interpolate the scores of a run at a loss; return {} outside of the run's losses."""
+    """Interpolate a run's scores between its checkpoints at the held-out sample loss `loss`.
+
+    Return {} if `loss` is outside of the range of the checkpoints' losses.
+    """
     known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
     for at, scores in known:
         if at == loss:
@@ -180,10 +199,15 @@ def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
 def score_lines(
     results: list[dict[Seeds, Lines]], bases: list[int | None], unit: str
 ) -> list[ScoreLine]:
-    """Return means over seeds and paired gaps, with Student's t intervals.
+    """Return the mean of each score over seeds, and its gap to the baseline, with 95% t intervals.
 
-    Intervals are limited to the possible values: [0, 1] for a share of right answers, and "range"
-    for other scores with this key. Intervals of gaps are limited to the possible differences.
+    Intervals are limited to possible values: [0, 1] for a share of correct answers, else the field
+    "range" of the score. Intervals of gaps are limited to possible differences.
+
+    Args:
+        results: scores by seed and name, for each row.
+        bases: index of the baseline of each row; None without a baseline.
+        unit: unit of the evaluation.
     """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
@@ -221,7 +245,13 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval to a share of a single seed, or of seeds that all agree."""
+    """Add Wilson's interval over examples to a share, if seeds provide no interval.
+
+    The interval is added for a single seed, and for seeds with equal shares.
+
+    Args:
+        examples: number of independent examples.
+    """
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:

@@ -1,4 +1,4 @@
-"""Figures of a report: styles of rows, curves with bands, gaps with intervals.
+"""Figures of a report: line styles of rows, curves with bands, and gaps with intervals.
 
 All figures are SVG images on a white background.
 """
@@ -158,17 +158,21 @@ def draw_curves(
     mark: tuple[float, str] | None = None,
     floor: Series | None = None,
 ) -> "Figure":
-    """Draw the mean of seeds as a line, their range as a band, and single seeds as thin lines.
+    """Draw one band per row over a common horizontal axis.
 
-    A cross marks the last finite value of a seed that ends early.
+    Each band shows the mean over seeds as a line, the range over seeds as an area, and sections
+    with a single seed as a thin line. A cross shows the last finite value of a seed that ends
+    early.
 
     Args:
+        bands: the curves of each row, None for rows without values.
+        styles: line style of each row.
         unit: label above the vertical axis.
         across: label of the horizontal axis.
         log: use a logarithmic scale, which omits values that are not positive.
         top: upper end of a linear scale; None shows all values.
-        mark: value of a dotted horizontal line, and its label.
-        floor: half the width of the noise floor, a band around zero in the background.
+        mark: value and label of a dotted horizontal line.
+        floor: half the width of the noise floor, drawn as an area around zero.
     """
     drawn = [(band, style) for band, style in zip(bands, styles, strict=True) if band is not None]
     # The space keeps names such as "_x": matplotlib omits labels that begin with "_".
@@ -224,7 +228,7 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
 
 
 def on_scale(values: np.ndarray, log: bool) -> np.ndarray:
-    """Replace values without a place on a logarithmic scale by NaN."""
+    """Replace values that a logarithmic scale cannot show by NaN, if `log` is true."""
     return np.where(values > 1 / LARGEST, values, np.nan) if log else values
 
 
@@ -250,15 +254,15 @@ def draw_gaps(
     sides: tuple[str, str] = ("better", "worse"),
     ends: str = "95% interval",
 ) -> "Figure":
-    """Draw gaps and their intervals from top to bottom; an arrow marks values off the scale.
+    """Draw gaps with their intervals from top to bottom; an arrow shows a gap beyond the scale.
 
     Args:
         gaps: at least one gap.
-        styles: style of the row of each gap.
+        styles: line style of each gap's row.
         across: label of the horizontal axis.
-        hollow: True for each gap whose mean is drawn as a ring; empty draws no rings.
-        sides: the meaning of gaps below 0 and of gaps above 0.
-        ends: the meaning of the bars, for the legend.
+        hollow: whether the mean of each gap is drawn as a ring; empty draws no rings.
+        sides: labels of the sides below 0 and above 0.
+        ends: description of the intervals, for the legend.
     """
     figure = new_figure(width, max(MARGIN + GAP_LINE * len(gaps), HEIGHT))
     axes = figure.subplots()
@@ -297,7 +301,7 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return limits that cover 0 and the intervals over the most seeds, except outliers."""
+    """Return axis limits that contain 0 and the intervals over the most seeds, except outliers."""
     most = max(gap.seeds for gap in gaps)
     bounds = [
         [x for x in (gap.mean, gap.low, gap.high) if x is not None]

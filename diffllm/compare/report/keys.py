@@ -1,4 +1,6 @@
-"""Config keys and facts that distinguish runs, and those that make runs incomparable."""
+"""Find the config keys and facts of run.json that differ between runs, and those that prevent a
+comparison.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -66,7 +68,7 @@ SPEED = (
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that differ between runs."""
+    """Config keys and facts in which runs differ."""
 
     swept: list[str]
     incomparable: list[str]
@@ -75,10 +77,11 @@ class Keys:
 
 
 def distinguish(runs: list[Run]) -> Keys:
-    """Return the keys whose values differ between runs, and the values of each run.
+    """Return the config keys and facts in which runs differ, and their values for each run.
 
-    Omits seeds, keys of speed or location, and keys that follow from another key. If only some runs
-    record a fact, the fact separates these runs from the rest; if no run does, config keys decide.
+    Seeds, keys of speed or location, and keys that follow from another key are omitted. If only
+    some runs record a fact in run.json, these runs are not comparable to the other runs. If no run
+    records the fact, the config keys that determine the fact are compared instead.
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
@@ -128,7 +131,14 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Mark runs of a target variant as matched to this variant, unless its runs have a target."""
+    """Treat runs of a variant that other runs are matched to as matched to this variant.
+
+    Changes `values` in place. Runs of the variant remain unmatched if some of these runs are
+    matched to a further variant.
+
+    Args:
+        values: config values and facts by key, for each run.
+    """
     unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
         targets = {each[match] for each in values}
@@ -139,7 +149,9 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the fields of `model.attention` that differ from the variant's YAML."""
+    """Return the fields of `model.attention` in which a run differs from its variant's YAML
+    file.
+    """
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
@@ -162,7 +174,11 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 
 
 def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Return whether `key` differs, but not between runs that agree on all of `keys`."""
+    """Return whether the values of `keys` determine the value of `key`, which differs between runs.
+
+    Args:
+        values: values by key, for each run.
+    """
     seen: dict[str, set[str]] = {}
     for each in values:
         cause = shown_value([each.get(k) for k in sorted(keys)])

@@ -1,4 +1,4 @@
-"""Sentences of a report about gaps and losses of rows, about runs, and about settings."""
+"""Sentences of a report: findings about rows, and notes about runs and settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -44,7 +44,7 @@ SETTINGS = (
 
 
 def family(rows: list[Row]) -> list[Row]:
-    """Return the rows whose gap has a test: the family of Holm's correction."""
+    """Return the rows whose gap has a p value; Holm's correction applies to all of these."""
     return [row for row in rows if row.p_holm is not None]
 
 
@@ -53,7 +53,7 @@ def survives(row: Row) -> bool:
 
 
 def p_text(p: float | None) -> str:
-    """Return a p value as "0.031", "0.0012" or "<0.0001"."""
+    """Format a p value as "0.031", "0.0012" or "<0.0001"; None as a dash."""
     if p is None or p < 0.0001:
         return MISSING if p is None else "<0.0001"
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
@@ -73,7 +73,7 @@ def holm_sentence(rows: list[Row]) -> str:
 
 
 def thin_note(runs: Iterable[Run]) -> str:
-    """Return the warning about too little held-out text in finished runs; empty if enough."""
+    """Return a warning if finished runs have too little held-out text; "" if they have enough."""
     found = []
     for run in runs:
         summary, data = run.summary or {}, run.cfg.data
@@ -104,7 +104,14 @@ def gap_tag(row: Row) -> str:
 
 
 def divergence(row: Row, of: str = "", share: bool = True) -> str:
-    """Return "1 of 3 seeds diverged (33%, 0.84% to 91%)"; empty without diverged seeds."""
+    """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)".
+
+    Return "" if no seed diverged.
+
+    Args:
+        of: text inserted after "seeds".
+        share: include the share of diverged seeds and its interval.
+    """
     if not row.diverged:
         return ""
     said = f"{row.diverged} of {row.diverged_share.runs} seeds{of} diverged"
@@ -135,7 +142,7 @@ def finding(row: Row) -> str:
 
 
 def progress(run: Run) -> str:
-    """Return "step 10 of 20, held-out sample loss 4.123 nats per token"."""
+    """Return a text such as "step 10 of 20, held-out sample loss 4.123 nats per token"."""
     losses = run.series("eval/loss").values
     sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
     return f"step {run.last_step} of {run.cfg.steps}{sample}"
@@ -201,7 +208,10 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def setting_of(run: Run, key: str) -> Any:
-    """Return the value of a fact or config key; the corpus of an imported model is "unknown"."""
+    """Return the value of a fact of run.json, or else of a config key.
+
+    The corpus of an imported model is "unknown", and its config keys of the corpus are None.
+    """
     if "imported" in run.facts and key in ("corpus", *CORPUS):
         return "unknown" if key == "corpus" else None
     return run.facts.get(key, run.config.get(key))

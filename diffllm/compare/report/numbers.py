@@ -1,4 +1,4 @@
-"""Formats of the numbers in a report."""
+"""Formatting of numbers in a report."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def in_digits(value: Any) -> str:
 
 
 def short(value: Any, digits: int = 3) -> str:
-    """Return a number as text with `digits` significant digits."""
+    """Format a number with `digits` significant digits; a missing number as a dash."""
     x = finite(value)
     if x is None:
         return MISSING
@@ -72,7 +72,7 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
 
 
 def digits_for(estimate: Estimate) -> int:
-    """Return the number of decimals that a mean and its interval need."""
+    """Return the number of decimals to show for a mean and its interval."""
     known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
     if known and (widest := max(map(abs, known))) < TINY:
         return 1 - math.floor(math.log10(widest))
@@ -80,7 +80,12 @@ def digits_for(estimate: Estimate) -> int:
 
 
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
-    """Return "-0.200 (-0.313 to -0.088)"; `digits=0` takes as many decimals as needed."""
+    """Format a mean with its interval, such as "-0.200 (-0.313 to -0.088)".
+
+    Args:
+        signed: show a plus sign for positive numbers.
+        digits: number of decimals; 0 chooses the number by the size of the values.
+    """
     digits = digits or digits_for(estimate)
     mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)
     return f"{mean} ({interval})" if interval else mean

@@ -1,4 +1,4 @@
-"""Outputs of a comparison: self-contained HTML page, text for a terminal, and wandb run."""
+"""Outputs of a comparison: an HTML page, a text for the terminal, and a wandb run."""
 
 import os
 from pathlib import Path
@@ -35,7 +35,10 @@ MOST = 12
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
-    """Write report.html and report.csv, and return their paths; raises ConfigError."""
+    """Write report.html and report.csv, and return the paths of both files.
+
+    Raises ConfigError if `directory` is None or cannot be written.
+    """
     if directory is None:
         raise ConfigError("the runs have no common directory for a report; choose one with out=DIR")
     html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
@@ -49,7 +52,7 @@ def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
 
 
 def page(comparison: Comparison) -> str:
-    """Return the HTML page; equal comparisons give equal bytes."""
+    """Return the HTML page of a comparison; equal comparisons give identical pages."""
     import matplotlib
 
     rows, first_group, hidden = comparison.rows, comparison.groups[0], set()
@@ -101,7 +104,11 @@ def template(name: str) -> Any:
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, Any]]:
-    """Return style and sentence of each row, and its variant's and group's text at first use."""
+    """Return the line style and the summary sentence of each row, for the first screen.
+
+    The first row of a variant also contains the variant's description, and the first row of a group
+    the group's description.
+    """
     groups = comparison.groups if len(comparison.groups) > 1 else []
     heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
     explained: set[str] = set()
@@ -142,7 +149,7 @@ def whole_text(comparison: Comparison) -> str:
 
 
 def table_text(comparison: Comparison) -> str:
-    """Return means, gaps and intervals in ASCII, at most `WIDTH` columns wide."""
+    """Return the table of mean losses and gaps as ASCII text of at most `WIDTH` columns."""
     rows, groups = comparison.rows, comparison.groups
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
@@ -177,10 +184,11 @@ def row_cells(row: Row) -> list[str]:
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Record gaps over tokens in wandb; return False without gaps or if wandb is disabled.
+    """Log the gaps of all rows over tokens to a new wandb run.
 
     Metrics are `gap/<row>`, `gap/<row>/low`, `gap/<row>/high` and `gap/noise_floor`. Mode and
-    project are those of the first row's runs.
+    project are those of the first row's runs. Return False if no row has a gap, or if wandb is
+    disabled.
     """
     rows = [row for row in comparison.rows if row.gap]
     bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}

@@ -1,4 +1,7 @@
-"""Rows, each the runs of one combination of swept keys; groups of comparable rows; labels."""
+"""Rows of a report, groups of comparable rows, and labels.
+
+A row is the runs of one combination of swept keys, which differ only in the seed.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -30,6 +33,8 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
 @dataclass(frozen=True)
 class EqualGap:
+    """The loss gap of a row to its baseline at equal cost."""
+
     gap: Estimate
     at: float
     """Amount spent, which all runs of both rows reached."""
@@ -39,7 +44,7 @@ class EqualGap:
 
 @dataclass
 class Row:
-    """The runs of one combination of swept keys, and statistics over these runs."""
+    """The runs that differ only in the seed, and statistics over these runs."""
 
     label: str
     """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
@@ -100,7 +105,13 @@ class Row:
         return float(np.mean(known)) if known else None
 
     def events(self, series: str) -> Rate | None:
-        """Return the rate of spike events of "loss" or "grad" per 1,000 judged steps."""
+        """Return the rate of loss or gradient spikes per 1,000 steps over all ended runs.
+
+        Return None if no step was tested for spikes.
+
+        Args:
+            series: "loss" or "grad".
+        """
         count, judged = (
             sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
                 for run in self.ended)
@@ -110,17 +121,23 @@ class Row:
 
     @property
     def measured(self) -> dict[tuple[int, int], Run]:
-        """Runs with a final loss, by seed."""
+        """Runs with a finite final loss, by (seed, model.init_seed)."""
         return {run.seeds: run for run in self.runs if run.final_loss is not None}
 
     @property
     def losses(self) -> dict[tuple[int, int], float | None]:
-        """Final losses of ended runs by seed; None for a diverged run."""
+        """Final losses of ended runs, by (seed, model.init_seed); None for a diverged run."""
         return {run.seeds: run.final_loss for run in self.ended}
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
-    """Return sorted rows without labels and gaps; add a note for each run with a duplicate seed."""
+    """Group runs by the values of their differing keys; return sorted rows without labels and gaps.
+
+    If several runs of a row have the same seed, use only one, and add a message to `notes`.
+
+    Args:
+        keys: the differing keys of `runs`, see `distinguish`.
+    """
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
         groups.setdefault(shown_value([values[key] for key in sorted(values)]), []).append(i)
@@ -173,7 +190,10 @@ def row_value(row: Row, metric: Metric) -> float | None:
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
-    """Return a metric's value of a run, over layers and the steps of the metric's column."""
+    """Return the value of a metric of a run for report.csv; None without a finite value.
+
+    The metric's column defines the steps, and how their values are combined.
+    """
     column, layers = metric.column, metric.name.endswith("*")
     assert column
     said = finite((run.summary or {}).get(metric.name))
@@ -194,7 +214,7 @@ TELLING = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.
 
 @dataclass
 class Group:
-    """Comparable rows: all incomparable keys are equal."""
+    """Rows that can be compared, because all incomparable keys have equal values."""
 
     letter: str
     rows: list[Row]
@@ -203,7 +223,14 @@ class Group:
 
 
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
-    """Group comparable rows and label all rows; groups with most comparable variants come first."""
+    """Group comparable rows, and set the labels of all rows.
+
+    Groups are sorted: the group with most comparable rows is the first.
+
+    Args:
+        runs: the runs of `rows`.
+        keys: the differing keys of `runs`, see `distinguish`.
+    """
     together: dict[str, list[Row]] = {}
     for row in rows:
         same = shown_value([row.differing[key] for key in keys.incomparable])
@@ -263,7 +290,14 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
 
 
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
-    """Return the swept keys of `model` that follow from `model=<choice>`, if more than one."""
+    """Return the swept keys of `model` whose values follow from the choice `model=<name>`.
+
+    Return an empty set if fewer than two keys follow from this choice.
+
+    Args:
+        runs: the compared runs.
+        keys: the differing keys of `runs`, see `distinguish`.
+    """
     values = [
         {**each, "choice": run.cfg.run.choices["model"]}
         for each, run in zip(keys.values, runs, strict=True)
@@ -276,7 +310,10 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
 def distinguishing(
     row: Row, groups: list[Group], keys: Keys, shown_together: set[str]
 ) -> dict[str, str]:
-    """Return the keys with one value per group that differ between groups, with values as text."""
+    """Return the keys that distinguish the group of `row` from other groups, with values as text.
+
+    A key qualifies if its value is the same within each group, and differs between groups.
+    """
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):
         values = [{shown_value(r.differing.get(key)) for r in group.rows} for group in groups]

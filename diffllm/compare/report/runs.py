@@ -1,4 +1,4 @@
-"""Find runs on disk, and read configs, records and metrics for a report."""
+"""Find runs on disk, and read their configs, run.json, summaries and metrics."""
 
 import glob
 import math
@@ -33,7 +33,7 @@ NAMES, WAITING = 4, 8
 
 
 class Series(NamedTuple):
-    """The logged values of one metric of a run."""
+    """The logged values of one metric of a run, and the number of tokens at each value."""
 
     tokens: np.ndarray
     """(n,) int64, increasing unless the batch became smaller during training."""
@@ -42,11 +42,13 @@ class Series(NamedTuple):
 
 
 class Metrics:
-    """The content of metrics.jsonl, one column per metric.
+    """The content of metrics.jsonl, as one column per metric.
+
+    Lines that are None, and lines whose step does not increase, are skipped and counted.
 
     Args:
-        lines: the numbers of each line, including `step` and `tokens`; None becomes NaN. Counts and
-            skips lines that are None, and lines whose step does not increase.
+        lines: the numbers of each line, including `step` and `tokens`. A number that is None
+            becomes NaN; a damaged line is None.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
@@ -76,6 +78,8 @@ class Metrics:
 
 @dataclass(eq=False)
 class Run:
+    """A run directory as read for a report."""
+
     path: Path
     cfg: TrainConfig
     facts: dict[str, Any]
@@ -97,7 +101,9 @@ class Run:
 
     @property
     def plugin_code(self) -> dict[str, str]:
-        """Hash of each plugin; "unknown" in runs of older versions of diffllm."""
+        """Hash of the code of each plugin; "unknown" if an older version of diffllm made the
+        run.
+        """
         return self.facts.get("plugin_code") or dict.fromkeys(self.cfg.plugins, "unknown")
 
     @property
@@ -107,7 +113,7 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """Final held-out loss in nats per token; None unless finished and finite."""
+        """Final held-out loss in nats per token; None if the run is unfinished or diverged."""
         return finite((self.summary or {}).get("heldout_loss"))
 
     @property
@@ -143,7 +149,13 @@ class Run:
         return Series(self.metrics.tokens[places], values)
 
     def by_layer(self, quantity: str) -> Series:
-        """Return `<quantity>/layer_00`, ... as one array (n, L), or (0, 0) if never logged."""
+        """Return a quantity that is logged per layer, as one array (n steps, L layers).
+
+        The array is (0, 0) if the quantity was never logged.
+
+        Args:
+            quantity: name of the metric without "/layer_00".
+        """
         columns = [
             self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
         ]
@@ -160,10 +172,12 @@ class Run:
 
 
 def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
-    """Read a finished or unfinished run directory; raises CheckpointError.
+    """Read the directory of a finished or unfinished run.
+
+    Raises CheckpointError if a file is missing or damaged.
 
     Args:
-        load: reads the config of a run directory.
+        load: function that reads the config of a run directory.
     """
     cfg = load(path)
     facts, summary = read_record(path / "run.json") or {}, read_summary(path)
@@ -181,7 +195,11 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Recompute flops_per_token from the logged visible keys, if documents are masked."""
+    """Return `facts` with flops_per_token recomputed from the logged visible keys.
+
+    A visible key is a key that a query can attend to. Without masked documents, return `facts`
+    unchanged.
+    """
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
     if whole is None or each is None or not len(tokens) or not math.isfinite(keys[-1]):
@@ -191,12 +209,18 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return training FLOPs per token, and the FLOPs per token of one more visible key."""
+    """Return the training FLOPs per token, and the additional FLOPs per visible key.
+
+    A value is None if run.json does not record it.
+    """
     return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
 
 
 def keys_seen(metrics: Metrics) -> Series:
-    """Return the cumulative sum of visible keys of all queries; empty without masked documents."""
+    """Return the cumulative number of keys that all queries attended to, over tokens.
+
+    The series is empty if documents were not masked.
+    """
     places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
     tokens = metrics.tokens[places]
     if not len(tokens) or not tokens[-1]:
@@ -209,8 +233,11 @@ def skipped_text(path: Path, lines: int) -> str:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run, and ignore an incomplete last line, which a running process may
-    still write. Raises CheckpointError."""
+    """Read the metrics of a run; the result is empty if metrics.jsonl is missing.
+
+    An incomplete last line is ignored, because a running process may still write this line. Raises
+    CheckpointError if the file cannot be read.
+    """
     file = path / "metrics.jsonl"
     with readable(file), suppress(FileNotFoundError):
         read = ((text, read_metrics_line(text)) for text in read_lines(file))
@@ -219,6 +246,8 @@ def read_metrics(path: Path) -> Metrics:
 
 
 class Found(NamedTuple):
+    """The runs and sweeps that `find_runs` found."""
+
     runs: list[Path]
     sweeps: list[Path]
     title: str
@@ -227,7 +256,10 @@ class Found(NamedTuple):
 
 
 def find_runs(named: list[Path]) -> Found:
-    """Find the runs in directories and globs; raises ConfigError for a path without runs."""
+    """Find all runs and sweeps in run directories, parent directories and globs.
+
+    Raises ConfigError for a path without runs.
+    """
     if not named:
         raise ConfigError("no runs given: name run directories, sweep directories or globs")
     directories: list[Path] = []
@@ -254,10 +286,12 @@ def shortlist(names: list[str], most: int) -> str:
 
 
 def home_of(directories: list[Path]) -> Path | None:
-    """Return the closest directory that contains all, as a relative path below the current one.
+    """Return the directory in which a report about runs in `directories` is saved.
 
-    Return None for the root, and for a directory outside of the current one with all `directories`
-    further below: it may belong to other users.
+    This is the closest directory that contains all `directories`, relative to the current directory
+    if possible. Return None if this directory is the root, or if it is outside of the current
+    directory and more than one level above all `directories`: such a directory may belong to other
+    users.
     """
     absolute = [Path(os.path.abspath(directory)) for directory in directories]
     home = Path(os.path.commonpath(absolute))
@@ -284,7 +318,10 @@ def is_run(path: Path) -> bool:
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
-    """Return `path` and all readable directories below, except directories inside of a run."""
+    """Return `path` and all readable directories below it, at most `depth` levels deep.
+
+    Directories inside of a run and hidden directories are omitted.
+    """
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]
     children = [p for p in path.iterdir() if not p.name.startswith(".") and os.path.isdir(p)]

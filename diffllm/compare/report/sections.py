@@ -1,6 +1,6 @@
-"""Sections and figures of a report with captions, in the order of the table of metrics.
+"""Sections of a report page and their figures, in the order of the table of metrics.
 
-Sections without data are omitted, and figures without data or with only zeros.
+Sections without data are omitted, as are figures without data or with only zeros.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -69,10 +69,14 @@ class PageSection(NamedTuple):
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
-    """Draw the figures of the first screen and of all sections.
+    """Draw all figures of the page.
 
     Args:
-        hidden: indices of rows that figures omit.
+        styles: line style of each row.
+        hidden: indices of rows that are not drawn.
+
+    Returns:
+        The figures of the first screen, and the sections with the other figures.
     """
     draw = Figures(comparison, styles, hidden)
     if any(row.gap for row in draw.rows):
@@ -95,6 +99,8 @@ def page_sections(
 
 
 class Figures:
+    """Draws the figures of a comparison."""
+
     def __init__(
         self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
     ):
@@ -197,7 +203,17 @@ class Figures:
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
     ) -> list[Card]:
-        """Return a figure of curves in a list; an empty list if all values are 0."""
+        """Draw curves as a figure; return a list with the figure.
+
+        Return an empty list if all values are 0 or missing.
+
+        Args:
+            plot: settings of the figure from the table of metrics.
+            caption: text below the figure.
+            unit: unit of the values.
+            bands: curves of each row.
+            how: further arguments of `draw_curves`.
+        """
         values = finite_values(bands)
         if not values.any():
             return []
@@ -219,7 +235,10 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Return the upper end of a scale of losses; first steps and spikes must not flatten curves."""
+    """Return the upper end of a linear loss scale, so that all curves are readable.
+
+    High values of the first steps and of spikes are ignored.
+    """
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)
     tops = []

@@ -1,4 +1,4 @@
-"""Columns and tables of a report: values of report.csv, and tables of the page."""
+"""Tables of a report: the columns of report.csv, and the tables of the page."""
 
 import math
 import os
@@ -40,7 +40,7 @@ class PageColumn(NamedTuple):
 
 
 def row_values(row: Row) -> dict[str, Any]:
-    """Return the columns of a row in report.csv, in order; None is an empty cell."""
+    """Return the cells of a row in report.csv, by column in order; None is an empty cell."""
     found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
     paired = found and found.paired
     events = {series: row.events(series) for series in ("loss", "grad")}
@@ -214,7 +214,11 @@ EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", 
 
 
 def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
-    """Return the columns of the page with a value in at least one row."""
+    """Return the columns of the results table that have a value in at least one row.
+
+    Args:
+        baseline: name of the baseline variant, for the titles.
+    """
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
         cells = [cell(row) for row in rows]
@@ -234,7 +238,11 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
-    """Return a table of the first and all differing columns, and sentences about the rest."""
+    """Remove columns whose cells are all equal from a table.
+
+    Returns the table of the first column and all differing columns, and sentences that state the
+    values of the removed columns.
+    """
     kept, folded = [table.columns[0]], dict[str, list[str]]()
     for column in table.columns[1:]:
         cell = max(column.cells, key=lambda each: finite(each.value) or 0.0)

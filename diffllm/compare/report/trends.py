@@ -1,4 +1,4 @@
-"""Trends of gaps over tokens, and sentences about these trends."""
+"""Trends of loss gaps over tokens, and sentences about these trends."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 
 
 def row_trend(row: Row, base: Row) -> Trend | None:
-    """Return the trend over the common seeds and evaluations of two rows.
+    """Return the trend of the gap between two rows over tokens, from their common seeds.
 
-    Return None for fewer than FEWEST_POINTS common evaluations.
+    Return None if the rows have fewer than FEWEST_POINTS common evaluations.
     """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
@@ -28,7 +28,13 @@ def row_trend(row: Row, base: Row) -> Trend | None:
 
 
 def trend_sentence(own: str, base: str, trend: Trend) -> str:
-    """Return "The gap of diff_v2 to standard shrinks: +0.012 nats per token per doubling ..."."""
+    """Return a sentence such as "The gap of diff_v2 to standard shrinks: +0.012 nats per token
+    ...".
+
+    Args:
+        own: label of the row.
+        base: label of its baseline.
+    """
     slope = trend.slope.estimate
     digits = digits_for(slope)
     interval = "no interval from one seed"
@@ -45,7 +51,10 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
 
 
 def direction(trend: Trend) -> str:
-    """Return a verb for the gap's distance from 0; "moves" or "stays" without an interval."""
+    """Return a verb for the change of a gap: "grows", "shrinks", "crosses 0" or "shows no trend".
+
+    Without a confidence interval, return "moves" or "stays".
+    """
     slope = trend.slope.estimate
     if slope.low is None or slope.all_equal:
         return "moves" if trend.start != trend.end else "stays"
@@ -63,9 +72,10 @@ def seeds_text(slope: Gap) -> str:
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per gap; for more than NAMED gaps, only a sentence on the largest trend.
+    """Return one sentence per gap about its trend over tokens.
 
-    Prefer the largest of the trends that survive Holm's correction over all trends, if any do.
+    For more than NAMED gaps, return one sentence about the gap with the largest slope. Slopes that
+    survive Holm's correction over all trends have priority.
     """
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:
