@@ -1,4 +1,7 @@
-"""Arms of a study: the numbers of their ended runs."""
+"""Arms of a study, and the values of their ended runs.
+
+An arm is one of the compared configs, with one run per seed (or per seed and learning rate).
+"""
 
 import hashlib
 import math
@@ -31,7 +34,7 @@ NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of run.json; a field is null if unknown."""
+    """Facts that run.json records about a run; a field is None if the fact is unknown."""
 
     parameters: float | None = None
     flops_per_token: float | None = None
@@ -49,7 +52,7 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class StudyRun:
-    """The numbers of an ended run that a verdict can use."""
+    """The values of an ended run that a verdict uses."""
 
     name: str
     """Run directory, relative to the directory of the study."""
@@ -90,7 +93,7 @@ class StudyRun:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Conditions that must be equal across arms, by name or dotted key."""
+        """Settings and facts that must be equal in all arms, by name or dotted config key."""
         found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
@@ -98,14 +101,14 @@ class StudyRun:
 
     @property
     def flops_per_token(self) -> float | None:
-        """Training FLOPs per token; None in runs of older versions that did not record them."""
+        """Training FLOPs per token; None if an older version of diffllm made the run."""
         return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
-        """Return the tokens at which the metric first reached a level, and True.
+        """Return the number of tokens at which the metric first reached `level`, and True.
 
-        If it never reached the level, return the tokens of its last value and False. If the run
-        diverged, return the planned tokens and False.
+        If the metric never reached `level`, return the tokens at the last logged value, and False.
+        If the run diverged, return the planned tokens, and False.
         """
         if self.diverged:
             return self.planned_tokens, False
@@ -115,6 +118,8 @@ class StudyRun:
 
 @dataclass
 class StudyArm:
+    """One of the compared configs of a study: its ended runs and their values."""
+
     name: str
     lr: float | None
     runs: list[StudyRun] = field(default_factory=list)
@@ -128,7 +133,7 @@ class StudyArm:
 
     @property
     def known(self) -> dict[int, float]:
-        """Values by seed, without diverged seeds."""
+        """Value of each seed that did not diverge."""
         return {seed: value for seed, value in self.values.items() if value is not None}
 
     @property
@@ -140,6 +145,7 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
+        """Return the tokens that each run needs until the metric reaches `level`."""
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.reached(level) for run in runs)
 
@@ -162,10 +168,11 @@ class StudyArm:
 def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     """Extract the values that a verdict needs from an ended run.
 
-    Raises ConfigError if the metric is missing.
+    Raises ConfigError if the run did not record the study's metric.
 
     Args:
-        digest: digest of the planned config.
+        planned: the planned run that `run` executes.
+        digest: SHA-256 of the planned config.
     """
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
@@ -214,7 +221,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
 
 
 def facts_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a run.json that a verdict uses or shows; unknown facts are None."""
+    """Select the facts of a run.json that a verdict uses or shows; unknown facts are None."""
     python = (found.get("environment") or {}).get("python")
     code = (found.get("diffllm") or {}).get("hash")
     return {
@@ -225,7 +232,7 @@ def facts_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(losses: DocumentLosses) -> DocumentLosses:
-    """Round the losses to `DIGITS` significant digits, as in values.json."""
+    """Return losses rounded to `DIGITS` significant digits, the precision of values.json."""
     return replace(losses, nats=np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats]))
 
 
@@ -243,7 +250,10 @@ def text_hash(documents: DocumentLosses) -> str:
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final value of a metric; NaN if not finite, None if not logged."""
+    """Return the final value of the metric `name` of a run.
+
+    Return NaN if the value is not finite, and None if the run did not log the metric.
+    """
     if run.summary and name in run.summary:
         number = finite(run.summary[name])
         return math.nan if number is None else number
@@ -257,9 +267,13 @@ def number_of(run: Run, name: str) -> float | None:
 
 
 def value_of(runs: list[StudyRun], study: Study) -> float | None:
-    """Return the value of a seed on the study's scale; None if the seed diverged.
+    """Return the value that one seed contributes to the study; None if the seed diverged.
 
-    Raises ConfigError for a value without a logarithm on a log scale.
+    The value is a logarithm if the study has scale=log. Raises ConfigError if the logarithm is not
+    defined.
+
+    Args:
+        runs: the runs of one arm and seed: several for learning rate sensitivity, otherwise one.
     """
     value = runs[0].value
     if study.lr_sweep:
@@ -268,7 +282,13 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
 
 
 def on_scale(value: float, run: str, study: Study) -> float:
-    """Return a number on the study's scale; raises ConfigError without a logarithm."""
+    """Return `value`, or its logarithm if the study has scale=log.
+
+    Raises ConfigError if the logarithm is not defined.
+
+    Args:
+        run: name of the run, for the error.
+    """
     if study.scale == "linear":
         return value
     if value <= 0:
@@ -277,10 +297,15 @@ def on_scale(value: float, run: str, study: Study) -> float:
 
 
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
-    """Return the mean over learning rates of min(loss, initial loss) - best loss, nats per token.
+    """Return the learning rate sensitivity of Wortsman et al. (arXiv:2309.14322), in nats per
+    token.
 
-    From Wortsman et al. (arXiv:2309.14322). A diverged run counts with the initial loss, which
-    is the logarithm of the vocabulary size. Return None if all runs diverged.
+    The loss at each learning rate is limited to the initial loss log(vocab_size), which also
+    replaces the loss of a diverged run. The sensitivity is the mean of these values minus the
+    lowest. Return None if all runs diverged.
+
+    Args:
+        losses: final loss at each learning rate; None for a diverged run.
     """
     initial = math.log(vocab_size)
     finite = [loss for loss in losses if loss is not None]

@@ -1,4 +1,4 @@
-"""Gaps of a study at equal tokens, at equal parameters and at equal training FLOPs."""
+"""Loss gaps between arms of a study at equal tokens, equal parameters and equal training FLOPs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class AtFlops:
-    """Two arms with the values of their runs after equal training FLOPs."""
+    """Two arms with the metric of each run after equal training FLOPs."""
 
     own: StudyArm
     base: StudyArm
@@ -33,7 +33,7 @@ class AtFlops:
 
 @dataclass(frozen=True)
 class EqualGaps:
-    """The gap between two arms in held-out loss (nats per token) at equal cost of three kinds."""
+    """The held-out loss gap between two arms, in nats per token, at each of three equal costs."""
 
     arm: str
     against: str
@@ -59,9 +59,13 @@ class EqualGaps:
 def arms_at_budget(
     study: Study, rule: Rule, own: StudyArm, base: StudyArm
 ) -> tuple[StudyArm, StudyArm]:
-    """Return the arms with the values that a rule compares; raises ConfigError without curves.
+    """Return both arms with the values that a rule compares.
 
-    Without runs to compare, nothing is read: the shares of diverged runs may still decide.
+    For a rule with at=flops, these are the values after equal training FLOPs. If no seeds can be
+    compared, return the arms unchanged, because the shares of diverged runs may still decide the
+    rule.
+
+    Raises ConfigError if the values after equal FLOPs are unknown.
     """
     if rule.at != "flops" or not seeds_compared(study, own, base):
         return own, base
@@ -72,16 +76,16 @@ def arms_at_budget(
 
 
 def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
-    """Return the seeds whose finite runs the study's test compares."""
+    """Return the seeds that the study's test compares, without diverged runs."""
     if study.test == "paired":
         return own.known.keys() & base.known.keys()
     return own.known.keys() | base.known.keys() if own.known and base.known else set()
 
 
 def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
-    """Read the curves of two arms at the largest FLOPs that all compared runs reached.
+    """Interpolate the curves of two arms at the largest FLOPs that all compared runs reached.
 
-    Diverged runs remain diverged. Returns the reason if the curves cannot be read.
+    Diverged runs remain diverged. If the values cannot be computed, return the reason as text.
     """
     seeds = seeds_compared(study, own, base)
     if not seeds:
@@ -109,15 +113,21 @@ def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str
 
 
 def flops_curve(run: StudyRun) -> Series | None:
-    """Return a run's metric over training FLOPs; None if the metric or the FLOPs are unknown."""
+    """Return the study's metric of a run over training FLOPs.
+
+    Return None if the run has no curve, or if its FLOPs are unknown.
+    """
     each = run.flops_per_token
     return None if each is None else increasing(run.curve.tokens * each, run.curve.values)
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return an arm with new values of its finite runs, on the study's scale.
+    """Return a copy of an arm with other values of its finite runs.
 
     Losses of documents are removed, because they were measured at the end of training.
+
+    Args:
+        values: new value of each finite run by name, before the logarithm of scale=log.
     """
     found: dict[int, float | None] = {}
     for run in arm.runs:
@@ -129,7 +139,10 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """Return the gaps of all compared pairs of arms; empty if the metric is not heldout_loss."""
+    """Return the gaps at equal cost of each pair of arms that a rule compares.
+
+    The list is empty if the metric is not heldout_loss.
+    """
     if study.metric != "heldout_loss":
         return []
     linear = replace(study, scale="linear")
@@ -185,7 +198,7 @@ def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
 
 
 def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
-    """Explain the table: units, bounds, and the possible error due to interpolation."""
+    """Return a text that explains the units, the bounds and the interpolation error of the gaps."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
     bounds = f"one-sided {100 * (1 - alpha):g}% bounds by the t test"

@@ -20,7 +20,7 @@ from diffllm.metrics.records import finite, read_summary
 
 @dataclass(frozen=True)
 class Cost:
-    """The runs of one arm in one stage."""
+    """Tokens, FLOPs and time of the runs of one arm in one stage of a study."""
 
     stage: str
     arm: str
@@ -35,15 +35,20 @@ class Cost:
 
     @property
     def hours(self) -> float | None:
-        """Of the remaining runs, one after another."""
+        """Hours of all runs that have not ended, if they run one after another; None if unknown."""
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
-    """Return the cost of every arm and stage.
+    """Estimate the cost of each arm in each stage of a study.
 
-    Time is computed from FLOPs and the median speed of ended runs of the study, or else of the
-    pilot. FLOPs of masked documents use stated visible keys, or else the median of these runs.
+    Time is FLOPs divided by the median speed of the study's ended runs, or else of the runs in
+    `pilot`. For masked documents, FLOPs use the visible keys that the config states, or else the
+    median of the same runs.
+
+    Args:
+        out: directory of the study's runs.
+        pilot: run directories, parent directories or globs.
     """
     stages = []
     for first in first_runs(study):
@@ -71,7 +76,11 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
-    """Return training FLOPs per second, including evaluations and saves, and visible keys."""
+    """Return a finished run's training FLOPs per second and its mean number of visible keys.
+
+    The time includes evaluations and saves. The number of visible keys is None if unknown. Return
+    None if the run has not finished.
+    """
     summary = read_summary(path) or {}
     seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))
     if not seconds or not tokens:

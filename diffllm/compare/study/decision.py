@@ -1,8 +1,9 @@
-"""Decisions by the rules of a study, after Holm's correction.
+"""Verdicts by the rules of a study, with Holm's correction for several rules.
 
-Each side of the rules is one Holm family over all rules of the study. Without true differences, the
-probability of a false "shown" in a study is therefore at most alpha, and so is that of a false
-"refuted". All margins, of rules of equivalence and of differences, are a third family.
+Each rule has two sides: a test of its claim and a test of the opposite. Each side is one Holm
+family over all rules of the study. The probability that a study without true differences has a
+false "shown" is therefore at most alpha, as is that of a false "refuted". The margins of all rules
+are a third family.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ NOT_ROBUST, NOT_DECIDABLE, UNDERPOWERED = "not robust", "not decidable", "underp
 
 
 def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
-    """Test and decide all rules of a study; the first rule decides the study."""
+    """Test and decide all rules of a study, in order; the first rule decides the study."""
     found = [measure(study, rule, *arms_of_rule(study, rule, arms)) for rule in study.rules]
     families = {"within": [each.within for each in found]}
     for side in ("showing", "refuting"):
@@ -47,16 +48,19 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
 
 
 def holm_of_known(family: Sequence[float | None]) -> list[float | None]:
-    """Return the adjusted p of a family; rules without a test do not count."""
+    """Return the p values of a family after Holm's correction.
+
+    A None, which means that a rule has no test, remains None and does not count.
+    """
     adjusted = iter(holm([p for p in family if p is not None]))
     return [None if p is None else next(adjusted) for p in family]
 
 
 def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
-    """Return the verdict by one rule, and the reason.
+    """Return the verdict by one tested rule, and the reason.
 
     Args:
-        rules: number of rules of the family that have an exact test.
+        rules: number of rules of the study that have an exact test.
     """
     rule = tested.rule
     if tested.chance:
@@ -80,20 +84,33 @@ def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
 
 
 def verdict_of(tested: Tested, side: str, within: bool) -> str:
-    """Return the verdict for a significant side."""
+    """Return the verdict on a rule with a significant test.
+
+    Args:
+        side: the significant test: "showing" for the claim, or "refuting" for its opposite.
+        within: whether the gap is significantly within the rule's margin.
+    """
     if tested.rule.kind == "equivalence":
         return REFUTED if side == "refuting" else equivalent(tested)
     return SHOWN if side == "showing" else WITHIN if within else REFUTED
 
 
 def equivalent(tested: Tested) -> str:
-    """Return the verdict on a gap within its margin, which may differ significantly from 0."""
+    """Return the verdict on a gap within the rule's margin.
+
+    The verdict says if the gap nevertheless differs significantly from 0.
+    """
     p = tested.gap.p if tested.gap else None
     return UNEQUAL if p is not None and p < tested.rule.alpha else EQUIVALENT
 
 
 def not_robust(study: Study, tested: Tested, side: str, rules: int) -> str:
-    """Return the test that contradicts a significant side; empty if none does."""
+    """Return a text that names a test which contradicts a significant t test; "" if none does.
+
+    Args:
+        side: the significant test: "showing" for the claim, or "refuting" for its opposite.
+        rules: number of rules of the study that have an exact test.
+    """
     alpha, decides = tested.rule.alpha, getattr(tested, side)
     if decides.diverged or tested.times is not None:
         return ""
@@ -111,7 +128,11 @@ def exact_name(study: Study) -> str:
 
 
 def words(study: Study, tested: Tested, side: str = "") -> str:
-    """Describe the measured values, with the bound that belongs to a significant side."""
+    """Describe the values that a rule compares.
+
+    Args:
+        side: the significant test, whose bound is included: "showing", "refuting" or "" for none.
+    """
     rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
     shares = (
         f"{own.diverged} of {own.runs} runs of {rule.arm} and {base.diverged} of {base.runs} of "

@@ -1,4 +1,4 @@
-"""Designs that cannot decide a claim: refused before the start, or noted by the dry run."""
+"""Checks of a study's design before its first run: whether its rules can decide its claim."""
 
 import math
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ EXACT_TESTS = {
 
 
 def check_design(study: Study) -> None:
-    """Raise ConfigError for a rule that no values can meet or that contradicts the stated power.
+    """Raise ConfigError for a rule that no result can meet, or that contradicts the stated power.
 
-    docs/studies.md lists the reasons. Begun studies and verdicts are not checked, because older
-    versions started such studies.
+    docs/studies.md lists the reasons. Only new studies are checked, because older versions of
+    diffllm started studies that fail these checks.
     """
     for where, rule in named_rules(study):
         if rule.alpha > MOST_ALPHA:
@@ -51,10 +51,10 @@ def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
 
 
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
-    """Raise ConfigError if even the clearest result has an adjusted p of at least alpha.
+    """Raise ConfigError if the smallest possible p of a permutation test is not below alpha.
 
-    Rules with t tests are not counted. If their p-values are smaller, Holm's correction multiplies
-    the p of permutation tests only by the number of permutation tests.
+    The p is multiplied by the number of rules with a permutation test, as in Holm's correction.
+    Rules with a t test are not counted, because their p values can be smaller.
     """
     n, rules = len(study.seeds), sum(each.kind in PERMUTATION_KINDS for each in study.rules)
     least = smallest_p(rule.kind, n, n)
@@ -74,7 +74,12 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
 
 
 def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
-    """Raise ConfigError for an alpha or a margin to which the stated power does not apply."""
+    """Raise ConfigError if the stated power does not apply to a rule's alpha or margin.
+
+    Args:
+        power: the power that the study file states.
+        where: key of the rule in the study file, for the error.
+    """
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
             f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because the "
@@ -113,13 +118,16 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
 
 
 def rounded_up(number: float) -> float:
-    """Round a number up to two significant digits."""
+    """Round a positive number up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - 1)
     return math.ceil(number / unit) * unit
 
 
 def design_notes(study: Study) -> list[str]:
-    """Return notes about t tests that no exact test can confirm, at most one per alpha."""
+    """Return notes about t tests that an exact test cannot confirm with the study's seeds.
+
+    The list contains at most one note per alpha.
+    """
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
     notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
@@ -127,10 +135,13 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return a note if the exact test cannot confirm the t test with so few seeds; "" if it can.
+    """Return a note if the smallest p of the exact test is not below `alpha`; "" otherwise.
 
     Args:
-        tests: size of the family, for the first step of Holm's correction.
+        test: "paired" or "welch".
+        seeds: seeds per arm.
+        tests: number of tests that Holm's correction counts.
+        sides: 1 for a one-sided test, 2 for a two-sided test.
     """
     least = smallest_p(test, seeds, seeds, sides)
     if least * tests < alpha:

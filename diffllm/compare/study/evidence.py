@@ -1,4 +1,4 @@
-"""Evidence for a verdict: the ended runs of a study, read from their directories."""
+"""The ended runs of a study, from which its verdict is computed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from diffllm.data.progress import track
 
 @dataclass(frozen=True)
 class Evidence:
+    """The values of a study's ended runs, from which its verdict is computed."""
+
     runs: dict[str, StudyRun]
     """Ended deciding runs by name."""
     rates: dict[str, float]
@@ -52,7 +54,13 @@ class Evidence:
 
 
 def read_evidence(study: Study, out: Path) -> Evidence:
-    """Read the runs of a study; raises CheckpointError, and ConfigError for a missing metric."""
+    """Read the ended runs of a study from their directories.
+
+    Raises CheckpointError for a damaged run, and ConfigError for a run without the study's metric.
+
+    Args:
+        out: directory of the study's runs.
+    """
     rates = rate_losses(out) if study.lr else {}
     places = sorted(filter(Path.is_dir, (out / RATES).glob("*"))) if study.lr else []
     configs = SimilarConfigs()

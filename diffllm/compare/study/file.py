@@ -156,12 +156,14 @@ class Study:
 
 
 def better(metric: str) -> int:
-    """Return 1 if larger values of a metric are better, -1 if smaller values are, else 0."""
+    """Return 1 if larger values of a metric are better, -1 if smaller values are, and 0 if
+    unknown.
+    """
     return metric.startswith(HIGHER_IS_BETTER) - metric.startswith(LOWER_IS_BETTER)
 
 
 def load_study(path: Path) -> Study:
-    """Read a study file; raises ConfigError."""
+    """Read and check a study file; raises ConfigError for an invalid file."""
     content, text = read_yaml(path)
     try:
         study = made(Study, content, strict=True, omit=("path", "hash"))
@@ -226,7 +228,7 @@ def check_study(study: Study) -> None:
 
 
 def check_curve(study: Study) -> None:
-    """Raise ConfigError if a rule with at=flops has a metric without a logged curve."""
+    """Raise ConfigError if a rule with at=flops uses a metric that is not logged over training."""
     logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The seeds, tokens and hours that a gap takes, according to finished runs: a pilot."""
+"""Number of seeds, tokens and hours that a study needs to find a gap, from the runs of a pilot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ TESTS: dict[str, tuple[str, Callable[..., float]]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """The gap that a planned study must find, and its test."""
+    """The gap that a planned study must find, and the alpha, power and sides of its test."""
 
     gap: float
     alpha: float
@@ -45,9 +45,17 @@ class Goal:
 
 
 def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs | None]:
-    """Return the content of `diffllm power --json`, and the pairs of two arms with common seeds.
+    """Compute the content of `diffllm power --json` from the runs of a pilot.
 
-    Reads the comparable runs of which most is known; raises ConfigError without two seeds.
+    Uses the group of comparable runs with most seeds. Raises ConfigError if no arm has two finite
+    seeds.
+
+    Args:
+        paths: run directories, parent directories or globs.
+        goal: the gap that the planned study must find.
+
+    Returns:
+        The content, and the losses of two arms paired by seed (None without common seeds).
     """
     comparison, _ = read(paths)
     first, *others = sorted(
@@ -111,9 +119,13 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 
 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
-    """Return the seeds that find the gap, for the upper limit of sd and other values of sd.
+    """Return the seeds per arm that find the gap, for several values of the standard deviation.
 
-    Includes the probabilities that a pilot of this size recommends too few seeds.
+    The result also contains the probabilities that a pilot of this size recommends too few seeds.
+
+    Args:
+        design: "paired" or "unpaired".
+        spread: standard deviation between the seeds of the pilot.
     """
     name, test = TESTS[design]
 

@@ -1,4 +1,8 @@
-"""The runs that a study plans: their state, the chosen learning rates, and their stages."""
+"""The planned runs of a study: their states, learning rates and stages.
+
+With `lr`, a study first runs a grid of learning rates, and then its deciding runs: the runs that
+its rules compare.
+"""
 
 import math
 from collections.abc import Mapping
@@ -23,6 +27,8 @@ DECIDING, RATES = "deciding", "rates"
 
 @dataclass(frozen=True)
 class Planned:
+    """A run that a study plans."""
+
     stage: str
     arm: str
     seed: int
@@ -34,7 +40,13 @@ class Planned:
 
 
 def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
-    """The deciding runs of an arm and a seed: one, or one per rate of `lr_sweep`."""
+    """Return the runs of one arm and seed that the study's rules compare.
+
+    This is one run, or with `lr_sweep` one run per learning rate.
+
+    Args:
+        lr: learning rate of the arm; None for that of its config.
+    """
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
         name = f"{arm}-lr{rate:g}-seed{seed}" if study.lr_sweep else f"{arm}-seed{seed}"
@@ -55,7 +67,7 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:
-    """Return all deciding runs by name, in order, without chosen learning rates."""
+    """Return the deciding runs of all arms and seeds by name, without chosen learning rates."""
     return {
         run.name: run
         for arm in study.arms
@@ -65,6 +77,7 @@ def planned_by_name(study: Study) -> dict[str, Planned]:
 
 
 def config_of_planned(planned: Planned) -> TrainConfig:
+    """Return the complete config of a planned run; raises ConfigError, which names the arm."""
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
     words = (*(word for word in planned.words if word not in own), "run.report=false")
     try:
@@ -82,7 +95,14 @@ def config_of_planned(planned: Planned) -> TrainConfig:
 
 @lru_cache(4096)
 def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainConfig:
-    """Return a shared config, which callers must not change; cached because solving is slow."""
+    """Return the complete config of an arm for one learning rate and seed.
+
+    The result is cached and shared, so callers must not change the result.
+
+    Args:
+        words: overrides of the arm.
+        lr: learning rate; None for that of the config.
+    """
     config = config_of_arm(words, lr is not None)
     config.seed = seed
     if lr is not None:
@@ -92,7 +112,12 @@ def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainC
 
 @cache
 def seed_is_alone(words: tuple[str, ...], sets_lr: bool) -> bool:
-    """Return whether only seed and model.init_seed depend on the seed."""
+    """Return whether the seed only determines `seed` and model.init_seed in an arm's config.
+
+    Args:
+        words: overrides of the arm.
+        sets_lr: whether the study sets optim.lr.
+    """
     plain = OmegaConf.to_container(config_of_arm(words, sets_lr), resolve=False, enum_to_str=True)
     values = flatten(plain).items()  # type: ignore[arg-type]
     return not any("seed" in str(v) and "${" in str(v) for k, v in values if k != "model.init_seed")
@@ -100,19 +125,32 @@ def seed_is_alone(words: tuple[str, ...], sets_lr: bool) -> bool:
 
 @cache
 def config_of_arm(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
-    """Cached, because Hydra takes 0.1 s to compose a config."""
+    """Return the composed config of an arm; cached, because Hydra needs 0.1 s to compose a config.
+
+    Args:
+        words: overrides of the arm.
+        sets_lr: whether the study sets optim.lr.
+    """
     return compose_with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr])
 
 
 def read_mark(path: Path) -> str | None:
-    """Return `run.study` of the run at `path`; None if no run has begun. Raises CheckpointError."""
+    """Return `run.study` from the saved config of a run; None if the run has not started.
+
+    Raises CheckpointError if the saved config is damaged.
+    """
     if not (path / "config.yaml").is_file():
         return None
     return load_run_config(path).run.study or ""
 
 
 def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
-    """Return the overrides of a run; new runs record `digest`, the hash of the study."""
+    """Return the overrides that start or resume a planned run.
+
+    Args:
+        out: directory of the study's runs.
+        digest: hash of the study, which a new run records in `run.study`.
+    """
     path = out / planned.name
     if (mark := read_mark(path)) is None:
         mark = f"{digest}/{planned.stage}/{planned.arm}"
@@ -124,7 +162,10 @@ def is_ended(path: Path) -> bool:
 
 
 def ended_loss(path: Path) -> float | None:
-    """Infinite for a diverged run; None for one that has not ended."""
+    """Return the held-out loss of an ended run.
+
+    The loss is infinite if the run diverged, and None if the run has not ended.
+    """
     if (summary := read_summary(path)) is None:
         return math.inf if diverged(path) else None
     loss = finite(summary.get("heldout_loss"))
@@ -132,7 +173,13 @@ def ended_loss(path: Path) -> float | None:
 
 
 def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> str:
-    """How a run that began with a config differs from the study's; empty if it does not."""
+    """Describe how the config of a started run differs from its planned config; "" if equal.
+
+    Args:
+        begun: config that the run saved.
+        cfg: config that the study plans.
+        free: keys that may differ.
+    """
     changes = {key: v for key, v in changes_to(begun, cfg, free).items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
@@ -145,6 +192,8 @@ def on_its_way(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ChosenRate:
+    """The learning rate of an arm, chosen by the losses of a grid of runs."""
+
     arm: str
     losses: dict[float, float | None]
     """Mean loss per rate, increasing; infinite if a seed diverged, None if one has not ended."""
@@ -156,7 +205,10 @@ class ChosenRate:
 
 
 def rate_losses(out: Path) -> dict[str, float]:
-    """Return the losses of the ended runs that choose learning rates, by name."""
+    """Return the loss of each ended run of the learning rate grids, by name of the run.
+
+    The loss of a diverged run is infinite.
+    """
     paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
     losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
     return {name: loss for name, loss in losses.items() if loss is not None}
@@ -170,7 +222,13 @@ def choose_all(study: Study, out: Path) -> list[ChosenRate]:
 
 
 def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
-    """Choose an arm's learning rate from the ended runs; extend the grid where its end is best."""
+    """Choose the learning rate of an arm with the lowest mean loss over seeds.
+
+    If this is the largest or the smallest rate of the grid, add a further rate to the grid.
+
+    Args:
+        losses_by_name: losses of ended grid runs by name, infinite if diverged.
+    """
     rates = study.lr
     assert rates
     grid, added = list(rates.grid), [0, 0]
@@ -203,7 +261,7 @@ def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> 
 
 
 def next_runs(study: Study, out: Path) -> list[Planned]:
-    """Return the runs of the next stage that have not ended."""
+    """Return the runs of the current stage that have not ended."""
     choices = choose_all(study, out)
     if wanted := [run for choice in choices for run in choice.wanted]:
         return wanted
@@ -219,6 +277,6 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def first_runs(study: Study) -> list[Planned]:
-    """A deciding run of every arm."""
+    """Return the first deciding run of every arm."""
     lr = study.lr.grid[0] if study.lr else None
     return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]

@@ -1,7 +1,7 @@
-"""The file values.json: all numbers of a study's runs that its verdict uses.
+"""Read and write values.json: all values of a study's runs that its verdict uses.
 
-Verdicts from `read_values` equal verdicts from run directories. benchmarks/results/recompute.py
-also reads the file. `Values` describes the format.
+A verdict computed from values.json equals the verdict computed from the run directories.
+benchmarks/results/recompute.py also reads this file. The class `Values` describes the format.
 """
 
 import json
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Texts:
-    """The held-out documents, in lists of equal length."""
+    """The held-out documents of one or more runs; all lists have one entry per document."""
 
     tokens: list[int]
     bytes: list[int]
@@ -46,6 +46,8 @@ class Texts:
 
 @dataclass(frozen=True)
 class RunValues:
+    """The values of one deciding run."""
+
     name: str
     arm: str
     seed: int
@@ -79,7 +81,7 @@ class RunValues:
 
 @dataclass(frozen=True)
 class RateValues:
-    """Loss of a run that chose a learning rate."""
+    """Final loss of a run of a learning rate grid; None if the run diverged."""
 
     name: str
     loss: float | None
@@ -88,6 +90,8 @@ class RateValues:
 
 @dataclass(frozen=True)
 class Values:
+    """The content of values.json."""
+
     format: int
     study: str
     sha256: str
@@ -106,7 +110,7 @@ class Values:
 
 
 def values_text(study: Study, evidence: Evidence) -> str:
-    """Return the content of values.json, with one line per run."""
+    """Return the content of values.json as JSON with one line per run."""
     facts: list[Facts] = []
     settings: list[dict[str, str]] = []
     texts: list[Texts] = []
@@ -148,7 +152,7 @@ def values_text(study: Study, evidence: Evidence) -> str:
 
 
 def place_of(value: T, known: list[T]) -> int:
-    """Return the index of a value in a list; append the value if it is new."""
+    """Return the index of `value` in the list `known`; append `value` if it is not in the list."""
     if value not in known:
         known.append(value)
     return known.index(value)
@@ -159,7 +163,7 @@ def plain(values: np.ndarray) -> list[float | None]:
 
 
 def as_lines(content: dict[str, Any]) -> str:
-    """Return compact JSON with one line per key, and per item of a list."""
+    """Return `content` as compact JSON, with one line per key and per item of a list."""
 
     def compact(value: Any) -> str:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
@@ -173,7 +177,7 @@ def as_lines(content: dict[str, Any]) -> str:
 
 
 def read_values(study: Study, file: Path) -> Evidence:
-    """Read values.json as evidence of a study; raises CheckpointError for invalid content."""
+    """Read values.json of a study; raises CheckpointError for invalid content."""
     with readable(file):
         content = read_json(file)
         try:
@@ -187,7 +191,9 @@ def read_values(study: Study, file: Path) -> Evidence:
 
 
 def check_values(study: Study, found: Values) -> None:
-    """Raise ValueError for values that are inconsistent or belong to another study."""
+    """Raise ValueError if the content of values.json is inconsistent or belongs to another
+    study.
+    """
     if found.metric != study.metric:
         raise ValueError(f"metric={found.metric} is not the study's {study.metric}")
     if found.study_hash != study_hash(replace(study, hash=found.sha256), found.digests):

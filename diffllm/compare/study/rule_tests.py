@@ -1,6 +1,6 @@
-"""Tests of the rules of a study: t tests, the exact tests next to them, and diverged runs.
+"""Tests of the rules of a study: t tests, exact permutation tests, and tests of divergence.
 
-A rule has two sides: `showing` tests its claim, and `refuting` tests the opposite.
+A rule has two sides: `showing` tests its claim, and `refuting` tests the opposite of its claim.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ BELOW, ABOVE = -1, 1
 
 @dataclass(frozen=True)
 class Side:
-    """One-sided p-values of one side of a rule."""
+    """One-sided p values of one side of a rule: of its claim, or of the opposite of its claim."""
 
     p: float | None = None
     """p of the deciding test; None without a test."""
@@ -46,6 +46,8 @@ NEVER = Side(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Tested:
+    """A rule with the results of its tests, and later with its verdict."""
+
     rule: Rule
     outcome: ArmComparison
     gap: Gap | None = None
@@ -78,10 +80,10 @@ class Tested:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The lower and upper one-sided bounds at confidence 1 - alpha.
+        """The lower and the upper one-sided bound of the gap at confidence 1 - alpha.
 
-        The wider pair of bounds is used: by the t test, or over documents and seeds. None without
-        a standard error.
+        Of the bounds by the t test and by the bootstrap over documents and seeds, the wider pair is
+        used. None if the gap has no standard error.
         """
         if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
             return None
@@ -90,7 +92,7 @@ class Tested:
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
-    """Compute the tests of one rule."""
+    """Compute all tests of a rule that compares the arm `own` with the arm `base`."""
     own, base = arms_at_budget(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
@@ -128,7 +130,15 @@ def t_tests(
     gap: Gap,
     drawn: DrawnGaps | None,
 ) -> dict[str, Any]:
-    """Return t tests, exact tests and bootstrap of both sides of a rule."""
+    """Return the p values of both sides of a rule, as fields of `Tested`.
+
+    They include t tests, exact permutation tests, and the bootstrap if `drawn` is given.
+
+    Args:
+        samples: values of both arms.
+        gap: the difference of the arms' means.
+        drawn: bootstrap gaps over documents and seeds; None without a bootstrap.
+    """
 
     def side(bound: float, which: int) -> Side:
         p = gap.p_below(bound) if which == BELOW else gap.p_above(bound)
@@ -152,7 +162,10 @@ def t_tests(
 
 
 def combined(first: Side, second: Side, choose: Callable[..., float], times: int) -> Side:
-    """Combine the p-values of two sides with `choose`, multiplied by `times`."""
+    """Combine two tests into one: each p is `times` * choose(first p, second p), at most 1.
+
+    A p is None if it is None in one of both tests.
+    """
 
     def of(a: float | None, b: float | None) -> float | None:
         return None if a is None or b is None else min(1.0, times * choose(a, b))
@@ -166,12 +179,15 @@ def combined(first: Side, second: Side, choose: Callable[..., float], times: int
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
-    """Return the direction that a rule claims (BELOW or ABOVE), and its bound."""
+    """Return the direction that a rule claims for the gap (BELOW or ABOVE), and the bound."""
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
 def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values for a test: those of common seeds for a paired test."""
+    """Return the values of both arms that the study's test compares, without diverged seeds.
+
+    A paired test compares only common seeds.
+    """
     first, second = own.known, base.known
     if study.test == "paired":
         return common_seeds(first, second)
@@ -179,10 +195,11 @@ def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndar
 
 
 def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
-    """Return the bootstrap over documents and seeds.
+    """Return bootstrap draws of the loss gap between two arms, over documents and seeds.
 
-    None unless the metric is the held-out loss and both arms have at least LEAST_SEEDS seeds, all
-    measured on the same documents (at least LEAST_DOCUMENTS).
+    Return None if the metric is not heldout_loss, or if an arm has fewer than LEAST_SEEDS seeds.
+    Also return None if the runs were measured on different documents or on fewer than
+    LEAST_DOCUMENTS.
     """
     if undocumented(own, base):
         return None
@@ -213,9 +230,10 @@ def undocumented(*arms: StudyArm) -> list[str]:
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
-    """Return why accuracy cannot decide: no arm is above chance, or both are at the ceiling.
+    """Return why the accuracy of two arms cannot decide a rule; "" if it can.
 
-    Empty for other metrics, if the runs did not log their chance, and if an arm has no finite run.
+    The reason is that no arm is above chance, or that both arms are at the ceiling. The result is
+    also "" for metrics other than accuracy, and if an arm has no finite run.
     """
     chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
     if not chances or study.scale != "linear" or not (own.finite and base.finite):
@@ -234,14 +252,14 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 
 
 def with_divergence(tested: Tested, upwards: int) -> Tested:
-    """Take diverged runs into account: an arm that diverged more often is never shown better.
+    """Correct the tests of a rule for diverged runs, which t tests ignore.
 
-    A t test ignores diverged runs, which favours the arm with more of them. A significantly larger
-    share of diverged runs (Fisher's test) counts against an arm. If one arm always diverges and the
-    other never, the shares alone can decide either side.
+    An arm in which a larger share of runs diverged is never shown to be better. A significantly
+    larger share (Fisher's test) counts against the arm. If one arm always diverges and the other
+    never, the shares alone can decide.
 
     Args:
-        upwards: ABOVE if a larger metric is better, BELOW if a smaller one is, 0 if neither.
+        upwards: ABOVE if a larger metric is better, BELOW if a smaller metric is, 0 if neither is.
     """
     own, base = tested.outcome.own, tested.outcome.base
     if not own.diverged + base.diverged:
@@ -267,11 +285,16 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
 
 
 def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
-    """Show no side of a sweep that favours the arm of which a larger share of runs diverged.
+    """Correct the tests of learning rate sensitivity for diverged runs.
 
-    A diverged run counts as one that learned nothing, so that an arm that learns nothing at its
-    other rates either has a small sensitivity. Runs of a seed are no independent sample, so that
-    these shares have no test.
+    The arm in which a larger share of runs diverged is never shown to be less sensitive. A diverged
+    run counts with the initial loss, so an arm that also learns nothing at its other learning rates
+    would have a small sensitivity. The shares have no test, because runs of one seed are not
+    independent.
+
+    Args:
+        own: share of diverged runs of the rule's arm.
+        base: share of diverged runs of the arm that it is compared with.
     """
     tested = replace(tested, outcome=replace(tested.outcome, own=own, base=base))
     more = own.diverged * base.runs - base.diverged * own.runs
@@ -284,7 +307,10 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
 
 
 def either(side: Side, p: float) -> Side:
-    """Add a test of diverged shares with p-value `p` to a side: twice the smaller p counts."""
+    """Add a test of diverged shares with p value `p` to one side of a rule.
+
+    The result has twice the smaller of both p values.
+    """
     if side.p is None:
         return Side(p, p, p, diverged=True)
     if p < side.p:

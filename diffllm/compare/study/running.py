@@ -1,4 +1,4 @@
-"""Running a study: its checks before the start, and its stages."""
+"""Run a study: check it before the start, and start its runs in stages."""
 
 import shlex
 from itertools import count
@@ -32,17 +32,18 @@ from diffllm.data.progress import track
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
-    """Run everything that has not ended, stage by stage; a started run resumes.
+    """Run all runs of a study that have not ended, stage by stage; resume runs that have started.
 
     Args:
+        out: directory of the study's runs.
         launcher: the overrides hydra/launcher=... and hydra.launcher.*.
-        added: plugins and --config-dir, for the command lines of the runs.
+        added: plugins and --config-dir options for the command lines of the runs.
 
     Returns:
         0 if every run has ended and every arm has a learning rate, 128 + n after signal n, else 1.
 
     Raises:
-        ConfigError: a study that cannot run; nothing has been started or changed.
+        ConfigError: the study cannot run; nothing has been started or changed.
     """
     world = join_ranks()
 
@@ -103,7 +104,9 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError for a study that cannot run or whose verdict cannot decide."""
+    """Raise ConfigError for a study that cannot run, or whose verdict could not decide its
+    claim.
+    """
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)

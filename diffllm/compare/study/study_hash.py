@@ -1,7 +1,7 @@
-"""The hash of a study: of its file and of the resolved configs of its deciding runs.
+"""The hash of a study: of its file, and of the configs of the runs that its rules compare.
 
-A run stores it before its first step, and a verdict computes it again from the configs that the
-runs saved. The hash guards against mistakes, such as an edited file, not against forgery.
+Each run saves the hash before its first step. A verdict recomputes the hash from the configs that
+the runs saved. A difference reveals mistakes, such as an edited study file, but not forgery.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ UNHASHED = (*(key for key in FREE if key != "eval"), "run.study")
 
 
 def config_digest(cfg: TrainConfig, study: Study) -> str:
-    """Return the SHA-256 of all settings that differ from their defaults.
+    """Return the SHA-256 of all settings of a config that differ from their defaults.
 
-    Defaults are ignored so that versions with more keys give the same digest. The learning rate is
-    ignored if the study chooses it.
+    Defaults are ignored so that later versions of diffllm with more keys give the same digest. The
+    learning rate is ignored if the study chooses the learning rate.
     """
     usual = flat_defaults(*map(type, (cfg.model.attention, cfg.data)))
     found = {
@@ -48,7 +48,7 @@ def flat_defaults(attention: type, data: type) -> dict[str, Any]:
 
 
 def planned_digests(study: Study) -> dict[str, str]:
-    """Return the digests of the configs of all deciding runs, by name, in order."""
+    """Return the SHA-256 of the config of each deciding run, by name of the run."""
     return {
         name: config_digest(config_of_planned(run), study)
         for name, run in planned_by_name(study).items()
@@ -56,6 +56,10 @@ def planned_digests(study: Study) -> dict[str, str]:
 
 
 def study_hash(study: Study, digests: Mapping[str, str]) -> str:
-    """Return the hash of the study file and of the digests of its deciding runs, in order."""
+    """Return the hash of a study: of its file, and of the config digests of its deciding runs.
+
+    Args:
+        digests: config digests by name of the run, in the order of the study.
+    """
     lines = [study.hash, *(f"{digest} {name}" for name, digest in digests.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Trends of a study: slopes of the runs of two arms over tokens, positions or parameters."""
+"""Slopes of the metric of two arms of a study over tokens, positions or parameters."""
 
 import math
 from collections.abc import Mapping
@@ -27,6 +27,8 @@ Curves = dict[int, np.ndarray | None]
 
 
 class Sides(NamedTuple):
+    """The curves of two arms by seed, at common values of x."""
+
     x: np.ndarray
     own: Curves
     base: Curves
@@ -35,10 +37,11 @@ class Sides(NamedTuple):
 def arms_of_rule(
     study: Study, rule: Rule, arms: Mapping[str, StudyArm]
 ) -> tuple[StudyArm, StudyArm]:
-    """Return the two arms that a rule compares; for a trend, their values are slopes by seed.
+    """Return the two arms that a rule compares.
 
-    The difference of two slopes is the slope of the gap, because both arms have the same points.
-    Raises ConfigError if the ended runs have too few points in common.
+    For a rule about a trend, the value of a seed is the slope of its curve. The difference of both
+    slopes is the slope of the gap, because both arms have the same points. Raises ConfigError if
+    the ended runs have too few common points.
     """
     own, base = arms[rule.arm], arms[rule.against]
     if rule.kind != "trend":
@@ -69,7 +72,11 @@ def sides(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 
 
 def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
-    """Return final values of seeds that ended at every size, over the mean size of each pair."""
+    """Return the final values of both arms over model size, for a trend over parameters.
+
+    x is the geometric mean of the parameters of each pair of arms. Only seeds that ended at every
+    size are included.
+    """
     named = {name: arms[name] for pair in rule.pairs for name in pair}
     parameters = {name: parameters_of(arm) for name, arm in named.items() if arm.runs}
     if len(parameters) < len(named):
@@ -95,7 +102,11 @@ def parameters_of(arm: StudyArm) -> float:
 
 
 def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
-    """Return values over tokens or positions at which every finite run has a value."""
+    """Return the curves of both arms at all points at which every finite run has a value.
+
+    Args:
+        over: "tokens" or "position".
+    """
     runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
     if over == POSITION:
         x, values = at_positions([run.positions for run in runs if run.positions])
@@ -124,10 +135,12 @@ def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
 
 
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
-    """Return a sentence about the trend of the deciding rule's gap over tokens.
+    """Return a sentence about the trend over tokens of the gap that the study's first rule
+    compares.
 
-    Empty unless the metric is the held-out loss and the runs have enough common evaluations. Empty
-    for a rule about a trend, whose one-sided test may differ from the two-sided interval.
+    Return "" if the metric is not the held-out loss, or if the runs have too few common
+    evaluations. Also return "" for a rule about a trend, because its one-sided test may contradict
+    the two-sided interval of the sentence.
     """
     rule = study.rule
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:

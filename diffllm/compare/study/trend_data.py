@@ -1,4 +1,4 @@
-"""Rules of kind `trend`: losses by position, and checks of the points before runs start."""
+"""Data of rules about trends: losses by position, and checks before the first run."""
 
 import json
 import shlex
@@ -19,7 +19,10 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 
 
 class PositionLosses(NamedTuple):
-    """The evaluation `position` at the last step of a run, one entry per octave of positions."""
+    """Losses of a run by position in the document, from `diffllm evaluate tasks=[position]`.
+
+    Arrays have one entry per octave of positions.
+    """
 
     positions: np.ndarray
     """(n,) first position of each octave from 1 on; position 0 has no logarithm."""
@@ -34,7 +37,9 @@ def needs_positions(study: Study, arm: str) -> bool:
 
 
 def position_losses(run: Run) -> PositionLosses:
-    """Read the evaluation `position` of the last step; raises ConfigError if it is missing."""
+    """Read the losses by position at the last step of a run; raises ConfigError if they are
+    missing.
+    """
     problems: dict[str, list[str]] = {}
     results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})
     if (found := results.get(POSITION)) is None:
@@ -55,10 +60,10 @@ def position_losses(run: Run) -> PositionLosses:
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if a trend will have too few points or wrong sizes.
+    """Raise ConfigError if a trend will have too few points, or arms of wrong sizes.
 
     Args:
-        configs: config of a deciding run by arm.
+        configs: config of each arm.
     """
     for rule in study.rules:
         if rule.over == PARAMETERS:
@@ -80,7 +85,13 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError unless all sizes differ and `arm` and `against` are the largest."""
+    """Raise ConfigError if the sizes of a trend over parameters are not valid.
+
+    All sizes must differ, and the arms `arm` and `against` of the rule must be the largest.
+
+    Args:
+        parameters: number of parameters of each arm.
+    """
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]
         if len({*sizes}) < len(sizes) or max(sizes) > sizes[-1]:

@@ -1,4 +1,4 @@
-"""Conditions in which the arms of a study must agree, unless the study declares a difference."""
+"""Settings that must be equal in all arms of a study, unless the study declares a difference."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ Values = Mapping[str, Any]
 
 
 class Condition(NamedTuple):
+    """Settings and facts that must be equal in all arms."""
+
     keys: tuple[str, ...]
     tolerance: float = 0.0
     """Largest relative difference that counts as equal."""
@@ -46,7 +48,11 @@ UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
 def settings_of(config: Values) -> dict[str, str]:
-    """Return the tokens and those settings of a flattened config that are conditions, as text."""
+    """Select the settings that must be equal in all arms, and the training tokens, as text.
+
+    Args:
+        config: config values by dotted key.
+    """
     keys = [key for condition in CONDITIONS.values() for key in condition.keys]
     tokens = config["steps"] * config["global_batch_size"] * config["seq_len"]
     values = {**config, "tokens": tokens}
@@ -58,7 +64,12 @@ def settings_of(config: Values) -> dict[str, str]:
 
 
 def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) -> list[str]:
-    """Return one message per undeclared condition in which the arms differ."""
+    """Return one message for each condition in which arms differ without a declaration.
+
+    Args:
+        arms: settings and facts of each run, by arm.
+        declared: conditions that may differ, from `unequal` of the study file.
+    """
     placed = [(arm, values) for arm, runs in arms.items() for values in runs]
     settled = {
         key
@@ -79,7 +90,15 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
 
 
 def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> str:
-    """Return the values of a condition with their arms; empty if all recorded values are equal."""
+    """Return the different values of a setting with the names of their arms; "" if all are equal.
+
+    Missing values are ignored.
+
+    Args:
+        key: name of the setting.
+        placed: name of the arm and settings of each run.
+        tolerance: largest relative difference that counts as equal.
+    """
     known = [(arm, values[key]) for arm, values in placed if key in values]
     numbers = [value for _, value in known if isinstance(value, int | float)]
     apart = 0.0

@@ -1,4 +1,4 @@
-"""The verdict of a study: its rules applied to its ended runs."""
+"""The verdict of a study: the result of its rules for its ended runs."""
 
 import shlex
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ FACTS = ("corpus", "python", "torch", "device", "ranks", "code", "compute_dtype"
 
 @dataclass(frozen=True)
 class Verdict:
+    """The verdict of a study with its reasons, tests and arms."""
+
     study: Study
     verdict: str
     would_be: str
@@ -62,7 +64,10 @@ class Verdict:
 
 
 def judge(study: Study, out: Path) -> Verdict:
-    """Judge a study by its ended runs; raises ConfigError if no run has ended."""
+    """Return the verdict of a study from the ended runs in `out`.
+
+    Raises ConfigError if no run has ended.
+    """
     evidence = read_evidence(study, out)
     if not evidence.runs:
         start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
@@ -71,7 +76,7 @@ def judge(study: Study, out: Path) -> Verdict:
 
 
 def judge_evidence(study: Study, evidence: Evidence) -> Verdict:
-    """Judge a study from evidence with at least one ended run."""
+    """Return the verdict of a study from the values of at least one ended run."""
     choices = evidence.choices(study)
     arms = evidence.arms(study, choices)
     by_name = {arm.name: arm for arm in arms}

@@ -1,4 +1,4 @@
-"""The verdict on a study as a page, as Markdown and as lines for a terminal."""
+"""The verdict of a study as an HTML page, as Markdown and as text for a terminal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def verdict_headline(found: Verdict) -> str:
 
 
 def verdict_sentence(found: Verdict) -> str:
-    """Return the outcome of the deciding rule and the sizes of its arms."""
+    """Return a sentence with the result of the first rule and the sizes of both arms."""
     tested, arms = found.tested[0], found.numbers()["arms"]
     own, base = (
         [compact(arms[name][fact]) for fact in ("parameters", "flops_per_token")]
@@ -126,7 +126,11 @@ def arms_table(found: Verdict) -> Table:
 
 
 def power_words(study: Study) -> str:
-    """Say how probable it is that the study finds the stated gap, for rules with a t test of it."""
+    """Return a sentence about the probability that the study finds the gap in its key `power`.
+
+    If the file states no power, or if the first rule is not tested by a t test of a difference, the
+    sentence says so.
+    """
     if study.power is None:
         return "The study file states no power."
     if study.rule.kind in ("equivalence", "log_rank"):
@@ -175,14 +179,21 @@ def draw_rules(
     width: float = WIDTH,
     ends: str = BOUNDS,
 ) -> "Figure":
-    """Draw the gaps of rules by arm and reference arm, with their bounds."""
+    """Draw the gap of each compared pair of arms with its bounds.
+
+    Args:
+        gaps: gap and bounds by (arm, reference arm).
+        styles: line style of each arm.
+        across: label of the horizontal axis.
+        ends: description of the bounds, for the legend.
+    """
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
     return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"), ends=ends)
 
 
 def verdict_html(found: Verdict) -> str:
-    """The page; equal verdicts give equal bytes."""
+    """Return the HTML page of a verdict; equal verdicts give identical pages."""
     numbers = found.numbers()
     return template("verdict.html.jinja").render(
         found=found,
@@ -252,7 +263,10 @@ def origin(numbers: dict[str, Any]) -> str:
 
 
 def equal_lines(found: Verdict) -> list[str]:
-    """Return the table of gaps at equal cost, in Markdown; empty unless the metric is a loss."""
+    """Return the table of gaps at equal cost as lines of Markdown.
+
+    The list is empty if the metric is not heldout_loss.
+    """
     if not found.equal:
         return []
     return [

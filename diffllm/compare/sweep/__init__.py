@@ -1,1 +1,1 @@
-"""Sweeps, `train.py -m`: each combination of swept values has a separate process."""
+"""Sweeps (`train.py -m`): one run, in a separate process, per combination of swept values."""

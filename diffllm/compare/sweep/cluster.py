@@ -1,7 +1,7 @@
-"""Run the jobs of a sweep with submitit: as SLURM jobs, or all at once on this machine.
+"""Run the jobs of a sweep with submitit: as SLURM jobs, or in parallel on this machine.
 
-`hydra/launcher=submitit_slurm` and `hydra.launcher.*` have the same meaning as for Hydra's own
-launcher. Hydra's launcher would abandon all runs after one killed job, and restart finished runs.
+`hydra/launcher=submitit_slurm` and `hydra.launcher.*` have the same meaning as in Hydra. Hydra's
+launcher is not used, because it abandons all runs after one killed job and restarts finished runs.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 @dataclass
 class ClusterLauncher:
-    """The cluster of a sweep, from `hydra/launcher` and `hydra.launcher.*`."""
+    """Submits the jobs of a sweep with the settings `hydra/launcher` and `hydra.launcher.*`."""
 
     kind: str
     """"slurm" or "local"."""
@@ -41,7 +41,15 @@ class ClusterLauncher:
 
     @classmethod
     def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
-        """Return the cluster that `words` select, None for `basic`; raises ConfigError."""
+        """Return the launcher that the overrides `words` select; None for `hydra/launcher=basic`.
+
+        Raises ConfigError for invalid settings.
+
+        Args:
+            words: overrides of hydra/launcher and hydra.launcher.*.
+            ranks: world size of this process; more than 1 is an error.
+            sweep: the override run.sweep=<name>.
+        """
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
@@ -70,10 +78,13 @@ class ClusterLauncher:
         return self.settings["nodes"] * self.settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
-        """Submit all jobs that are not queued yet, and wait for all jobs.
+        """Submit all jobs that are not in the queue, and wait for all jobs.
 
-        A signal stops jobs on this machine; jobs of a cluster stay in the queue. Returns the signal
-        number or 0, and the ending of each job by name.
+        After SIGINT or SIGTERM, jobs on this machine are stopped, and SLURM jobs remain in the
+        queue.
+
+        Returns:
+            The number of the received signal or 0, and how each job ended, by name.
         """
         stay = "the jobs stay in the queue; the same command waits for them"
         with Stops(stay if self.kind == "slurm" else "stopping") as stops:
@@ -152,7 +163,10 @@ class ClusterLauncher:
 
 
 def first_failed(endings: list[Ending]) -> Ending:
-    """Return the earliest failure with a message, else the earliest failure, else rank 0."""
+    """Return how a job ended, from how each of its ranks ended.
+
+    This is the earliest failure with a message, or else the earliest failure, or else rank 0.
+    """
     failed = [ending for ending in endings if ending.state == "failed"]
     return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
 
@@ -167,8 +181,10 @@ def why(error: Exception) -> str:
 
 
 def in_queue(job_id: str) -> bool:
-    """Return whether squeue lists a job. Raises ConfigError if squeue fails, because submitting the
-    job again could start a run twice."""
+    """Return whether squeue lists a job.
+
+    Raises ConfigError if squeue fails, because submitting the job again could start a run twice.
+    """
     words = ["squeue", "--noheader", "--jobs", job_id, "--format", "%i"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True)

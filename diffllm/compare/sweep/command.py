@@ -20,10 +20,14 @@ Place = tuple[SweepDirectory, ClusterLauncher | None]
 
 
 def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
-    """Run every combination that has not ended, and print the result of every run.
+    """Run every combination of swept values that has not ended, and print the result of every run.
 
     All configs are checked first. A failed run does not stop the remaining runs. The override
     run.sweep=<name> resumes an earlier sweep.
+
+    Args:
+        words: overrides from the command line.
+        config_dirs: additional config directories.
 
     Returns:
         0 if every run has ended, 128 + n after signal n, else 1.
@@ -68,7 +72,7 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
 
 
 def join_ranks() -> World:
-    """Join the ranks, and set the environment that all runs inherit."""
+    """Initialise torch.distributed, and set environment variables that all runs inherit."""
     os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
     if world.size > 1:  # Runs rendezvous through the store of this process.
@@ -139,7 +143,10 @@ def loss_words(summary: dict[str, Any]) -> str:
 
 
 def write_comparison(directory: Path) -> None:
-    """Print and write the comparison; print an error without failing the sweep."""
+    """Print the comparison of a sweep's runs and write its report.
+
+    An error is printed and does not fail the sweep.
+    """
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read

@@ -1,4 +1,6 @@
-"""Runs of a sweep as child processes. Few imports, because each task of a cluster loads this."""
+"""Runs of a sweep as child processes. Imports are few, because each cluster task loads this
+module.
+"""
 
 import contextlib
 import ctypes
@@ -29,6 +31,8 @@ ERROR = re.compile(
 
 
 class Ending(NamedTuple):
+    """How a run of a sweep ended."""
+
     state: str
     """finished, stopped (with a checkpoint), failed, stays (in the queue) or not started."""
     reason: str = ""
@@ -40,6 +44,8 @@ class Ending(NamedTuple):
 
 @dataclass
 class Job:
+    """A run of a sweep."""
+
     number: int
     total: int
     name: str
@@ -64,7 +70,10 @@ class Job:
 
 
 class JobProcess:
-    """The process of a started job; copies stderr to this process's stderr and the job's log."""
+    """The child process of a run.
+
+    Its stderr is copied to the stderr of this process and to the log of the run.
+    """
 
     def __init__(self, job: Job, rank: int = 0):
         self.job, self.rank, self.signalled = job, rank, False
@@ -95,7 +104,9 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Send a signal: the first lets the run save, and a second SIGINT ends the run at once."""
+        """Send a signal to the run: the first lets the run save, a second SIGINT ends the run at
+        once.
+        """
         self.child.send_signal(number)
         self.signalled = True
 
@@ -125,6 +136,8 @@ class JobProcess:
 
 
 class ClusterTask:
+    """The function that a cluster executes for a run."""
+
     process: JobProcess | None = None
 
     def __call__(self, job: Job) -> Ending:
@@ -139,7 +152,7 @@ class ClusterTask:
         return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
-        """Let a run save at preemption or timeout; submitit then queues the job again."""
+        """Let the run save before preemption or a timeout; submitit then queues the job again."""
         from submitit.helpers import DelayedSubmission
 
         if self.process:
@@ -150,10 +163,10 @@ class ClusterTask:
 
 
 class Stops:
-    """Context that records SIGINT and SIGTERM, and forwards the signals to the running job.
+    """Context manager that records SIGINT and SIGTERM, and forwards them to the running job.
 
     Args:
-        said: message after SIGINT if no job runs in this process.
+        said: message after SIGINT if this process runs no job.
     """
 
     def __init__(self, said: str = "stopping") -> None:
@@ -188,7 +201,10 @@ class Stops:
 
 
 def path_for_jobs() -> str:
-    """Return the PYTHONPATH of jobs: this package and sys.path[0] before inherited paths."""
+    """Return the PYTHONPATH of child processes.
+
+    The directory of this package and sys.path[0] come before the inherited entries.
+    """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     own = [*([] if package in installed else [package]), *sys.path[:1]]
@@ -197,7 +213,11 @@ def path_for_jobs() -> str:
 
 
 def tie_to_parent() -> None:
-    """Make the child save and stop if the parent dies, and ignore SIGUSR2 of a scheduler."""
+    """Make this process receive SIGTERM when its parent dies, and ignore SIGUSR2.
+
+    Called in the child process before the run starts. A scheduler may send SIGUSR2 to all processes
+    of a job.
+    """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

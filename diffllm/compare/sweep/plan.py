@@ -1,4 +1,4 @@
-"""Plan a sweep: check every job, and compare with the existing runs of the directory."""
+"""Plan the runs of a sweep, and check them against the existing runs of its directory."""
 
 import hashlib
 import itertools
@@ -32,7 +32,7 @@ LONGEST = 40
 
 
 def experiment_words(words: list[str]) -> list[str]:
-    """Return the hydra.sweeper.params of the chosen experiment as overrides."""
+    """Return the swept values of the chosen experiment (hydra.sweeper.params) as overrides."""
     chosen = [word for word in words if word.startswith("experiment=")]
     with hydra():
         try:
@@ -48,7 +48,11 @@ def experiment_words(words: list[str]) -> list[str]:
 
 
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
-    """Return overrides of runs (the last of each key) and of the launcher; raises ConfigError."""
+    """Separate overrides of runs from overrides of the launcher.
+
+    Of several overrides of the same key of a run, the last is returned. Raises ConfigError for an
+    invalid override, and for a key that a sweep sets itself.
+    """
     with hydra() as loader:  # glob(...) reads the loader.
         try:
             overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
@@ -94,9 +98,10 @@ def split_values(override: Override) -> list[str]:
 
 
 def name_run(cfg: TrainConfig, keys: list[str]) -> str:
-    """Name a run after the values of `keys`: diff_v1-lr0.001-seed0.
+    """Return the name of a run, made from the values of `keys`: "diff_v1-lr0.001-seed0".
 
-    Spellings of one value give one name, and different values give different names.
+    Equal values give the same name for every spelling, such as 0.1 and 1e-1. Different values give
+    different names.
     """
     labels, parts = short_labels(keys), []
     for key in keys:
@@ -108,7 +113,9 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the value of a key, enums by name; None if the config lacks the key."""
+    """Return the config value of a key, with an enum as its name; None if the key does not
+    exist.
+    """
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -139,9 +146,9 @@ def label_value(label: str, value: Any) -> str:
 
 
 class SweepDirectory:
-    """The directory `outputs/<sweep>/`, which rank 0 locks against other sweeps.
+    """The directory `outputs/<sweep>/`, locked against other sweeps, and its sweep.json.
 
-    sweep.json contains the keys that name runs, and each run's overrides of these keys.
+    sweep.json contains the keys that name the runs, and for each run its overrides of these keys.
     """
 
     def __init__(self, path: Path, kind: str = "sweep"):
@@ -167,8 +174,13 @@ class SweepDirectory:
 def plan_sweep(
     overrides: list[Override], world_size: int
 ) -> tuple[SweepDirectory, list[dict[str, Any]]]:
-    """Check every job and lock the sweep's directory; return the directory and the fields of each
-    Job. Raises ConfigError."""
+    """Check the configs of all runs and lock the sweep's directory.
+
+    Raises ConfigError if a config is invalid, or if existing runs do not match.
+
+    Returns:
+        The directory, and the fields of the `Job` of each run.
+    """
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}
     by_key = [o.get_key_element() for o in overrides]
@@ -212,7 +224,14 @@ def plan_sweep(
 
 
 def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
-    """Return the keys that name runs: the recorded keys of the sweep, then newly swept keys."""
+    """Return the keys that name runs: those that sweep.json records, then newly swept keys.
+
+    Raises ConfigError if a recorded key is not set.
+
+    Args:
+        swept: keys with several values.
+        given: all keys that are set.
+    """
     keys = directory.record["keys"] or []
     if not {*keys} <= {*given}:
         raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; set all these keys")
@@ -220,7 +239,7 @@ def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -
 
 
 def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return the configs of the sweep's readable runs, by name."""
+    """Return the saved configs of the sweep's started runs, by name; damaged runs are omitted."""
     begun = {}
     for name in directory.record["runs"]:
         with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
@@ -229,7 +248,11 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
 
 
 def check_queue(jobs: dict[str, str]) -> None:
-    """Raise ConfigError if a job whose run gets a new name is in SLURM's queue."""
+    """Raise ConfigError if a job is in SLURM's queue, because its run would get another name.
+
+    Args:
+        jobs: SLURM job ids by name of the run.
+    """
     from diffllm.compare.sweep.cluster import in_queue
 
     for name, job_id in jobs.items():
@@ -239,7 +262,10 @@ def check_queue(jobs: dict[str, str]) -> None:
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
-    """Return the overrides that give `keys` the values of a run."""
+    """Return overrides that set each key in `keys` to its value in `cfg`.
+
+    Keys whose value is None are omitted.
+    """
     values = {key: value for key in keys if (value := value_of(cfg, key)) is not None}
     return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
 
