@@ -36,7 +36,7 @@ def names(length):
     return [f"t{i}" for i in range(length)]
 
 
-def test_images_are_the_maps_and_the_future_is_blank():
+def test_attention_map_figure_shows_weights_with_later_keys_blank():
     layer = made_maps()
     fig = draw(layer, [1], names(6), "")
     drawn = [axes.images[0].get_array() for axes in fig.axes[:3]]
@@ -46,7 +46,7 @@ def test_images_are_the_maps_and_the_future_is_blank():
         assert np.array_equal(image.data[~future], weights[0, 1].double().numpy()[~future])
 
 
-def test_colours_are_comparable_and_symmetric_for_signed_maps():
+def test_attention_map_figure_uses_one_symmetric_colour_scale_for_signed_maps():
     layer = made_maps(length=40)
     fig = draw(layer, [0, 1], names(40), "")
     images = [axes.images[0] for axes in fig.axes if axes.images][:6]
@@ -94,7 +94,7 @@ def png_size(path: Path):
     "variant",
     slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"]),
 )
-def test_figure_and_table_of_a_run(make_run, command, variant):
+def test_attention_map_command_writes_figure_and_prints_table(make_run, command, variant):
     run = make_run(variant)
     code, out, err = command(f"run={run}", "prompt=def f(x):\n", "layer=1")
     assert (code, err) == (0, "")
@@ -108,7 +108,7 @@ def test_figure_and_table_of_a_run(make_run, command, variant):
     assert [row[0] for row in rows] == [str(h) for h in range(2 if variant == "diff_v1" else 4)]
 
 
-def test_the_table_has_the_numbers_of_the_maps(make_run, command):
+def test_attention_map_table_equals_statistics_of_attention_maps(make_run, command):
     run = make_run()
     _, out, _ = command(f"run={run}", "prompt=return x[3]", "layer=0")
     ids = Tokenizer.from_file(run / "tokenizer.model").encode("return x[3]")
@@ -129,7 +129,7 @@ def test_the_table_has_the_numbers_of_the_maps(make_run, command):
     assert len(rows) == 4
 
 
-def test_attention_map_draws_single_head_and_writes_to_given_path(make_run, command, tmp_path):
+def test_attention_map_command_draws_single_head_to_given_path(make_run, command, tmp_path):
     run = make_run()
     code, out, _ = command(f"run={run}", "prompt=x", "head=2")
     assert code == 0
@@ -158,7 +158,9 @@ def test_attention_map_draws_single_head_and_writes_to_given_path(make_run, comm
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_attention_map_prints_a_single_error_line(make_run, command, words, named):
+def test_attention_map_command_prints_single_error_line_for_invalid_arguments(
+    make_run, command, words, named
+):
     run = make_run()
     before = sorted(run.rglob("*"))
     code, out, err = command(f"run={run}", *words)
@@ -170,7 +172,7 @@ def test_attention_map_prints_a_single_error_line(make_run, command, words, name
     assert sorted(run.rglob("*")) == before
 
 
-def test_weights_that_are_not_finite_are_refused(make_run, command):
+def test_attention_map_command_fails_if_attention_is_not_finite(make_run, command):
     run = make_run()
     model, _ = load_model(run)
     tensors = {name: param.detach() for name, param in model.named_parameters()}

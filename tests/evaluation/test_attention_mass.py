@@ -83,7 +83,7 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shares_of_padded_batch_equal_equations_of_single_contexts(variant):
+def test_attention_shares_of_padded_batch_equal_shares_of_single_contexts(variant):
     model = float64_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
@@ -124,7 +124,7 @@ def approx(values):
     return pytest.approx(values, abs=10**-DIGITS)
 
 
-def test_shares_of_known_maps():
+def test_attention_shares_of_known_maps_equal_hand_calculation():
     first = torch.tensor([[[0.1, 0.6, 0.2, 0.1]]]).double()
     maps = {"map 1": first, "map 2": first.flip(-1), "difference": first - first.flip(-1)}
     _, shares = shares_of(maps, torch.eye(3)[[2, 0, 1, 0]].double()[None])
@@ -142,7 +142,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def test_target_tokens_overlap_the_evidence(tokenizer):
+def test_attention_target_is_all_tokens_that_overlap_the_evidence(tokenizer):
     prompt = "def abcd(x):\n    return 12, 日本 def return\n# return abcd +"
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in tokenizer.encode(prompt)]
     sizes = [1 if re.match("<0x..>", piece) else len(piece.encode()) for piece in pieces]
@@ -169,7 +169,7 @@ def line(heads, **facts):
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_scores_are_means_over_clusters_and_use_best_head_per_layer(monkeypatch):
+def test_attention_mass_scores_resample_clusters_and_select_best_head_per_layer(monkeypatch):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))
     drawn[:, [0, 1], [1, 0]] += 0.3
     facts = [{"text": i % 8 // 2, "level": i // 8, "depth": i % 2} for i in range(16)]
@@ -235,7 +235,9 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_evaluate_prints_stores_and_compares_shares(recall, tmp_path, capsys):
+def test_evaluate_command_prints_and_stores_attention_mass_and_report_compares_runs(
+    recall, tmp_path, capsys
+):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")
@@ -269,7 +271,7 @@ def test_evaluate_prints_stores_and_compares_shares(recall, tmp_path, capsys):
     assert "target, layer 1" in page
 
 
-def test_tasks_without_evidence_and_unknown_tasks_fail_in_a_single_line(tmp_path, capsys):
+def test_attention_mass_of_unknown_task_or_without_evidence_prints_single_error(tmp_path, capsys):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")
     for name, said in (
         ("attention_mass_icl", "attention_mass_icl: the examples of the task icl have no evidence"),

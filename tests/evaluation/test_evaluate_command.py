@@ -33,7 +33,9 @@ def run(tmp_path: Path, tokenizer: bytes) -> Path:
     return write_weights(tmp_path / "run", tokenizer, "seq_len=256")
 
 
-def test_evaluate_prints_json_or_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_command_prints_accuracy_as_json_or_table(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", f"run={run}", *FAST, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert list(said) == ["mqar", "icl"]
@@ -53,7 +55,7 @@ def test_evaluate_prints_json_or_a_table(run: Path, capsys: pytest.CaptureFixtur
         assert text in table
 
 
-def test_results_are_stored_by_checkpoint_and_settings(
+def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["evaluate", f"run={run}", *FAST, "--json"]
@@ -91,7 +93,7 @@ def test_results_are_stored_by_checkpoint_and_settings(
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_of_sweep_prints_a_single_table_of_means_and_gaps(
+def test_evaluate_command_on_sweep_prints_table_of_means_and_gaps(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"
@@ -131,7 +133,7 @@ def test_evaluate_of_sweep_prints_a_single_table_of_means_and_gaps(
     assert "gap to" not in capsys.readouterr().out
 
 
-def test_task_that_is_too_long_is_skipped(
+def test_evaluate_command_skips_task_longer_than_model_length(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -154,7 +156,7 @@ def test_task_that_is_too_long_is_skipped(
     assert str(short) not in said.out.partition("note")[0]
 
 
-def test_suite_at_a_length_of_256_has_all_tasks_but_needles(
+def test_default_suite_with_seq_len_256_skips_only_needle_task(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", f"run={run}", "limit=4", "--json"]) == 0
@@ -167,7 +169,7 @@ def test_suite_at_a_length_of_256_has_all_tasks_but_needles(
     )
 
 
-def test_interval_of_dependent_examples_counts_texts() -> None:
+def test_accuracy_interval_of_clustered_examples_uses_number_of_clusters() -> None:
     facts = [{"rule": i // 4, "order": i % 4, "labels": "yes/no"} for i in range(20)]
     lines = [
         {"level": 0, "correct": i < 14, "generated": False, "candidates": 2, **fact}
@@ -179,7 +181,7 @@ def test_interval_of_dependent_examples_counts_texts() -> None:
 
 
 @torch.no_grad()
-def test_invalid_arguments_print_a_single_error_line(
+def test_evaluate_command_prints_single_error_line_for_invalid_arguments(
     run: Path, tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = write_weights(tmp_path / "short", tokenizer, "seq_len=16")
@@ -215,7 +217,7 @@ class Copied(Task):
 """
 
 
-def test_plugin_file_defines_task(
+def test_evaluate_command_runs_task_of_plugin_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "copied_task.py").write_text(OWN)
@@ -234,7 +236,7 @@ def write_lines(path: Path, *lines: Any) -> Path:
     return path
 
 
-def test_a_file_of_prompts_and_answers_is_a_task(
+def test_evaluate_command_runs_file_of_prompts_and_answers_as_task(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = write_lines(
@@ -262,7 +264,7 @@ def test_a_file_of_prompts_and_answers_is_a_task(
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_error_names_invalid_line_of_examples_file(
+def test_evaluate_command_names_invalid_line_of_examples_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, said: str
 ) -> None:
     own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
@@ -271,7 +273,7 @@ def test_error_names_invalid_line_of_examples_file(
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
-def test_requested_level_is_used_or_refused(
+def test_evaluate_command_uses_requested_task_level_or_prints_error(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
@@ -298,7 +300,7 @@ def test_requested_level_is_used_or_refused(
         assert error.startswith(f"error: {said}"), error
 
 
-def test_tokenizer_that_cannot_encode_answers_prints_a_single_error_line(
+def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
     tmp_path: Path,
     tokenizer: bytes,
     capsys: pytest.CaptureFixture[str],
@@ -315,7 +317,9 @@ def test_tokenizer_that_cannot_encode_answers_prints_a_single_error_line(
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_limit_counts_examples_of_levels(run: Path, limit: int | None, asked: list[int]) -> None:
+def test_evaluation_limit_is_divided_between_task_levels(
+    run: Path, limit: int | None, asked: list[int]
+) -> None:
     wanted = Asked(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
     tokenizer = Tokenizer.from_file(run / "tokenizer.model")
     numbers = Answers(TASKS["mqar"]).examples(wanted, tokenizer, 10_000)["examples"]

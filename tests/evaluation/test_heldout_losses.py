@@ -21,7 +21,7 @@ SOME = DocumentLosses(
 )
 
 
-def test_document_losses_default_to_last_step(tmp_path: Path) -> None:
+def test_document_losses_reads_last_step_by_default(tmp_path: Path) -> None:
     SOME.save(tmp_path, 9)
     later = replace(SOME, nats=SOME.nats / 2)
     later.save(tmp_path, 40)
@@ -31,7 +31,7 @@ def test_document_losses_default_to_last_step(tmp_path: Path) -> None:
         assert np.array_equal(getattr(first, name), getattr(SOME, name))
 
 
-def test_losses_are_separated_by_source(tmp_path: Path) -> None:
+def test_document_losses_of_mixture_are_separated_by_source(tmp_path: Path) -> None:
     mixed = replace(SOME, sources=np.array([1, 0, 1]))
     mixed.save(tmp_path, 9)
     read = document_losses(tmp_path)
@@ -44,7 +44,7 @@ def test_losses_are_separated_by_source(tmp_path: Path) -> None:
     assert SOME.of_source(0).loss == SOME.loss, "one source"
 
 
-def test_loss_and_bits_per_byte_equal_hand_calculation() -> None:
+def test_loss_and_bits_per_byte_of_documents_equal_hand_calculation() -> None:
     assert SOME.loss == 30 / 8  # the mean over all tokens, not over documents
     assert SOME.bits_per_byte == pytest.approx(30 / 0.6931471805599453 / 30)
     empty = replace(SOME, bytes=0 * SOME.bytes)
@@ -79,14 +79,16 @@ def arrays(**changes: object) -> dict[str, object]:
     ],
     ids=["empty", "cut", "flipped", "lacking", "shorter", "no tokens", "float", "code", "nothing"],
 )
-def test_error_names_damaged_file_in_a_single_line(tmp_path: Path, content: bytes) -> None:
+def test_document_losses_raises_error_with_path_of_damaged_file(
+    tmp_path: Path, content: bytes
+) -> None:
     SOME.save(tmp_path, 40)
     (tmp_path / "heldout" / "step-00000040.npz").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"heldout/step-00000040\.npz is damaged: "):
         document_losses(tmp_path)
 
 
-def test_error_names_run_without_losses(tmp_path: Path) -> None:
+def test_document_losses_raises_error_for_run_without_losses(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no losses of held-out documents: .* ended"):
         document_losses(tmp_path)
     SOME.save(tmp_path, 40)

@@ -30,7 +30,7 @@ def without_checksum(lines: list[str]) -> list[str]:
     return [json.dumps(first) + "\n", *lines[1:]]
 
 
-def test_read_result_returns_only_results_of_same_key(
+def test_read_result_returns_none_for_evaluation_with_different_settings(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = read_result(file, KEY)
@@ -56,7 +56,7 @@ def test_read_result_returns_only_results_of_same_key(
         (without_checksum, "its checksum differs"),
     ],
 )
-def test_read_result_names_changed_file(
+def test_read_result_of_edited_file_returns_none_and_prints_file_name(
     file: Path, capsys: pytest.CaptureFixture[str], edit: Edit, said: str
 ) -> None:
     file.write_text("".join(edit(file.read_text().splitlines(keepends=True))))

@@ -37,7 +37,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_suite_is_printed_stored_and_not_repeated(
+def test_checkpoint_suite_prints_and_stores_results_and_reuses_stored_results(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = copied(run, tmp_path / "run")
@@ -64,7 +64,7 @@ def test_suite_is_printed_stored_and_not_repeated(
         assert text in table
 
 
-def test_outliers_evaluation_equals_outliers_command(
+def test_outliers_evaluation_equals_result_of_outliers_command(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["outliers", f"run={run}", f"tokens={5 * 64}", "--json"]) == 0
@@ -92,7 +92,7 @@ def test_outliers_evaluation_equals_outliers_command(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_stored_results_need_no_data_and_changed_corpus_fails(
+def test_stored_evaluation_needs_no_corpus_and_changed_corpus_prints_error(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = data_words(tmp_path)
@@ -114,7 +114,7 @@ def test_stored_results_need_no_data_and_changed_corpus_fails(
         assert "has changed since training" in error
 
 
-def test_diverged_model_fails_in_a_single_line(
+def test_evaluation_of_diverged_model_prints_single_error_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = copied(run, tmp_path / "run")

@@ -44,7 +44,7 @@ def close(found, expected, rel):
         assert found[name] == pytest.approx(value, rel=within), name
 
 
-def test_spread_of_pieces_equals_spread_of_whole():
+def test_outlier_statistics_of_pieces_equal_statistics_of_whole_tensor():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
     values = values.astype(np.float32)
@@ -55,7 +55,7 @@ def test_spread_of_pieces_equals_spread_of_whole():
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_few_values_have_no_hundredth_and_equal_values_no_kurtosis():
+def test_outlier_statistics_lack_top_10_of_five_values_and_kurtosis_of_equal_values():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()
@@ -128,7 +128,9 @@ def explicit(model, tokens, documents):
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("variant", slow_but(["standard", "diff_v2"], VARIANTS))
-def test_outliers_equal_explicit_tensors_in_float64(variant, masked, monkeypatch):
+def test_outlier_statistics_of_layers_equal_explicit_computation_in_float64(
+    variant, masked, monkeypatch
+):
     monkeypatch.setattr(outliers, "PIECE", 1000)  # Split queries into several pieces.
     model = tiny(variant)
     tokens = torch.randint(4, 64, (3, T))
@@ -156,7 +158,7 @@ def test_outliers_equal_explicit_tensors_in_float64(variant, masked, monkeypatch
 
 
 @torch.no_grad()
-def test_planted_channel_is_found_with_planted_value():
+def test_outlier_statistics_find_channel_with_planted_large_value():
     model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
     before = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     model.tok_embeddings.weight[:, 17] = -300.0  # Blocks only add to this channel.
@@ -170,7 +172,7 @@ def test_planted_channel_is_found_with_planted_value():
         assert planted["hidden"]["kurtosis"] > 10 * plain["hidden"]["kurtosis"]
 
 
-def test_error_names_layer_with_values_that_are_not_finite():
+def test_outlier_measurement_names_layer_whose_output_is_not_finite():
     model = tiny("standard")
     tokens = torch.randint(4, 64, (1, T))
     with torch.no_grad():

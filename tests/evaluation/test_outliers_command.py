@@ -29,7 +29,7 @@ def outliers(capfd):
     return lambda *words: call(lambda: tools.main(["outliers", *words]), capfd)
 
 
-def test_json_describes_first_tokens_of_the_held_out_split(trained, outliers):
+def test_outliers_command_json_describes_first_heldout_tokens(trained, outliers):
     first = outliers(f"run={trained}", "tokens=100", "--json")
     assert first.code == 0, first.err
     found = json.loads(first.out)
@@ -46,7 +46,7 @@ def test_json_describes_first_tokens_of_the_held_out_split(trained, outliers):
         assert {**own, "layer": layer["layer"]} == layer
 
 
-def test_tables_show_every_layer_and_map(trained, outliers):
+def test_outliers_command_tables_show_every_layer_and_attention_map(trained, outliers):
     done = outliers(f"run={trained}", "step=3", "tokens=64")
     assert done.code == 0, done.err
     assert "diff_v2, step 3, the first 64 held-out tokens (1 sequences), float32" in done.out
@@ -66,14 +66,18 @@ def test_tables_show_every_layer_and_map(trained, outliers):
         (["run={run}", "prompt=a"], "unknown argument 'prompt=a'"),
     ],
 )
-def test_outliers_prints_a_single_error_line(trained, outliers, words, named):
+def test_outliers_command_prints_single_error_line_for_invalid_arguments(
+    trained, outliers, words, named
+):
     done = outliers(*(word.format(run=trained) for word in words))
     assert (done.code, done.out) == (2, "")
     assert named in done.err
     assert done.err.count("\n") == 1
 
 
-def test_error_names_run_without_checkpoints_or_with_changed_corpus(trained, outliers, tmp_path):
+def test_outliers_command_fails_without_checkpoint_or_with_changed_corpus(
+    trained, outliers, tmp_path
+):
     other = shutil.copytree(trained, tmp_path / "other")
     facts = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}))

@@ -51,7 +51,7 @@ def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -
     return found
 
 
-def test_sums_equal_definition() -> None:
+def test_position_evaluation_sums_losses_by_position_distance_and_span() -> None:
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -61,7 +61,7 @@ def test_sums_equal_definition() -> None:
             assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
 
 
-def test_spans_of_repeating_text() -> None:
+def test_position_evaluation_finds_repeated_spans_of_repeating_text() -> None:
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
@@ -89,7 +89,7 @@ def lines_of(subject: Subject, limit: int | None = None) -> list[Line]:
 
 
 @torch.no_grad()
-def test_lines_equal_single_documents_in_float64(
+def test_position_evaluation_in_batches_equals_single_documents_in_float64(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, data = measured
@@ -117,7 +117,7 @@ def test_lines_equal_single_documents_in_float64(
                 assert line[kind][name] == [pytest.approx(nats, rel=1e-4), tokens]
 
 
-def test_scores_are_totals_over_tokens_with_intervals_over_documents(
+def test_position_scores_are_means_over_tokens_with_bootstrap_over_documents(
     measured: tuple[Subject, TokenData],
 ) -> None:
     subject, _ = measured
@@ -156,7 +156,7 @@ def test_scores_are_totals_over_tokens_with_intervals_over_documents(
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_sums_exclude_tokens_that_are_only_context(tmp_path: Path) -> None:
+def test_position_evaluation_excludes_tokens_without_a_target(tmp_path: Path) -> None:
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=272")
     _, data = made(tmp_path / "run", *words, *more)
@@ -173,7 +173,9 @@ def test_sums_exclude_tokens_that_are_only_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("documents", "least"), [(8, 0.9), (60, 0.92)])
-def test_intervals_cover_the_mean_of_documents_that_differ(documents: int, least: float) -> None:
+def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
+    documents: int, least: float
+) -> None:
     """Simulate 400 samples of documents whose losses depend on length."""
     rng = np.random.default_rng(0)
     covered = 0
@@ -188,6 +190,6 @@ def test_intervals_cover_the_mean_of_documents_that_differ(documents: int, least
     assert least <= covered / 400 <= 0.98
 
 
-def test_seven_documents_give_no_interval() -> None:
+def test_document_bootstrap_returns_none_for_seven_documents() -> None:
     assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
     assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

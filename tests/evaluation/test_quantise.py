@@ -52,7 +52,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("by_row", [True, False], ids=["rows", "tensor"])
 @pytest.mark.parametrize("bits", [8, 6, 4])
-def test_rounding_equals_rounding_of_single_values(bits: int, by_row: bool) -> None:
+def test_quantisation_of_tensor_equals_rounding_of_single_values(bits: int, by_row: bool) -> None:
     x = torch.randn(7, 40) * 10.0 ** torch.arange(-3, 4).unsqueeze(1)
     x[0] = 0
     x[1, ::3] = 0
@@ -72,7 +72,7 @@ def test_rounding_equals_rounding_of_single_values(bits: int, by_row: bool) -> N
     assert not found.isnan().any()
 
 
-def test_experts_have_separate_scales() -> None:
+def test_quantisation_uses_separate_scale_for_each_expert() -> None:
     x = torch.randn(3, 5, 16) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
     assert same_bits(rounded(x, 4, (-2, -1)), reference(x, 4, by_row=False, groups=3))
     assert same_bits(rounded(x, 4, -1), reference(x, 4, by_row=True))
@@ -93,7 +93,7 @@ BOTH = Rounding(4, by_row=True)
     ids=["diff_v2", "gated", "diff_v1 with experts"],
 )
 @pytest.mark.parametrize("by_row", [True, False], ids=["channel", "tensor"])
-def test_the_matrices_of_blocks_are_rounded_and_restored(
+def test_quantised_context_rounds_block_matrices_and_restores_weights_at_exit(
     words: tuple[str, ...], by_row: bool
 ) -> None:
     model = built(*words)
@@ -128,7 +128,7 @@ class Rounded(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("by_row", [True, False], ids=["token", "tensor"])
-def test_activations_are_rounded_before_every_matrix(by_row: bool) -> None:
+def test_quantised_context_rounds_inputs_of_every_block_matrix(by_row: bool) -> None:
     model = built("attention=diff_v2")
     other = copy.deepcopy(model)
     for block in other.layers:
@@ -145,7 +145,7 @@ def test_activations_are_rounded_before_every_matrix(by_row: bool) -> None:
 
 
 @torch.no_grad()
-def test_experts_read_rounded_rows() -> None:
+def test_quantised_context_rounds_inputs_of_experts_by_row() -> None:
     model = built("attention=standard", *MOE)
     experts: Experts = model.layers[0].ffn.experts
     x, weights, counts = torch.randn(6, model.cfg.dim), torch.rand(6), torch.tensor([2, 0, 3, 1])
@@ -170,7 +170,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @torch.no_grad()
-def test_losses_equal_models_with_individually_rounded_values(
+def test_quantisation_losses_equal_losses_of_individually_rounded_models(
     measured: Subject,
 ) -> None:
     before = {name: value.clone() for name, value in measured.model.state_dict().items()}

@@ -57,7 +57,7 @@ def with_generated(model: Transformer, question: Question) -> Question:
 @pytest.mark.parametrize(
     ("cached_from", "tokens", "cache"), [(0, 200, 100), (50, 1, 1), (999, 500, 1)]
 )
-def test_batched_and_cached_scores_equal_single_scores(
+def test_answer_scores_with_batches_and_cache_equal_single_scores(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
     monkeypatch.setattr(answers, "CACHED_FROM", cached_from)
@@ -78,7 +78,7 @@ def test_batched_and_cached_scores_equal_single_scores(
     assert greedy
 
 
-def test_batches_contain_similar_lengths() -> None:
+def test_by_length_groups_items_of_similar_length() -> None:
     batches = list(answers.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 
@@ -92,7 +92,7 @@ class Letters:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
 
 
-def test_question_tokens_equal_tokens_of_whole_text() -> None:
+def test_question_tokens_equal_tokens_of_prompt_with_candidate() -> None:
     example = Example("to be", (" ab", " ac", " b"), 1)
     question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
@@ -107,7 +107,7 @@ def test_question_tokens_equal_tokens_of_whole_text() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", [1, 2**18])
-def test_questions_about_common_text_read_the_text_only_once(
+def test_scoring_questions_with_common_context_reads_context_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
     """Include a context that is the beginning of the next, and two consecutive texts."""

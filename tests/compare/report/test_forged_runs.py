@@ -35,12 +35,12 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("line", NOT_RECORDS)
-def test_metrics_line_without_record_of_numbers_returns_none(line: str):
+def test_read_metrics_line_returns_none_for_line_without_valid_numbers(line: str):
     assert read_metrics_line(line) is None
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
-def test_extreme_number_reads_as_missing(tmp_path: Path, value: str):
+def test_extreme_number_in_metrics_or_summary_is_read_as_none(tmp_path: Path, value: str):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     known = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == known
@@ -50,28 +50,30 @@ def test_extreme_number_reads_as_missing(tmp_path: Path, value: str):
 
 
 @pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])
-def test_impossible_fact_of_a_run_is_refused(tmp_path: Path, fact: str):
+def test_reading_run_json_with_impossible_fact_raises_error(tmp_path: Path, fact: str):
     (tmp_path / "run.json").write_text(f"{{{fact}}}")
     with pytest.raises(CheckpointError, match=f"has no usable {fact.split(chr(34))[1]}"):
         read_record(tmp_path / "run.json")
 
 
 @given(st.lists(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))))
-def test_metrics_skip_and_count_lines_out_of_order(places: list[tuple[int, int] | None]):
+def test_metrics_skip_and_count_lines_whose_step_does_not_increase(
+    places: list[tuple[int, int] | None],
+):
     lines = [p and {"step": p[0], "tokens": p[1], "train/loss": 1.0} for p in places]
     metrics = Metrics(lines)
     assert len(metrics.steps) + metrics.skipped == len(lines)
     assert (np.diff(metrics.steps) > 0).all()
 
 
-def test_metrics_keep_lines_after_the_batch_became_smaller():
+def test_metrics_keep_lines_whose_token_count_decreases():
     metrics = Metrics({"step": step, "tokens": tokens} for step, tokens in [(1, 64), (2, 48)])
     assert metrics.skipped == 0
     assert metrics.tokens.tolist() == [64, 48]
 
 
 @pytest.mark.parametrize("unit", [1e-120, 1.0, 1e39])
-def test_welch_does_not_depend_on_the_unit(unit: float):
+def test_welch_test_gives_same_p_value_in_any_unit(unit: float):
     own, base = {0: 5.0, 1: 6.0, 2: 8.0}, {0: 4.0, 1: 4.5, 2: 5.5}
     scaled = [{seed: unit * value for seed, value in arm.items()} for arm in (own, base)]
     gap, expected = welch(*scaled), welch(own, base)
@@ -82,14 +84,14 @@ def test_welch_does_not_depend_on_the_unit(unit: float):
 
 
 @pytest.mark.parametrize("test", [welch_power, paired_power])
-def test_power_of_extreme_gaps_is_certain_or_chance(test: Callable[..., float]):
+def test_power_of_t_test_is_1_for_huge_gap_and_alpha_for_tiny_gap(test: Callable[..., float]):
     assert test(1e308, 5e-324, 3) == 1
     assert test(1e-300, 1e40, 3) == pytest.approx(0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("values", [[1e-320, LARGEST], [-1.0, -2.0], [1e-39, 1e-39]])
 @pytest.mark.parametrize("log", [False, True])
-def test_axes_of_extreme_values_are_finite(values: list[float], log: bool):
+def test_figure_of_extreme_values_has_finite_axis_limits(values: list[float], log: bool):
     band = over_seeds([Series(np.array([1, 2**53]), np.array(values))])
     style = RowStyle("a", "standard", "#000000", (), "o")
     figure = draw_curves([band], [style], "nats", log=log)
@@ -160,7 +162,7 @@ def backwards(texts: list[str], number: int) -> list[str]:
     ],
     ids=["loss", "signs", "small", "logs", "facts", "flops", "metrics", "clock", "order", "odd"],
 )  # fmt: skip
-def test_forged_runs_are_read_or_refused_without_warnings(kept, tmp_path, monkeypatch, forge):
+def test_commands_on_forged_run_directories_exit_with_0_or_2(kept, tmp_path, monkeypatch, forge):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     for number, run in enumerate(sorted(Path("s").iterdir())):
@@ -169,7 +171,7 @@ def test_forged_runs_are_read_or_refused_without_warnings(kept, tmp_path, monkey
     assert {tools.main(words) for words in commands} <= {0, 2}
 
 
-def test_skipped_metrics_lines_give_a_single_warning(kept, tmp_path, capsys):
+def test_load_run_prints_single_warning_for_skipped_metrics_lines(kept, tmp_path, capsys):
     run = shutil.copytree(next((kept / "s").iterdir()), tmp_path / "a")
     lines(lambda texts, n: [*texts, *NOT_RECORDS, texts[0]])(run, 0)
     assert load_run(run).metrics.skipped == len(NOT_RECORDS) + 1
@@ -177,7 +179,9 @@ def test_skipped_metrics_lines_give_a_single_warning(kept, tmp_path, capsys):
     assert said == f"warning: {run}/metrics.jsonl: skipped 16 damaged or misplaced lines\n"
 
 
-def test_verdict_escapes_the_claim(kept, tmp_path, monkeypatch, capsys):
+def test_study_verdict_escapes_control_characters_and_html_in_claim(
+    kept, tmp_path, monkeypatch, capsys
+):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     text = Path("s.yaml").read_text()

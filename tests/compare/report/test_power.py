@@ -82,7 +82,7 @@ def test_required_seeds_follow_from_pilot_variance(power, tmp_path):
     assert "6 seeds per arm are enough" in few
 
 
-def test_power_reports_diverged_and_incomparable_runs(power, tmp_path):
+def test_power_command_reports_diverged_and_incomparable_pilot_runs(power, tmp_path):
     sweep(tmp_path / "a", LOSSES)
     write_run(tmp_path / "a/lost", "attention=gated", summary={"heldout_loss": None})
     sweep(tmp_path / "b", {"standard": [4.0, 5.0]}, "steps=40")
@@ -109,7 +109,7 @@ def test_power_reports_diverged_and_incomparable_runs(power, tmp_path):
         (["pilot=@same", "gap=0.1"], "have the same loss"),
     ],
 )
-def test_power_prints_a_single_error_line_for_invalid_arguments(power, tmp_path, words, said):
+def test_power_command_prints_single_error_line_for_invalid_arguments(power, tmp_path, words, said):
     name = next((word.partition("@")[2] for word in words if "@" in word), "")
     losses = {
         "two": [4.0, 4.1], "one": [4.0], "unfinished": [None, None], "same": [4.0, 4.0],

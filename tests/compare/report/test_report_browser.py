@@ -95,7 +95,7 @@ def views(tmp_path_factory):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 900, 1400])
-def test_page_fits_the_window_and_follows_the_theme(views, width, dark):
+def test_report_page_fits_browser_width_and_follows_light_or_dark_theme(views, width, dark):
     answers = views[FOUR, width, dark]
     assert isinstance(answers, dict), answers
     assert answers["inner"] == width
@@ -112,7 +112,7 @@ def test_page_fits_the_window_and_follows_the_theme(views, width, dark):
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_unusual_pages_fit_a_phone(views, name):
+def test_report_pages_with_unusual_content_fit_360_pixels(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["wide"] <= 360

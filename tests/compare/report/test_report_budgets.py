@@ -47,7 +47,7 @@ def compared(tmp_path, **how):
     return compare(loaded(sorted(tmp_path.iterdir())))
 
 
-def test_gaps_at_equal_cost_equal_known_curves(tmp_path):
+def test_loss_gaps_at_equal_tokens_flops_and_seconds_equal_known_values(tmp_path):
     (_, gated) = compared(tmp_path).rows
     end = 20 * TOKENS
     for cost, share in (("tokens", 1.0), ("flops", 2 / 3), ("seconds", 100 / 125)):
@@ -66,7 +66,7 @@ KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
 PER_KEY = {"standard": 1e4, "gated": 3e4}
 
 
-def test_flops_of_masked_documents_use_logged_visible_keys(tmp_path):
+def test_training_flops_of_masked_documents_use_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -86,7 +86,7 @@ def test_flops_of_masked_documents_use_logged_visible_keys(tmp_path):
     assert row.values["flops_per_token"] == gated.facts["flops_per_token"]
 
 
-def test_reported_interpolation_error_bounds_true_error(tmp_path):
+def test_reported_interpolation_error_of_loss_gap_bounds_true_error(tmp_path):
     def bent(variant, tokens, seed):
         return 6 - 0.1 * (variant == "gated") + 40 / tokens**0.5
 
@@ -97,26 +97,26 @@ def test_reported_interpolation_error_bounds_true_error(tmp_path):
     assert gated.equal["tokens"].error == 0
 
 
-def test_interpolation_is_exact_at_evaluations_and_has_unknown_error_with_two():
+def test_read_curve_is_exact_at_points_and_has_infinite_error_with_two_points():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
     assert read_curve(curve, 20.0) == (2.0, 0.0)
     assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
 
 
-def test_unknown_cost_gives_no_gap(tmp_path):
+def test_run_without_known_flops_has_no_loss_gap_at_equal_flops(tmp_path):
     (_, gated) = compared(tmp_path, flops_per_token=None).rows
     assert sorted(gated.equal) == ["seconds", "tokens"]
     assert gated.values["gap_at_flops"] is None
 
 
-def test_times_of_different_machines_are_not_compared(tmp_path):
+def test_runs_on_different_machines_have_no_loss_gap_at_equal_seconds(tmp_path):
     written(tmp_path / "a", "standard", device="H100")
     written(tmp_path / "b", "gated", device="CPU")
     found = compare(loaded(sorted(tmp_path.iterdir())))
     assert sorted(found.rows[1].equal) == ["flops", "tokens"]
 
 
-def test_gap_at_equal_cost_excludes_diverged_run(tmp_path):
+def test_loss_gap_at_equal_cost_excludes_seed_of_diverged_run(tmp_path):
     for seed in (0, 1):
         written(tmp_path / f"a{seed}", "standard", seed)
     written(tmp_path / "b0", "gated", 0)
@@ -127,7 +127,7 @@ def test_gap_at_equal_cost_excludes_diverged_run(tmp_path):
     assert {found.gap.seeds for found in gated.equal.values()} == {1}
 
 
-def test_noise_floor_uses_pooled_variance_of_seeds(tmp_path):
+def test_noise_floor_of_loss_gaps_uses_pooled_variance_between_seeds(tmp_path):
     deviation = {"standard": 0.02, "gated": 0.04}
 
     def noisy(variant, tokens, seed):
@@ -141,7 +141,7 @@ def test_noise_floor_uses_pooled_variance_of_seeds(tmp_path):
     assert seed_noise([rows[0]]).values[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
-def test_noise_floor_contains_95_percent_of_gaps_between_equal_rows():
+def test_noise_floor_contains_95_percent_of_gaps_between_rows_of_equal_expected_loss():
     rng = np.random.default_rng(0)
 
     class Drawn:

@@ -58,7 +58,9 @@ def files(root):
         ),
     ],
 )
-def test_report_is_next_to_runs_and_title_names_runs(swept, capsys, words, home, title, found):
+def test_report_is_written_next_to_runs_with_run_names_in_title(
+    swept, capsys, words, home, title, found
+):
     before = files(swept)
     code, out, err = report(capsys, *words)
     assert (code, err) == (0, "")
@@ -69,7 +71,7 @@ def test_report_is_next_to_runs_and_title_names_runs(swept, capsys, words, home,
     assert read([Path(word) for word in words])[0].title == title
 
 
-def test_a_run_named_twice_counts_once(swept):
+def test_find_runs_returns_run_named_twice_only_once(swept):
     link = swept / "link"
     link.symlink_to(swept / "cmp1")
     paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
@@ -78,7 +80,9 @@ def test_a_run_named_twice_counts_once(swept):
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
-def test_report_is_not_written_into_foreign_directory(swept, tmp_path, monkeypatch, capsys):
+def test_report_of_runs_with_distant_common_directory_needs_out_argument(
+    swept, tmp_path, monkeypatch, capsys
+):
     for name in ("a/x", "b/y", "b/z"):
         sweep(tmp_path / name, {"standard": [4.0]})
     (tmp_path / "elsewhere").mkdir()
@@ -114,7 +118,7 @@ def test_report_notes_sweep_runs_that_have_not_started(swept):
     assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
 
 
-def test_existing_path_with_glob_characters_is_not_a_pattern(tmp_path):
+def test_find_runs_reads_existing_path_with_glob_characters_literally(tmp_path):
     run = write_run(tmp_path / "a[1]" / "run", "attention=standard")
     write_run(tmp_path / "a1" / "run", "attention=gated")
     assert find_runs([tmp_path / "a[1]"]).runs == [run]
@@ -130,7 +134,7 @@ def test_find_runs_skips_directories_inside_runs_and_hidden_directories(tmp_path
     assert find_runs([tmp_path]).runs == [run]
 
 
-def test_report_accepts_baseline_and_directory(swept, capsys):
+def test_report_command_accepts_baseline_and_output_directory(swept, capsys):
     code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert code == 0
     assert "gap to diff_v2" in out
@@ -155,7 +159,9 @@ def test_report_accepts_baseline_and_directory(swept, capsys):
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
     ],
 )
-def test_invalid_arguments_print_a_single_error_line_and_write_no_file(swept, capsys, words, parts):
+def test_report_command_with_invalid_arguments_prints_one_error_and_writes_no_file(
+    swept, capsys, words, parts
+):
     before = files(swept)
     code, out, err = report(capsys, *words)
     assert (code, out) == (2, "")
@@ -164,7 +170,7 @@ def test_invalid_arguments_print_a_single_error_line_and_write_no_file(swept, ca
     assert files(swept) == before
 
 
-def test_failed_write_keeps_existing_report(swept, monkeypatch):
+def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
     write_report([Path("cmp1")])
     before = {name: (swept / name).read_bytes() for name in files(swept)}
     monkeypatch.setattr(diffllm.compare.report.page, "csv_text", lambda rows: "\ud800")
@@ -188,7 +194,7 @@ def test_failed_write_keeps_existing_report(swept, monkeypatch):
         ("summary.json", ""),
     ],
 )
-def test_report_notes_damaged_run(swept, capsys, name, text):
+def test_report_of_damaged_run_adds_note_and_shows_other_runs(swept, capsys, name, text):
     Path("cmp1/standard-seed1", name).write_text(text)
     code, out, err = report(capsys, "cmp1")
     assert (code, err) == (0, "")
@@ -198,7 +204,7 @@ def test_report_notes_damaged_run(swept, capsys, name, text):
     assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
 
 
-def test_report_of_only_damaged_runs_fails(swept, capsys):
+def test_report_command_fails_if_all_runs_are_damaged(swept, capsys):
     for run in Path("cmp1").iterdir():
         (run / "config.yaml").write_text("")
     code, out, err = report(capsys, "cmp1")

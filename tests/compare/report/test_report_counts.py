@@ -29,16 +29,16 @@ from diffllm.statistics.estimates import Rate
         (1e21, "1000E"), (math.nan, "–"),
     ],
 )  # fmt: skip
-def test_compact_rounds_before_choosing_the_prefix(value, text):
+def test_compact_rounds_number_before_choosing_unit_prefix(value, text):
     assert compact(value) == text
 
 
-def test_fixed_prints_no_negative_zero():
+def test_fixed_formats_rounded_zero_without_minus_sign():
     assert [fixed(x, 2, signed=True) for x in (-0.001, 0.0, -0.006)] == ["+0.00", "+0.00", "−0.01"]
 
 
 @pytest.mark.parametrize(("events", "steps"), [(0, 500), (1, 300), (7, 2000)])
-def test_a_rate_has_garwoods_interval(events, steps):
+def test_event_rate_has_exact_poisson_confidence_interval(events, steps):
     rate = Rate(events, steps)
     low, high = (stats.chi2.ppf(q, 2 * k) / 2 for q, k in ((0.025, events), (0.975, events + 1)))
     assert rate.value == 1000 * events / steps
@@ -67,7 +67,7 @@ def diverging(root, *, gave_up=False):
 
 
 @pytest.mark.parametrize("gave_up", [False, True])
-def test_every_table_reports_diverged_seed_of_row(tmp_path, gave_up):
+def test_diverged_seed_is_reported_in_terminal_table_page_and_csv(tmp_path, gave_up):
     found = diverging(tmp_path, gave_up=gave_up)
     gated = found.rows[1]
     assert (gated.diverged, len(gated.ended), gated.loss.seeds) == (1, 3, 2)
@@ -100,7 +100,7 @@ def test_every_table_reports_diverged_seed_of_row(tmp_path, gave_up):
     assert float(lines[0]["diverged_low"]) == 0
 
 
-def test_row_of_only_diverged_seeds_has_share_without_loss(tmp_path):
+def test_row_with_only_diverged_seeds_shows_diverged_share_and_no_loss(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
@@ -128,7 +128,7 @@ def test_row_of_only_diverged_seeds_has_share_without_loss(tmp_path):
         ([Cell("3")], []),
     ],
 )
-def test_column_of_equal_values_becomes_sentence(cells, said):
+def test_table_column_with_equal_cells_is_replaced_by_sentence(cells, said):
     names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
     table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
     assert found == said
@@ -141,7 +141,7 @@ def with_events(root, name, seed, total, judged, **more):
     return write_run(root / f"{name}{seed}", *words, summary={**counts, **more})
 
 
-def test_event_rate_sums_events_and_judged_steps_over_seeds(tmp_path):
+def test_spike_rate_sums_spikes_and_tested_steps_over_seeds(tmp_path):
     with_events(tmp_path, "standard", 0, 2.0, 300.0)
     # Events of diverged runs count.
     with_events(tmp_path, "standard", 1, 1.0, 200.0, heldout_loss=math.nan)
@@ -171,7 +171,7 @@ def test_event_rate_sums_events_and_judged_steps_over_seeds(tmp_path):
     assert gated.values["loss_events"] == 0
 
 
-def test_sweep_outcome_names_diverged_runs(tmp_path, capsys):
+def test_sweep_output_names_diverged_runs(tmp_path, capsys):
     jobs = []
     for number, loss in enumerate((4.0, math.nan, None)):
         path = tmp_path / f"run{number}"

@@ -22,7 +22,7 @@ def checkpoint(loss: float, value: float | None) -> Checkpoint:
     return Checkpoint(loss, {"top_1": {"of": "top_1", "value": value, "chance": None}})
 
 
-def test_equal_loss_is_lowest_loss_of_slowest_run() -> None:
+def test_loss_for_comparison_is_lowest_loss_that_all_runs_reach() -> None:
     slow = [checkpoint(5.0, 1), checkpoint(4.0, 2)]
     fast = [checkpoint(4.5, 1), checkpoint(3.0, 4)]
     assert loss_of_all([slow, fast]) == 4.0
@@ -32,7 +32,7 @@ def test_equal_loss_is_lowest_loss_of_slowest_run() -> None:
     assert loss_of_all([]) is None
 
 
-def test_score_is_interpolated_between_neighbouring_checkpoints() -> None:
+def test_evaluation_score_is_interpolated_in_loss_between_checkpoints() -> None:
     run = [checkpoint(6.0, 0.0), checkpoint(5.0, 1.0), checkpoint(3.0, 5.0)]
     assert scores_at(4.5, run)["top_1"]["value"] == pytest.approx(2.0)
     assert scores_at(5.0, run)["top_1"]["value"] == 1.0
@@ -65,7 +65,7 @@ def write(
     return read([place])[0]
 
 
-def test_score_determined_by_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> None:
+def test_score_that_depends_only_on_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> None:
     comparison = write(tmp_path)
     (outliers,) = comparison.evaluated
     ahead = outliers.lines[0].cells[1]
@@ -82,13 +82,15 @@ def test_score_determined_by_loss_has_no_gap_at_equal_loss(tmp_path: Path) -> No
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
 
 
-def test_checkpoints_evaluated_with_different_settings_are_skipped(tmp_path: Path) -> None:
+def test_comparison_at_equal_loss_skips_checkpoints_with_other_evaluation_settings(
+    tmp_path: Path,
+) -> None:
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
     (outliers,) = write(tmp_path, **other).evaluated
     assert outliers.equal == []
 
 
-def test_interpolated_share_has_no_interval_over_examples(tmp_path: Path) -> None:
+def test_interpolated_accuracy_has_no_confidence_interval_over_examples(tmp_path: Path) -> None:
     (shares,) = write(tmp_path, seeds=1, unit=SHARE, lead=0.4).evaluated
     standard, diff_v2 = shares.equal[0].cells
     assert (standard.mean.mean, diff_v2.mean.mean) == pytest.approx((0.4, 0.4))

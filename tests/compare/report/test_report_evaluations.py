@@ -57,7 +57,7 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_scores_by_depth_have_means_and_gaps(runs: Path) -> None:
+def test_report_shows_mean_and_gap_of_needle_scores_by_depth(runs: Path) -> None:
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
@@ -73,7 +73,7 @@ def test_scores_by_depth_have_means_and_gaps(runs: Path) -> None:
     assert "512, depth 0.75" in page(comparison)
 
 
-def test_means_and_gaps_are_over_the_same_seeds(runs: Path) -> None:
+def test_evaluation_scores_are_averaged_over_seeds_and_paired_by_seed(runs: Path) -> None:
     (mqar,) = compared(runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
     assert [line.of for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
@@ -90,7 +90,7 @@ def test_means_and_gaps_are_over_the_same_seeds(runs: Path) -> None:
     assert of_all.mean.mean == pytest.approx(sum(means) / 3)
 
 
-def test_page_and_csv_contain_scores_and_gaps(runs: Path) -> None:
+def test_report_page_and_csv_contain_evaluation_scores_and_gaps(runs: Path) -> None:
     comparison = compared(runs)
     html = page(comparison)
     assert "Evaluations" in html
@@ -104,7 +104,7 @@ def test_page_and_csv_contain_scores_and_gaps(runs: Path) -> None:
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_newest_checkpoint_counts_and_seeds_without_results_are_skipped(runs: Path) -> None:
+def test_report_uses_newest_evaluated_step_and_skips_runs_without_this_step(runs: Path) -> None:
     run = runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)
@@ -124,7 +124,7 @@ def test_newest_checkpoint_counts_and_seeds_without_results_are_skipped(runs: Pa
         ({0: 0.9, 1: 0.95}, "0.607 to 1.000"),
     ],
 )
-def test_intervals_of_shares_contain_only_possible_values(
+def test_confidence_intervals_of_accuracy_stay_between_0_and_1(
     tmp_path: Path, shares: dict[int, float], text: str
 ) -> None:
     for variant in EASY:
@@ -147,7 +147,7 @@ def test_intervals_of_shares_contain_only_possible_values(
         ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
-def test_only_intervals_of_changes_contain_negative_values(
+def test_confidence_interval_is_negative_only_for_scores_that_are_changes(
     tmp_path: Path, unit: str, text: str
 ) -> None:
     for seed, value in enumerate((0.5, 2.5)):
@@ -159,7 +159,7 @@ def test_only_intervals_of_changes_contain_negative_values(
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_intervals_of_scores_stay_within_range(runs: Path) -> None:
+def test_confidence_intervals_of_scores_stay_within_stored_range(runs: Path) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
@@ -175,7 +175,7 @@ def test_intervals_of_scores_stay_within_range(runs: Path) -> None:
     assert free.cells[0].mean.high > 1
 
 
-def test_small_scores_have_intervals_with_significant_digits(tmp_path: Path) -> None:
+def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path: Path) -> None:
     for seed, value in enumerate((0.0003, 0.00031)):
         run = write_run(tmp_path / f"standard{seed}", "attention=standard", f"seed={seed}")
         write_result(run, score("weights 8", value))
@@ -184,7 +184,7 @@ def test_small_scores_have_intervals_with_significant_digits(tmp_path: Path) -> 
     assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
 
 
-def test_results_at_different_levels_are_not_compared(runs: Path) -> None:
+def test_evaluation_results_at_different_task_levels_are_not_compared(runs: Path) -> None:
     for seed in range(3):
         write_result(runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
     comparison = compared(runs)
@@ -193,14 +193,14 @@ def test_results_at_different_levels_are_not_compared(runs: Path) -> None:
     assert any(note.startswith("mqar: ") for note in comparison.notes)
 
 
-def test_mean_excludes_score_that_is_not_a_number(runs: Path) -> None:
+def test_mean_evaluation_score_excludes_seed_with_null_score(runs: Path) -> None:
     write_result(runs / "standard0", score("pairs 4", None), score("pairs 8", 0.2))
     (mqar,) = compared(runs).evaluated
     standard, diff_v2 = mqar.lines[1].cells
     assert (standard.mean.seeds, diff_v2.mean.seeds, diff_v2.gap.seeds) == (2, 3, 2)
 
 
-def test_page_escapes_names_in_results(runs: Path) -> None:
+def test_report_page_escapes_html_in_score_names(runs: Path) -> None:
     for run in runs.iterdir():
         write_result(run, {"of": "<b>", "value": 0.5}, {"of": "x", "value": 0.1})
     html = page(compared(runs))
@@ -220,7 +220,7 @@ def test_page_escapes_names_in_results(runs: Path) -> None:
                  '"value": 1, "by_z": {"a": []}',
              ))],
 )  # fmt: skip
-def test_report_skips_file_that_is_not_a_result(runs: Path, text: str) -> None:
+def test_report_skips_invalid_evaluation_file_and_adds_note(runs: Path, text: str) -> None:
     place = results_of(runs / "standard0", 20)
     (place / "mqar.jsonl").write_text(text)
     (place / "directory.jsonl").mkdir()
@@ -237,7 +237,7 @@ def test_report_skips_file_that_is_not_a_result(runs: Path, text: str) -> None:
     assert any(f"{place / 'mqar.jsonl'}: " in note for note in comparison.notes)
 
 
-def test_report_skips_result_with_edited_scores(runs: Path) -> None:
+def test_report_skips_evaluation_result_with_edited_scores(runs: Path) -> None:
     file = results_of(runs / "standard0", 20) / "mqar.jsonl"
     file.write_text(file.read_text().replace('"value": 0.5', '"value": 0.9871'))
     comparison = compared(runs)

@@ -24,7 +24,7 @@ def swept(tmp_path_factory):
     return root
 
 
-def test_the_first_sentence_is_the_gap(swept):
+def test_report_page_begins_with_loss_gap_of_each_row(swept):
     found = compare(loaded(sorted(swept.iterdir())))
     standard, gated, diff_v2 = (finding(row) for row in found.rows)
     more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
@@ -40,7 +40,7 @@ def test_the_first_sentence_is_the_gap(swept):
     assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
 
 
-def test_text_of_comparison_has_losses_gaps_and_notes(swept, tmp_path):
+def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
@@ -65,7 +65,7 @@ def test_text_of_comparison_has_losses_gaps_and_notes(swept, tmp_path):
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
 
 
-def test_texts_commands_and_times_are_on_the_page(tmp_path):
+def test_report_page_contains_generated_text_command_commit_and_duration(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}
@@ -82,7 +82,7 @@ def test_texts_commands_and_times_are_on_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_facts_of_the_wrong_type_are_omitted(tmp_path, odd):
+def test_report_page_omits_facts_of_wrong_type(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
     summary = json.loads((path / "summary.json").read_text())
@@ -95,14 +95,14 @@ def test_facts_of_the_wrong_type_are_omitted(tmp_path, odd):
 # The line that explains a variant
 
 
-def test_every_variant_is_explained_in_a_separate_line():
+def test_every_attention_variant_has_unique_one_line_description():
     lines = [variant_line(name, variant_config(name)) for name in variants()]
     assert all(lines)
     assert len(set(lines)) == len(lines)
     assert max(map(len, lines)) < 160
 
 
-def test_figures_show_only_first_of_incomparable_groups(swept, tmp_path):
+def test_report_figures_show_only_first_of_incomparable_groups(swept, tmp_path):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )

@@ -50,7 +50,7 @@ def shown(four):
     return " ".join(Reader(page(four)).text.split())
 
 
-def test_table_contains_tests_of_every_gap(four):
+def test_report_csv_contains_p_values_and_welch_interval_of_every_gap(four):
     lines = list(csv.DictReader(io.StringIO(csv_text(four.rows))))
     base = LOSSES["standard"]
     ps = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines[1:]]
@@ -75,7 +75,7 @@ def gap_cells(found):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_first_screen_names_gaps_that_survive_holm(four, shown):
+def test_report_begins_with_gaps_that_survive_holm_correction(four, shown):
     expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
@@ -88,7 +88,7 @@ def test_first_screen_names_gaps_that_survive_holm(four, shown):
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
-def test_plot_fills_marks_of_gaps_that_survive_holm(four):
+def test_gap_figure_fills_markers_of_gaps_that_survive_holm_correction(four):
     (card, *_), *_ = page_sections(four, row_styles(four.rows))
     assert "survives Holm's correction over the 3 gaps" in card.caption
     styles = row_styles(four.rows)
@@ -99,7 +99,7 @@ def test_plot_fills_marks_of_gaps_that_survive_holm(four):
     assert fills == [styles[1].colour, SURFACE, SURFACE]
 
 
-def test_plot_of_gaps_from_single_seed_names_no_correction():
+def test_gap_figure_of_single_seed_does_not_mention_holm_correction():
     found = compared({"standard": [4.0], "gated": [3.9]})
     (_, svg), *_ = figures_of(page(found)).items()
     assert "mean" in words_of(svg)
@@ -107,7 +107,7 @@ def test_plot_of_gaps_from_single_seed_names_no_correction():
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_gap_beyond_the_scale_has_arrow_and_value(four, seeds):
+def test_gap_figure_shows_arrow_and_value_for_gap_beyond_axis(four, seeds):
     gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(5.25, 5.0, 5.5, seeds)]
     axes = draw_gaps(gaps, row_styles(four.rows)[1:3]).axes[0]
     (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
@@ -117,7 +117,7 @@ def test_gap_beyond_the_scale_has_arrow_and_value(four, seeds):
     assert legend == ["95% interval", "mean", "off the scale"]
 
 
-def test_gap_without_variance_or_from_single_seed_is_never_significant():
+def test_loss_gap_of_equal_differences_or_single_seed_is_never_significant():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
     found = compared(losses)
     gated, diff_v2 = found.rows[1:]
@@ -129,7 +129,7 @@ def test_gap_without_variance_or_from_single_seed_is_never_significant():
     page(found)
 
 
-def test_row_with_more_diverged_runs_is_never_better():
+def test_row_with_more_diverged_runs_has_no_significant_improvement():
     losses = {
         "standard": [4.00, 4.10, 4.20, 4.05],
         "gated": [3.50, 3.61, 3.70, float("nan")],
@@ -179,7 +179,7 @@ def with_documents(tmp_path, seeds, texts=40):
     return runs
 
 
-def test_gap_has_interval_over_documents_and_seeds(tmp_path):
+def test_loss_gap_has_bootstrap_interval_over_documents_and_seeds(tmp_path):
     runs = with_documents(tmp_path, LEAST_SEEDS)
     found = compare(runs, title="made")
     row = found.rows[1]
@@ -201,7 +201,7 @@ def test_gap_has_interval_over_documents_and_seeds(tmp_path):
     assert "has no losses of held-out documents" in compare(runs).rows[1].no_documents
 
 
-def test_page_explains_missing_interval_of_few_seeds_or_documents(tmp_path):
+def test_report_page_explains_missing_bootstrap_interval_for_few_seeds_or_documents(tmp_path):
     found = compare(with_documents(tmp_path / "a", LEAST_SEEDS - 1), title="made")
     assert found.rows[1].documents is None
     text = " ".join(Reader(page(found)).text.split())

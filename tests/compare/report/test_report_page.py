@@ -88,7 +88,7 @@ class Reader(HTMLParser):
 
 
 @pytest.mark.parametrize("case", slow_but(["one run", "nine rows", "hostile names"], CASES))
-def test_well_formed_and_self_contained(case):
+def test_report_page_is_well_formed_and_loads_no_other_file(case):
     text = html_of(case)
     assert len(text) < 1_500_000
     read = Reader(text)
@@ -102,7 +102,7 @@ def test_well_formed_and_self_contained(case):
     assert all(row.label in read.text for row in comparison_of(case).rows)
 
 
-def test_the_same_input_gives_the_same_bytes():
+def test_report_page_of_equal_comparisons_is_identical():
     assert page(sample.hostile()) == html_of("hostile names")
 
 
@@ -119,7 +119,7 @@ def words_of(svg: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", slow_but(["one run", "hostile names"], CASES))
-def test_figures_are_whole_svg_files_with_alternative_texts(case):
+def test_report_figures_are_complete_svg_images_with_alt_texts(case):
     text = html_of(case)
     figures = figures_of(text)
     assert len(figures) == text.count("<img ") == len(re.findall(r'<img [^>]* alt="\w', text))
@@ -133,7 +133,7 @@ def test_figures_are_whole_svg_files_with_alternative_texts(case):
         assert "</title></svg><img src=x onerror=alert(1)>" in words
 
 
-def test_figures_name_their_rows():
+def test_report_figures_have_legend_with_row_labels():
     labels = [row.label for row in comparison_of("nine rows").rows]
     figures = figures_of(html_of("nine rows"))
     assert words_of(figures["Held-out sample loss"])[-9:] == labels
@@ -145,13 +145,13 @@ def test_figures_name_their_rows():
         assert style.colour in figures["Held-out sample loss"], name
 
 
-def test_captions_of_gradient_norms_name_their_parameters():
+def test_caption_of_gradient_norm_figure_names_parameter_group():
     text = html_of("four variants")
     for group in ("attention", "embedding", "ffn"):
         assert f"L2 norm over the parameters of the group {group}." in text
 
 
-def test_list_of_runs_has_seeds_and_tokens():
+def test_table_of_runs_shows_seed_and_tokens_of_each_run():
     rows = comparison_of("four variants").rows
     cells = runs_table(rows).rows[0]
     assert [cell.text for cell in cells[:2]] == ["standard", "0"]
@@ -160,7 +160,7 @@ def test_list_of_runs_has_seeds_and_tokens():
     assert '<th scope="col">Seed</th>' in listed
 
 
-def test_a_legend_of_many_rows_names_variants():
+def test_legend_lists_variants_instead_of_rows_if_rows_are_many():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
     rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
     styles = row_styles(rows)
@@ -170,7 +170,7 @@ def test_a_legend_of_many_rows_names_variants():
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
-def test_page_of_incomparable_rows_shows_differences_without_gap():
+def test_report_page_of_incomparable_rows_names_differing_keys_and_shows_no_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
@@ -188,7 +188,7 @@ def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     return {column.title: column.cells for column in columns}
 
 
-def test_tag_of_gap_reports_interval_that_contains_0():
+def test_gap_cell_has_tag_no_difference_if_confidence_interval_contains_0():
     comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
     base, row = comparison.rows
 
@@ -208,7 +208,7 @@ def test_tag_of_gap_reports_interval_that_contains_0():
     assert "Gap to standard" not in cells_of(comparison)
 
 
-def test_variants_keep_their_colours():
+def test_attention_variant_has_same_colour_in_every_report():
     of_nine = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("nine rows").rows)}
     of_four = {s.label: (s.colour, s.dash) for s in row_styles(comparison_of("four variants").rows)}
     assert of_four.items() <= of_nine.items()
@@ -222,7 +222,7 @@ def series(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 
 
-def test_mean_ends_at_end_of_shortest_seed():
+def test_mean_curve_ends_where_curve_of_shortest_seed_ends():
     band = curves.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
@@ -234,7 +234,7 @@ def test_mean_ends_at_end_of_shortest_seed():
     assert curves.over_seeds([series(np.nan, np.nan)]) is None
 
 
-def test_value_that_is_not_finite_interrupts_curve():
+def test_nan_value_of_one_seed_interrupts_mean_curve():
     band = curves.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
@@ -257,7 +257,7 @@ def test_smoothed_equals_centred_running_mean(n, points):
     assert smooth[0] == pytest.approx(series.values[: half + 1].mean())
 
 
-def test_the_drawn_band_keeps_extremes():
+def test_reduced_curve_for_drawing_keeps_minimum_and_maximum():
     y = np.random.default_rng(0).normal(size=(3, 2000))
     y[0, 333], y[1, 1555] = 90, -90
     band = curves.over_seeds([Series(np.arange(2000), seed) for seed in y])
@@ -277,7 +277,7 @@ def with_baseline(comparison: Comparison) -> Comparison:
     return comparison
 
 
-def test_gap_curves_are_paired_by_seed():
+def test_loss_gap_curve_is_paired_by_seed():
     comparison = with_baseline(CASES["four variants"]())
     base, other = comparison.rows[:2]
     other.runs = other.runs[1:]
@@ -291,7 +291,7 @@ def test_gap_curves_are_paired_by_seed():
     assert curves.gap_band(base) is None
 
 
-def test_layers_show_finished_runs_or_a_common_step():
+def test_figure_by_layer_uses_finished_runs_or_else_last_common_step():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])
@@ -318,7 +318,7 @@ def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
         return draw_curves(bands, row_styles(rows), "unit", **how).axes[0]
 
 
-def test_spike_does_not_set_scale_and_row_above_scale_is_marked():
+def test_loss_axis_ignores_spike_and_shows_arrow_for_row_above_axis():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000
@@ -334,7 +334,7 @@ def test_spike_does_not_set_scale_and_row_above_scale_is_marked():
     assert len(axes.figure.legends[0].get_texts()) == 2, "shortened names are equal"
 
 
-def test_scale_stays_logarithmic_with_zero_values():
+def test_logarithmic_axis_omits_zero_values():
     y = np.linspace(9, 3, 50)
     y[20] = 0
     axes = drawn([y], log=True)

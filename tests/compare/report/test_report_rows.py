@@ -63,7 +63,7 @@ def said(comparison, *parts):
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
 
-def test_config_of_a_written_run_equals_the_composed_config():
+def test_config_of_run_fixture_equals_composed_config():
     words = ("attention=diff_v2", "seed=7", "optim.lr=1e-3")
     assert config(words) == load_config([*TINY, *words])
 
@@ -74,7 +74,7 @@ def four(tmp_path_factory):
     return loaded(sweep(root, FOUR, "model.match_params_to=diff_v2"))
 
 
-def test_sweep_of_variants_and_seeds_has_a_row_per_variant(four):
+def test_comparison_of_sweep_has_one_row_per_attention_variant(four):
     assert len({run.cfg.model.ffn_dim for run in four}) > 1, "solved widths are not swept"
     found = compare(four, title="four")
     assert found.title == "four"
@@ -93,7 +93,7 @@ def test_sweep_of_variants_and_seeds_has_a_row_per_variant(four):
     assert [row.baseline for row in found.rows] == [None, *[found.rows[0]] * 3]
 
 
-def test_order_of_runs_does_not_change_comparison(four):
+def test_comparison_does_not_depend_on_order_of_run_directories(four):
     runs = [run for run in four if run.variant in ("standard", "diff_v2")][1:5]
     for run in (runs[0], runs[-1]):  # Duplicate runs, which give notes.
         runs.append(replace(run, path=run.path / "again"))
@@ -104,7 +104,7 @@ def test_order_of_runs_does_not_change_comparison(four):
     assert len({csv_text(report.rows) for report in reports}) == 1
 
 
-def test_baseline_argument_selects_baseline(four):
+def test_compare_uses_requested_variant_as_baseline(four):
     found = compare(four, "diff_v1")
     assert found.baseline == "diff_v1"
     assert row_of(found, "diff_v1").gap is None
@@ -220,7 +220,7 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_every_row_has_gap_to_matching_baseline_row(tmp_path, case):
+def test_comparison_measures_gap_of_each_row_to_matching_baseline_row(tmp_path, case):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]
@@ -238,7 +238,7 @@ def test_every_row_has_gap_to_matching_baseline_row(tmp_path, case):
         "model.z_loss=1e-4", "model.init_std=0.1", "model.ffn_dim=512",
     ]),
 )  # fmt: skip
-def test_swept_key_keeps_rows_comparable(tmp_path, override):
+def test_comparison_treats_rows_with_different_swept_key_as_comparable(tmp_path, override):
     swept = [(f"{variant} {override}", loss) for variant, loss in PLAIN]
     found = compare(written(tmp_path, *PLAIN, *swept))
     assert found.differences == []
@@ -265,7 +265,7 @@ OF_NO_EFFECT = [
         OF_NO_EFFECT,
     ),
 )
-def test_location_and_speed_do_not_distinguish_runs(tmp_path, override):
+def test_comparison_ignores_config_keys_of_location_and_speed(tmp_path, override):
     variant = "diff_v1" if "values" in override else "standard"
     base = f"{variant} {FILES}"
     found = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
@@ -307,7 +307,7 @@ INCOMPARABLE = {
         INCOMPARABLE.items(),
     ),
 )
-def test_comparison_names_incomparable_key(tmp_path, override, key):
+def test_comparison_names_config_key_that_makes_runs_incomparable(tmp_path, override, key):
     found = compare(written(tmp_path, ("standard", 4.0), (f"diff_v2 {override}", 3.0)))
     assert list(found.differences) == [key]
     standard, _ = labels(found)
@@ -318,7 +318,7 @@ def test_comparison_names_incomparable_key(tmp_path, override, key):
 
 
 @pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
-def test_comparison_names_incomparable_fact(tmp_path, fact):
+def test_comparison_names_fact_of_run_json_that_makes_runs_incomparable(tmp_path, fact):
     other = {fact: "0123456789abcdef"}
     runs = [("standard", 4.0), ("diff_v2", 3.0, other), ("standard seed=1", 4.0, other)]
     found = compare(written(tmp_path, *runs))
@@ -332,7 +332,7 @@ def test_comparison_names_incomparable_fact(tmp_path, fact):
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
-def test_config_decides_without_facts(tmp_path):
+def test_comparison_uses_config_keys_if_run_json_lacks_facts(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
@@ -348,7 +348,7 @@ def test_config_decides_without_facts(tmp_path):
     assert [row.gap for row in found.rows] == [None] * 3
 
 
-def test_run_without_facts_has_no_gap_to_run_with_facts(tmp_path):
+def test_run_with_empty_run_json_has_no_gap_to_run_with_recorded_facts(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     runs[2:] = [replace(run, facts={}) for run in runs[2:]]
     found = compare(runs[:2] + runs[3:])
@@ -364,7 +364,7 @@ def test_run_without_facts_has_no_gap_to_run_with_facts(tmp_path):
     assert bases == [False, True, False, True]
 
 
-def test_sample_loss_is_not_compared_with_loss_of_whole_split(tmp_path):
+def test_loss_of_heldout_sample_is_not_compared_with_loss_of_whole_split(tmp_path):
     """Older versions measured only `eval.sequences` samples, without recording tokens."""
     variants = ("standard", "gated", "standard", "gated", "standard")
     counts = (None, None, 5000, 5000, 12_345_678_901)
@@ -386,7 +386,7 @@ def test_sample_loss_is_not_compared_with_loss_of_whole_split(tmp_path):
     assert values == {"5000", "12345678901"}
 
 
-def test_eval_tokens_above_split_size_equals_whole_split(tmp_path):
+def test_eval_tokens_above_heldout_size_is_comparable_to_whole_split(tmp_path):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
     whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
     assert compare([whole, more]).differences == []
@@ -396,7 +396,7 @@ def test_eval_tokens_above_split_size_equals_whole_split(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
-def test_additional_run_never_changes_a_gap(tmp_path, override):
+def test_additional_run_with_different_key_changes_no_existing_gap(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
@@ -405,7 +405,7 @@ def test_additional_run_never_changes_a_gap(tmp_path, override):
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
 
 
-def test_long_labels_become_letters_of_groups_with_differing_keys(tmp_path):
+def test_long_row_labels_are_replaced_by_group_letters(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     found = compare(runs)
@@ -419,7 +419,7 @@ def test_long_labels_become_letters_of_groups_with_differing_keys(tmp_path):
 # Notes
 
 
-def test_unfinished_runs_are_shown_but_excluded_from_statistics(tmp_path):
+def test_unfinished_run_has_row_but_is_excluded_from_loss_and_gap(tmp_path):
     paths = sweep(tmp_path, {"standard": [4.0, 4.2], "diff_v2": [3.9, None], "gated": [None]})
     found = compare(loaded(paths))
     assert labels(found) == ["standard", "gated", "diff_v2"]
@@ -437,7 +437,7 @@ def test_unfinished_runs_are_shown_but_excluded_from_statistics(tmp_path):
     assert said(found, "gap of diff_v2 to standard uses only seed 0", "seed 1.")
 
 
-def test_loss_that_is_not_finite_is_noted_and_excluded_from_mean(tmp_path):
+def test_nan_loss_of_run_adds_note_and_is_excluded_from_mean_loss(tmp_path):
     runs = written(tmp_path, ("standard", 4.0), ("standard seed=1", math.nan), ("standard seed=2",))
     runs[2].summary["heldout_loss"] = None
     found = compare(runs)
@@ -447,7 +447,7 @@ def test_loss_that_is_not_finite_is_noted_and_excluded_from_mean(tmp_path):
     assert len(said(found, "is not finite")) == 2
 
 
-def test_gap_uses_common_seeds_and_note_names_remaining_seeds(tmp_path):
+def test_loss_gap_uses_common_seeds_and_note_names_other_seeds(tmp_path):
     seeds = {"standard": (0, 1, 2), "diff_v2": (2, 1, 5), "gated": (8,)}
     words = [(f"{variant} seed={seed}",) for variant, own in seeds.items() for seed in own]
     found = compare(written(tmp_path, *words))
@@ -457,7 +457,7 @@ def test_gap_uses_common_seeds_and_note_names_remaining_seeds(tmp_path):
     assert said(found, "gap of gated to standard is unknown")
 
 
-def test_runs_are_paired_by_seed_and_init_seed(tmp_path):
+def test_loss_gap_pairs_runs_by_seed_and_init_seed(tmp_path):
     one = "model.init_seed=1"
     runs = [("standard", 4.0), (f"standard {one}", 5.0), ("gated", 3.9), (f"gated {one}", 4.9)]
     found = compare(written(tmp_path, *runs))
@@ -467,7 +467,7 @@ def test_runs_are_paired_by_seed_and_init_seed(tmp_path):
 
 
 @pytest.mark.parametrize("newest", ["a", "b"])
-def test_newest_finished_run_counts_for_duplicate_seed(tmp_path, newest):
+def test_comparison_uses_newest_finished_run_of_duplicate_seed(tmp_path, newest):
     for name, loss in (("a", 4.0), ("b", 5.0)):
         written = 2e9 if name == newest else 1e9
         write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
@@ -482,7 +482,7 @@ def test_newest_finished_run_counts_for_duplicate_seed(tmp_path, newest):
         assert len(found.notes) == 2
 
 
-def test_note_on_unequal_parameters_names_matching_override(tmp_path):
+def test_note_on_unequal_parameter_counts_suggests_match_params_to(tmp_path):
     names = ("standard", "gated", "diff_v2")
     found = compare(written(tmp_path, *((name,) for name in names)))
     standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
@@ -497,7 +497,7 @@ def test_note_on_unequal_parameters_names_matching_override(tmp_path):
 
 
 @pytest.mark.parametrize(("count", "notes"), [(1_005_000, 0), (1_005_100, 1), (994_900, 1)])
-def test_more_than_half_a_percent_of_parameters_is_noted(tmp_path, count, notes):
+def test_parameter_difference_above_half_a_percent_adds_note(tmp_path, count, notes):
     counts = {"standard": 1_000_000, "gated": count}
     runs = written(tmp_path, *((name, 4.0, {"parameters": n}) for name, n in counts.items()))
     assert len(compare(runs).notes) == notes
@@ -506,7 +506,7 @@ def test_more_than_half_a_percent_of_parameters_is_noted(tmp_path, count, notes)
 @pytest.mark.parametrize(
     ("facts", "named"), [({"device": "H"}, "device (CPU, H)"), ({"ranks": 8}, "ranks (1, 8)")]
 )
-def test_runs_of_different_machines_are_comparable_except_for_speed(tmp_path, facts, named):
+def test_runs_on_different_machines_have_gap_and_note_on_speed(tmp_path, facts, named):
     other = ("standard_sink compile=true", 4.0, facts | {"compiled": True})
     found = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
     assert found.differences == []
@@ -516,7 +516,7 @@ def test_runs_of_different_machines_are_comparable_except_for_speed(tmp_path, fa
     assert f"{named}, compile (null, true), compiled (false, true)." in note
 
 
-def test_damaged_lines_are_noted_but_not_a_last_line_cut_short(tmp_path):
+def test_damaged_metrics_line_adds_note_unless_last_line_is_incomplete(tmp_path):
     path = write_run(tmp_path / "a", "attention=standard")
     file = path / "metrics.jsonl"
     with open(file, "a") as f:
@@ -536,7 +536,7 @@ def test_damaged_lines_are_noted_but_not_a_last_line_cut_short(tmp_path):
 # Columns
 
 
-def test_columns_contain_expected_statistics(tmp_path):
+def test_report_csv_columns_contain_statistics_over_seeds(tmp_path):
     for seed in (0, 1):
         lines = metric_lines(20, 256, 4.0)
         for line in lines:
@@ -590,7 +590,7 @@ def test_columns_contain_expected_statistics(tmp_path):
         assert gated[name] is None, name
 
 
-def test_layers_are_in_order_of_their_numbers(tmp_path):
+def test_by_layer_returns_more_than_99_layers_in_numerical_order(tmp_path):
     lines = metric_lines(20, 256, 4.0, layers=103)
     (run,) = loaded([write_run(tmp_path / "a", "attention=standard", lines=lines)])
     last = run.by_layer("hidden_kurtosis").values[-1]
@@ -600,7 +600,7 @@ def test_layers_are_in_order_of_their_numbers(tmp_path):
     assert math.isnan(run.by_layer("hidden_top1").values[0, 0])
 
 
-def test_the_table_round_trips_in_full_precision(four):
+def test_report_csv_keeps_full_precision_of_numbers(four):
     found = compare([run for run in four if run.variant in ("standard", "diff_v1")])
     header, *lines = csv.reader(io.StringIO(csv_text(found.rows)))
     assert header == list(found.rows[0].values)
@@ -613,7 +613,7 @@ def test_the_table_round_trips_in_full_precision(four):
 # Versions of plugins
 
 
-def test_runs_of_two_versions_of_a_plugin_are_neither_averaged_nor_compared(tmp_path):
+def test_runs_with_different_plugin_code_have_separate_rows_without_gap(tmp_path):
     old, new = ({"plugin_code": {"own": version, "m": "x"}} for version in ("1a", "2b"))
     runs = [("standard", 4.0, old), ("gated", 3.9, old), ("standard", 4.2, new)]
     found = compare(written(tmp_path, *runs, ("gated", 3.8, new)))
@@ -626,7 +626,7 @@ def test_runs_of_two_versions_of_a_plugin_are_neither_averaged_nor_compared(tmp_
     }
 
 
-def test_unrecorded_plugin_version_counts_as_different(tmp_path):
+def test_run_without_recorded_plugin_hash_has_separate_row(tmp_path):
     run, other = loaded(sweep(tmp_path, {"gated": [4.0, 4.2]}))
     run.facts["plugin_code"] = {"own": "1a"}
     assert len(compare([run, other]).rows) == 1, "a run without the plugin"
@@ -645,7 +645,7 @@ def change(path, step, **made):
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 
-def test_changed_run_has_no_gap_and_replaces_no_run(tmp_path):
+def test_run_with_config_changed_during_training_has_separate_row_without_gap(tmp_path):
     paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})
     before = compare(loaded(paths))
     extended = write_run(tmp_path / "b", "attention=diff_v2", "seed=0", loss=1.0)
@@ -661,7 +661,7 @@ def test_changed_run_has_no_gap_and_replaces_no_run(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
-def test_no_gap_is_measured_between_runs_changed_after_their_first_step(tmp_path, step, gap):
+def test_runs_whose_config_changed_after_first_step_have_no_gap(tmp_path, step, gap):
     paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})
     for path in paths:
         change(path, step, **{"optim.lr": [1e-3, 2e-3]})
@@ -671,7 +671,7 @@ def test_no_gap_is_measured_between_runs_changed_after_their_first_step(tmp_path
 
 
 @pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])
-def test_run_with_unreadable_changes_is_skipped(tmp_path, text):
+def test_load_run_raises_for_damaged_changes_file(tmp_path, text):
     path = write_run(tmp_path / "a", "attention=standard")
     (path / "changes.jsonl").write_text(text)
     with pytest.raises(

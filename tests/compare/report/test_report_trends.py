@@ -67,7 +67,7 @@ def sentence(found):
         (-0.03, 0.002, "shows no trend: +0.0020 nats"),
     ],
 )
-def test_direction_follows_from_slope_and_sign_of_the_gap(tmp_path, start, slope, words):
+def test_trend_sentence_verb_follows_from_slope_and_sign_of_loss_gap(tmp_path, start, slope, words):
     said = sentence(compared(tmp_path, start, slope))
     assert f"The gap of gated to standard {words} per token per doubling of tokens" in said
     end = start + slope * math.log2(10)
@@ -75,7 +75,7 @@ def test_direction_follows_from_slope_and_sign_of_the_gap(tmp_path, start, slope
     assert "through 5 evaluations from 512 to 5.12k tokens." in said
 
 
-def test_slope_and_interval_are_in_the_csv_and_in_the_statistics_of_the_gaps(tmp_path):
+def test_report_csv_and_gap_table_contain_trend_slope_with_confidence_interval(tmp_path):
     found = compared(tmp_path, -0.03, 0.008)
     standard, gated = csv.DictReader(io.StringIO(csv_text(found.rows)))
     assert float(gated["gap_trend"]) == pytest.approx(0.008)
@@ -89,25 +89,25 @@ def test_slope_and_interval_are_in_the_csv_and_in_the_statistics_of_the_gaps(tmp
     assert column.cells[0].text in " ".join(Reader(page(found)).text.split())
 
 
-def test_single_seed_has_slope_without_interval(tmp_path):
+def test_trend_of_single_seed_has_slope_without_confidence_interval(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, seeds=1))
     assert "moves: +0.0070 nats per token per doubling of tokens (no interval from one" in said
 
 
-def test_trend_excludes_diverged_run_and_paired_run(tmp_path):
+def test_trend_of_loss_gap_excludes_seed_with_diverged_run(tmp_path):
     said = sentence(compared(tmp_path, -0.03, 0.008, diverged=[2]))
     assert "+0.0075 nats" in said, "the mean of the first two seeds"
     assert "2 seeds" in said
 
 
-def test_two_evaluations_give_no_trend(tmp_path):
+def test_row_with_two_evaluations_has_no_trend_of_loss_gap(tmp_path):
     found = compared(tmp_path, -0.03, 0.008, steps=(1, 10, 20))
     assert found.rows[1].gap is not None
     assert found.rows[1].trend is None
     assert "per doubling" not in whole_text(found)
 
 
-def test_many_gaps_have_a_single_sentence_and_a_column():
+def test_report_of_many_gaps_has_one_sentence_about_largest_trend():
     found = sample.compared(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in found.rows) == 8
     said = sentence(found)

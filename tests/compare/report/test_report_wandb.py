@@ -18,7 +18,7 @@ def swept(tmp_path, monkeypatch):
     return tmp_path / "swept"
 
 
-def test_gaps_and_noise_floor_are_recorded_over_tokens(swept):
+def test_record_gaps_logs_loss_gaps_and_noise_floor_to_wandb(swept):
     assert record_gaps(read([swept])[0], swept)
     run = OfflineRun(swept)
     assert (run.header.run_group, run.header.display_name) == ("comparison", "swept")
@@ -32,7 +32,7 @@ def test_gaps_and_noise_floor_are_recorded_over_tokens(swept):
 
 
 @pytest.mark.slow
-def test_report_command_records_gaps_in_wandb_if_enabled(swept, capsys):
+def test_report_command_logs_loss_gaps_to_wandb_only_if_requested(swept, capsys):
     assert main(["report", str(swept)]) == 0
     assert not (swept / "wandb").exists()
     assert main(["report", str(swept), "wandb=true"]) == 0
@@ -40,7 +40,7 @@ def test_report_command_records_gaps_in_wandb_if_enabled(swept, capsys):
     assert OfflineRun(swept).history
 
 
-def test_gaps_are_not_recorded_without_wandb_or_without_gaps(swept, monkeypatch):
+def test_record_gaps_returns_false_if_wandb_is_disabled_or_no_gap_exists(swept, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert not record_gaps(read([swept])[0], swept)
     assert not (swept / "wandb").exists()

@@ -49,7 +49,7 @@ def judged(tmp_path, rule=LOWER, sizes=SIZES, half=HALF, **more):
 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
-def test_gap_at_equal_flops_is_read_from_the_curves(tmp_path, test):
+def test_study_gap_at_equal_flops_is_interpolated_from_loss_curves(tmp_path, test):
     found = judged(tmp_path, test=test)
     (equal,) = json.loads(json.dumps(found.numbers()["equal"], allow_nan=False))
     at_flops = -0.005 + SLOPE * math.log(1.1)  # V2 has fewer tokens at equal FLOPs
@@ -67,7 +67,7 @@ def test_gap_at_equal_flops_is_read_from_the_curves(tmp_path, test):
         assert "Equal tokens, parameters and FLOPs" in verdict_html(found)
 
 
-def test_rule_at_equal_flops_decides_by_the_gap_at_equal_flops(tmp_path):
+def test_study_rule_with_at_flops_is_decided_by_gap_at_equal_flops(tmp_path):
     (tmp_path / "flops").mkdir()
     assert judged(tmp_path).verdict == "shown"
     found = judged(tmp_path / "flops", LOWER.replace("at: tokens", "at: flops"))
@@ -76,7 +76,7 @@ def test_rule_at_equal_flops_decides_by_the_gap_at_equal_flops(tmp_path):
     assert found.tested[0].gap.mean == pytest.approx(-0.005 + SLOPE * math.log(1.1))
 
 
-def test_figure_has_the_gap_of_the_first_rule_of_two_arms(tmp_path, monkeypatch):
+def test_verdict_figure_shows_gap_of_first_rule_for_each_pair_of_arms(tmp_path, monkeypatch):
     drawn, draw = {}, verdict_page.draw_rules
 
     def recorded(gaps, *others):
@@ -89,14 +89,14 @@ def test_figure_has_the_gap_of_the_first_rule_of_two_arms(tmp_path, monkeypatch)
     assert drawn["v2", "half"].mean == found.tested[0].gap.mean != found.tested[1].gap.mean
 
 
-def test_diverged_run_counts_at_equal_flops(tmp_path):
+def test_study_rule_with_at_flops_counts_diverged_run(tmp_path):
     rule = LOWER.replace("at: tokens", "at: flops").replace("below: 0.0", "below: 0.1")
     found = judged(tmp_path, rule, half=[*HALF[:2], math.nan])
     assert found.tested[0].outcome.base.diverged == 1
     assert found.tested[0].gap.seeds == 2
 
 
-def test_curve_without_a_logarithm_at_equal_flops_is_refused(tmp_path):
+def test_study_rule_with_at_flops_raises_if_value_has_no_logarithm(tmp_path):
     arms = {}
     for name, tokens, values in (("v2", [100, 200], [0.0, 0.5]), ("half", [100], [0.1])):
         curve = Series(np.array(tokens), np.array(values))
@@ -109,13 +109,13 @@ def test_curve_without_a_logarithm_at_equal_flops_is_refused(tmp_path):
         apply_rules(study_file(tmp_path / "study.yaml", rule, **ARMS, **more), arms)
 
 
-def test_gap_at_equal_parameters_is_not_measured_on_unequal_arms(tmp_path):
+def test_study_gap_at_equal_parameters_is_omitted_if_arms_differ_in_size(tmp_path):
     found = judged(tmp_path, sizes={**SIZES, "v2": (11_200, 66_000.0)})
     assert found.equal[0].parameters == "not measured: v2 has 12% more parameters"
     assert "| not measured: v2 has 12% more parameters |" in markdown(found)
 
 
-def test_run_without_known_flops_gives_no_gap_and_no_rule_at_equal_flops(tmp_path):
+def test_run_with_unknown_flops_has_no_gap_at_flops_and_its_rule_raises_error(tmp_path):
     sizes = {**SIZES, "v2": (10_040, None)}
     found = judged(tmp_path, sizes=sizes, unequal="[flops]")
     missing = "v2-seed0 has no curve of heldout_loss over known training FLOPs"
@@ -141,6 +141,6 @@ def test_run_without_known_flops_gives_no_gap_and_no_rule_at_equal_flops(tmp_pat
         ),
     ],
 )
-def test_rule_that_cannot_be_read_at_equal_flops_is_refused(tmp_path, rule, metric, said):
+def test_study_file_raises_for_rule_that_does_not_support_at_flops(tmp_path, rule, metric, said):
     with pytest.raises(ConfigError, match=said):
         study_file(tmp_path / "study.yaml", rule, metric=metric)

@@ -52,7 +52,9 @@ def others(word: str) -> str:
 
 
 @pytest.mark.parametrize("word", IN_CONFIG)
-def test_study_with_different_configs_starts_only_if_declared(tmp_path, capsys, word):
+def test_study_whose_arms_differ_in_config_starts_only_if_difference_is_declared(
+    tmp_path, capsys, word
+):
     override, said = IN_CONFIG[word]
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
     study = study_file(tmp_path / "study.yaml", LOWER, **arms)
@@ -100,19 +102,19 @@ def test_verdict_on_different_facts_is_not_comparable_unless_declared(tmp_path, 
             assert found.reasons[0].endswith(f"(if the study intends this, add {word} to unequal)")
 
 
-def test_sizes_within_tolerance_are_comparable(tmp_path):
+def test_verdict_accepts_arms_with_sizes_within_tolerance(tmp_path):
     found = judged(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
     assert found.verdict == "shown", found.reasons
 
 
-def test_code_and_hardware_are_shown_and_do_not_decide(tmp_path):
+def test_verdict_shows_code_and_hardware_without_comparison(tmp_path):
     own = {"diffllm": {"hash": "a1b2"}, "device": "NVIDIA H100", "ranks": 8}
     found = judged(tmp_path, [], half={"diffllm": {"hash": "c3d4"}}, v2=own)
     assert found.verdict == "shown", found.reasons
     assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
 
 
-def test_begun_study_with_undeclared_difference_warns_and_resumes(tmp_path, capsys):
+def test_begun_study_with_undeclared_difference_prints_warning_and_resumes(tmp_path, capsys):
     arms = {"arms": two_arms(), "baseline": "half", "unequal": "[]"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
     with pytest.raises(ConfigError, match="add flops to unequal"):
@@ -124,6 +126,6 @@ def test_begun_study_with_undeclared_difference_warns_and_resumes(tmp_path, caps
     assert "add flops to unequal" in said
 
 
-def test_unknown_condition_is_refused_with_the_choices(tmp_path):
+def test_unknown_condition_in_unequal_raises_error_with_choices(tmp_path):
     with pytest.raises(ConfigError, match=r"unequal\[1\]=size is not one of parameters, flops, "):
         study_file(tmp_path / "study.yaml", LOWER, unequal="[flops, size]")

@@ -85,7 +85,7 @@ def with_keys(rule, **keys):
         ),
     ],
 )  # fmt: skip
-def test_design_that_cannot_decide_is_refused_before_anything_starts(
+def test_study_design_that_cannot_decide_prints_error_and_starts_no_run(
     tmp_path, capsys, rule, seeds, more, said
 ):
     study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
@@ -116,11 +116,11 @@ def test_design_that_cannot_decide_is_refused_before_anything_starts(
         (ALIKE, 10, {"also": f"[{LOWER}, {LOWER}]", "power": POWER}),
     ],
 )
-def test_design_within_the_limits_starts(tmp_path, rule, seeds, more):
+def test_study_design_within_limits_passes_checks(tmp_path, rule, seeds, more):
     check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
 
 
-def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, capsys):
+def test_begun_study_with_now_invalid_alpha_resumes_and_has_verdict(tmp_path, capsys):
     study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
     write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
     next_jobs(study, SweepDirectory(out, "study"), [])
@@ -155,7 +155,9 @@ def test_study_that_began_in_an_older_version_continues_and_is_judged(tmp_path, 
         ),
     ],
 )  # fmt: skip
-def test_dry_run_notes_t_tests_that_no_exact_test_can_confirm(tmp_path, capsys, seeds, more, said):
+def test_study_dry_run_notes_t_test_that_no_exact_test_can_confirm(
+    tmp_path, capsys, seeds, more, said
+):
     study = written(tmp_path, LOWER, seeds, **more)
     assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}", "--dry-run"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]

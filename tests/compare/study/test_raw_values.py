@@ -57,7 +57,7 @@ KINDS = {
 
 @pytest.mark.parametrize("left", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_verdict_from_values_equals_the_verdict_from_runs(tmp_path, capsys, kind, left):
+def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, capsys, kind, left):
     keys = {"rule": LOWER, **ARMS, **KINDS[kind]}
     study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
     measured(study, out, left=left)
@@ -71,7 +71,7 @@ def test_verdict_from_values_equals_the_verdict_from_runs(tmp_path, capsys, kind
     assert markdown(found) in capsys.readouterr().out
 
 
-def test_error_about_missing_values_file_suggests_a_similar_name(tmp_path, capsys):
+def test_error_about_missing_values_json_suggests_similar_path(tmp_path, capsys):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS)
     (tmp_path / "values.json").write_text("{}")
     missing = tmp_path / "valus.json"
@@ -80,7 +80,7 @@ def test_error_about_missing_values_file_suggests_a_similar_name(tmp_path, capsy
     assert said in capsys.readouterr().err
 
 
-def test_values_of_an_edited_study_are_exploratory(tmp_path):
+def test_verdict_from_values_json_of_edited_study_is_exploratory(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **ARMS), tmp_path / "out"
     measured(study, out)
     write_verdict(judge(study, out), out)
@@ -100,7 +100,7 @@ def forty(tmp_path_factory):
     return study, root / "out" / "values.json"
 
 
-def test_forty_runs_take_less_than_300_kb(forty):
+def test_values_json_of_forty_runs_is_smaller_than_300_kb(forty):
     study, file = forty
     assert len(read_values(study, file).runs) == 40
     assert file.stat().st_size < 300_000
@@ -142,7 +142,9 @@ def change(*keys, value):
         (change("texts", 0, "tokens", 0, value=0), "texts[0] has documents without tokens"),
     ],
 )
-def test_damaged_or_foreign_values_print_one_error(forty, tmp_path, capsys, edit, said):
+def test_damaged_values_json_or_other_study_prints_single_error_line(
+    forty, tmp_path, capsys, edit, said
+):
     study, file = forty
     content = json.loads(file.read_text())
     edit(content)
@@ -156,7 +158,7 @@ def test_damaged_or_foreign_values_print_one_error(forty, tmp_path, capsys, edit
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00", None])
-def test_file_without_valid_values_is_refused(forty, tmp_path, text):
+def test_read_values_raises_for_file_without_valid_content(forty, tmp_path, text):
     file = tmp_path / "values.json"
     if text is not None:
         file.write_text(text)

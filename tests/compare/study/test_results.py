@@ -40,7 +40,7 @@ def expected():
     return recompute.expectations(RESULTS)
 
 
-def test_pages_agree_with_numbers_recomputed_without_diffllm(tmp_path):
+def test_published_result_pages_equal_numbers_recomputed_without_diffllm(tmp_path):
     found = run(RESULTS)
     assert found.returncode == 0, found.stdout + found.stderr
     assert [line.partition(":")[0] for line in found.stdout.splitlines()] == [*PAGES[1:], PAGES[0]]
@@ -55,7 +55,7 @@ def test_pages_agree_with_numbers_recomputed_without_diffllm(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_any_changed_digit_of_a_page_is_found(page, expected):
+def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
     text = (RESULTS / page).read_text()
     own = expected[page]
     assert not [*recompute.differences(text, own)]
@@ -77,7 +77,7 @@ def test_any_changed_digit_of_a_page_is_found(page, expected):
         assert len([*recompute.differences(text, other)]) == len(numbers), sentence
 
 
-def test_changed_verdict_or_value_of_a_seed_is_found(tmp_path, expected):
+def test_recomputation_detects_changed_verdict_or_changed_loss_of_seed(tmp_path, expected):
     name = "context_rms_end/verdict.md"
     text = (RESULTS / name).read_text()
     shown = text.replace(": refuted;", ": shown;")
@@ -90,7 +90,7 @@ def test_changed_verdict_or_value_of_a_seed_is_found(tmp_path, expected):
     assert [*recompute.differences(text, recompute.expectations(copy)[name])]
 
 
-def test_figures_are_static_svg_with_colours_and_a_background():
+def test_result_figures_are_svg_with_fixed_colours_and_white_background():
     picture = load(ROOT / "benchmarks" / "study_results.py").picture
     numbers = json.loads((RESULTS / "damping_short" / "verdict.json").read_text())
     drawn = picture(numbers)
@@ -104,7 +104,7 @@ def test_figures_are_static_svg_with_colours_and_a_background():
     assert picture(json.loads((RESULTS / "retrieval_mqar_short/verdict.json").read_text())) == ""
 
 
-def test_page_of_a_study_is_recomputed_from_values_file(tmp_path, monkeypatch):
+def test_result_page_of_new_study_is_recomputed_from_values_file(tmp_path, monkeypatch):
     rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
     study = study_file(tmp_path / "own.yaml", rule)
     losses = {"standard": [4.5, 4.52, 4.51], "half": [4.4, 4.41, 4.39], "v2": [4.3, 4.312, 4.289]}

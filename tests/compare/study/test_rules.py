@@ -67,7 +67,7 @@ def noise(n, sd=0.01, seed=0):
     return np.random.default_rng(seed).normal(0, sd, n)
 
 
-def test_log_rank_of_three_seeds_has_the_exact_p_of_all_labellings(tmp_path):
+def test_log_rank_test_of_three_seeds_has_exact_permutation_p_value(tmp_path):
     arms = [timed("v2", [200, 300, 300]), timed("half", [600, 700, None])]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert found.p == pytest.approx(1 / 20)
@@ -80,13 +80,13 @@ def test_log_rank_of_three_seeds_has_the_exact_p_of_all_labellings(tmp_path):
     assert (found.verdict, found.refuting.p) == ("refuted", pytest.approx(1 / 70))
 
 
-def test_log_rank_with_tied_times_shows_nothing(tmp_path):
+def test_log_rank_rule_with_equal_times_in_all_runs_is_underpowered(tmp_path):
     arms = [timed("v2", [300] * 8), timed("half", [300] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert (found.verdict, found.p) == ("underpowered", 1)
 
 
-def test_drawn_labels_do_not_depend_on_the_order_of_seeds(tmp_path):
+def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
     arms = [
         timed("v2", [200, 300, 400, 500, 600] * 2),
         timed("half", [300, 500, 700, 900, None] * 2),
@@ -98,7 +98,7 @@ def test_drawn_labels_do_not_depend_on_the_order_of_seeds(tmp_path):
     assert again.p == found.p
 
 
-def test_run_that_diverges_after_reaching_a_level_counts_as_censored(tmp_path):
+def test_log_rank_test_censors_run_that_diverges_after_reaching_target_accuracy(tmp_path):
     arm = timed("v2", [200, 300], diverged=[1])
     assert arm.times(0.9).reached == [True, False]
     assert arm.times(0.9).tokens == [200, 1000], "censored at the planned tokens"
@@ -113,7 +113,9 @@ def test_run_that_diverges_after_reaching_a_level_counts_as_censored(tmp_path):
         ("hidden_top1", HIGHER, 1),
     ],
 )
-def test_arm_that_diverges_more_often_is_never_shown_better(tmp_path, metric, rule, sign):
+def test_difference_rule_never_shows_that_arm_with_more_diverged_runs_is_better(
+    tmp_path, metric, rule, sign
+):
     half = 3.0 + noise(8)
     v2 = half + sign * (1 + noise(8, seed=1))
     (clear,) = decided(tmp_path, rule, two(v2, half), metric=metric)
@@ -128,7 +130,7 @@ def test_arm_that_diverges_more_often_is_never_shown_better(tmp_path, metric, ru
     assert other.verdict == "underpowered"
 
 
-def test_arm_that_diverges_more_often_is_never_shown_sooner(tmp_path):
+def test_log_rank_rule_never_shows_that_arm_with_more_diverged_runs_is_faster(tmp_path):
     arms = [timed("v2", [100] * 7 + [None], diverged=[7]), timed("half", [800] * 8)]
     (found,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     assert (found.verdict, found.p) == ("underpowered", 1)
@@ -150,7 +152,9 @@ def test_arm_that_diverges_more_often_is_never_shown_sooner(tmp_path):
         ("hidden_top1", HIGHER, True, "underpowered"),
     ],
 )
-def test_divergence_of_a_whole_arm_decides(tmp_path, metric, rule, v2_diverges, verdict):
+def test_divergence_of_all_runs_of_one_arm_decides_the_rule(
+    tmp_path, metric, rule, v2_diverges, verdict
+):
     arms = [[NAN] * 4, list(4 + noise(4))]
     (found,) = decided(tmp_path, rule, two(*(arms if v2_diverges else arms[::-1])), metric=metric)
     assert found.verdict == verdict, found.reason
@@ -160,7 +164,7 @@ def test_divergence_of_a_whole_arm_decides(tmp_path, metric, rule, v2_diverges, 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("shift", [-0.02, -0.008, -0.004, 0.0, 0.004, 0.02])
-def test_printed_bound_agrees_with_verdict(tmp_path, shift, test):
+def test_confidence_bound_of_gap_agrees_with_verdict(tmp_path, shift, test):
     half = 4 + noise(8)
     arms = two(half + shift + noise(8, 0.006, seed=3), half)
     for rule in (LOWER, HIGHER):
@@ -173,7 +177,7 @@ def test_printed_bound_agrees_with_verdict(tmp_path, shift, test):
             assert f"95% {word} bound {bound:+.4g}" in found.reason
 
 
-def test_refutations_are_adjusted_for_all_rules(tmp_path):
+def test_p_value_of_refutation_is_adjusted_for_all_rules_of_study(tmp_path):
     half, standard = 4 + noise(6), 4.02 + noise(6, seed=7)
     v2 = half + 0.005 + noise(6, 0.008, seed=1)
     arms = [*two(v2, half), forged("standard", standard)]
@@ -202,7 +206,7 @@ def test_refutations_are_adjusted_for_all_rules(tmp_path):
         (0.05, ALIKE, "refuted"),
     ],
 )
-def test_significant_difference_inside_the_margin_is_never_plainly_equivalent(
+def test_verdict_on_significant_gap_within_margin_is_not_plain_equivalent(
     tmp_path, shift, rule, verdict
 ):
     half = 4 + noise(8)
@@ -212,7 +216,7 @@ def test_significant_difference_inside_the_margin_is_never_plainly_equivalent(
     assert found.verdict == verdict, found.reason
 
 
-def test_rule_of_equivalence_and_margin_of_a_difference_are_one_family(tmp_path):
+def test_holm_correction_counts_equivalence_rules_and_margins_as_one_family(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))
@@ -221,7 +225,7 @@ def test_rule_of_equivalence_and_margin_of_a_difference_are_one_family(tmp_path)
     assert margin[0].p_adjusted == 2 * margin[0].showing.p > 0.05 > bare[0].p_adjusted
 
 
-def test_t_test_that_the_exact_test_does_not_confirm_is_not_robust(tmp_path):
+def test_verdict_is_not_robust_if_exact_test_does_not_confirm_t_test(tmp_path):
     # One sign differs, so that 2 of 32 assignments of signs have a sum as large.
     differences = np.array([-0.03, -0.031, -0.029, -0.03, 0.0001, -0.03])
     half = 4 + noise(6)
@@ -237,7 +241,7 @@ def test_t_test_that_the_exact_test_does_not_confirm_is_not_robust(tmp_path):
     assert "the sign-flip test does not confirm it (adjusted p 0.062)" in found.reason
 
 
-def test_exact_test_that_cannot_reach_alpha_contradicts_nothing(tmp_path):
+def test_exact_test_that_cannot_reach_alpha_does_not_change_verdict(tmp_path):
     half = 4 + noise(4)
     (found,) = decided(tmp_path, LOWER, two(half - 0.1 + noise(4, 0.001, seed=1), half))
     assert (found.smallest, found.showing.exact) == (1 / 16, 1 / 16)
@@ -248,7 +252,9 @@ def test_exact_test_that_cannot_reach_alpha_contradicts_nothing(tmp_path):
     ("outlier", "seeds", "verdict"),
     [(0.09, 5, "refuted"), (0.03, 6, "refuted"), (0.015, 6, "not robust")],
 )
-def test_refuted_equivalence_takes_twice_the_smallest_exact_p(tmp_path, outlier, seeds, verdict):
+def test_refutation_of_equivalence_uses_twice_the_smaller_exact_p_value(
+    tmp_path, outlier, seeds, verdict
+):
     half, gaps = 4 + noise(seeds), 0.1 + noise(seeds, seed=1)
     gaps[0] = outlier
     (found,) = decided(tmp_path, ALIKE, two(half + gaps, half))
@@ -256,7 +262,7 @@ def test_refuted_equivalence_takes_twice_the_smallest_exact_p(tmp_path, outlier,
     assert found.verdict == verdict, found.reason
 
 
-def test_log_rank_rule_does_not_count_in_the_family_of_exact_tests(tmp_path):
+def test_holm_correction_of_exact_tests_does_not_count_log_rank_rules(tmp_path):
     half = 0.5 + noise(5)
     gaps = np.array([0.03, 0.031, 0.029, 0.03, -0.0001])
     arms = [
@@ -290,7 +296,7 @@ def with_documents(gaps, sd, n=24, seeds=8):
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
+def test_verdict_is_not_robust_if_gap_varies_between_documents(tmp_path, scale, test):
     words = {"scale": scale, "test": test}
     if scale == "log":
         for arm in (arms := with_documents(-0.02, 0.2)):
@@ -308,7 +314,7 @@ def test_gap_that_few_documents_carry_is_not_robust(tmp_path, scale, test):
         assert found.verdict == "shown"
 
 
-def test_gap_inside_margin_only_on_given_documents_is_not_equivalent(tmp_path):
+def test_verdict_is_not_equivalent_if_document_bootstrap_exceeds_margin(tmp_path):
     rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
@@ -317,12 +323,12 @@ def test_gap_inside_margin_only_on_given_documents_is_not_equivalent(tmp_path):
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
 
 
-def test_documents_are_not_resampled_with_fewer_than_eight_seeds(tmp_path):
+def test_study_bootstrap_over_documents_needs_eight_seeds(tmp_path):
     (found,) = decided(tmp_path, LOWER, with_documents(-0.1, 0.2, seeds=7))
     assert (found.verdict, found.documents) == ("shown", None)
 
 
-def test_run_without_document_losses_prevents_resampling_of_documents(tmp_path):
+def test_study_bootstrap_is_omitted_if_a_run_lacks_document_losses(tmp_path):
     v2, half = with_documents(-0.1, 0.2, seeds=9)
     half.runs[8] = replace(half.runs[8], documents=None)
     (found,) = decided(tmp_path, LOWER, [v2, half])
@@ -339,7 +345,7 @@ def test_run_without_document_losses_prevents_resampling_of_documents(tmp_path):
         (1.0, 0.6, "shown"),
     ],
 )
-def test_accuracy_at_chance_or_at_the_ceiling_decides_nothing(tmp_path, v2, half, verdict):
+def test_rule_on_accuracy_at_chance_or_ceiling_is_not_decidable(tmp_path, v2, half, verdict):
     arms = [
         forged(name, np.clip(mean + noise(6, 0.002, seed), 0, 1), chance=0.2)
         for seed, (name, mean) in enumerate([("v2", v2), ("half", half)])
@@ -353,13 +359,13 @@ def test_accuracy_at_chance_or_at_the_ceiling_decides_nothing(tmp_path, v2, half
 
 
 @pytest.mark.parametrize("half", [0.2, 0.998])
-def test_accuracy_of_one_arm_without_finite_runs_is_decided_by_divergence(tmp_path, half):
+def test_rule_on_accuracy_is_decided_by_divergence_if_one_arm_has_no_finite_run(tmp_path, half):
     arms = two([NAN] * 5, half + noise(5, 0.001), chance=0.2)
     (found,) = decided(tmp_path, HIGHER, arms, **ACCURACY)
     assert found.verdict == "refuted", found.reason
 
 
-def test_run_without_a_finite_metric_counts_as_diverged_everywhere(tmp_path):
+def test_run_whose_final_metric_is_not_finite_counts_as_diverged(tmp_path):
     arms = [timed("v2", [200] * 8), timed("half", [800] * 8)]
     arms[0].runs[0] = replace(arms[0].runs[0], value=None)
     arms[0].values[0] = None
@@ -371,7 +377,7 @@ def test_run_without_a_finite_metric_counts_as_diverged_everywhere(tmp_path):
 
 @pytest.mark.parametrize("lost", ["v2", "half", None])
 @pytest.mark.parametrize(("rule", "gap"), [(LOWER, -0.3), (HIGHER, 0.3), (ALIKE, 0.0)])
-def test_sweep_never_favours_the_arm_with_more_diverged_runs(tmp_path, rule, gap, lost):
+def test_lr_sensitivity_rule_never_favours_arm_with_more_diverged_runs(tmp_path, rule, gap, lost):
     half = 0.4 + noise(5)
     arms = two(half + gap + noise(5, 0.001, seed=1), half)
     for arm in arms:  # one of two rates diverged: the sensitivity is finite

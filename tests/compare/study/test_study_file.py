@@ -30,7 +30,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_study_file_is_read_with_all_numbers(tmp_path):
+def test_load_study_reads_all_numbers_of_study_file(tmp_path):
     study = load_study(written(tmp_path, GOOD))
     assert study.lr.grid == [1e-3, 2e-3, 4e-3]  # text in YAML 1.1
     assert study.rule.words(study.metric) == (
@@ -103,7 +103,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim: V2's", "claim: [V2's", "is not YAML: "),
     ],
 )
-def test_error_about_a_study_file_names_the_key(tmp_path, old, new, said):
+def test_error_about_invalid_study_file_names_the_key(tmp_path, old, new, said):
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
         load_study(written(tmp_path, GOOD.replace(old, new, 1)))
@@ -112,7 +112,7 @@ def test_error_about_a_study_file_names_the_key(tmp_path, old, new, said):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "\x00"])
-def test_study_file_without_a_mapping_is_refused(tmp_path, text):
+def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
     with pytest.raises(ConfigError, match=r"study\.yaml(:| must| is not YAML)"):
         load_study(written(tmp_path, text))
 
@@ -131,7 +131,9 @@ def test_study_file_without_a_mapping_is_refused(tmp_path, text):
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x: choose from basic"),
     ],
 )
-def test_wrong_study_command_prints_one_error_line(tmp_path, capsys, monkeypatch, words, said):
+def test_study_command_with_wrong_arguments_prints_single_error_line(
+    tmp_path, capsys, monkeypatch, words, said
+):
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, GOOD)
     assert main(["study", *(word.format(path=path) for word in words)]) == 2
@@ -140,7 +142,7 @@ def test_wrong_study_command_prints_one_error_line(tmp_path, capsys, monkeypatch
     assert printed.err.count("\n") == 1
 
 
-def test_error_about_an_impossible_arm_names_the_arm(tmp_path, capsys):
+def test_error_about_invalid_config_of_arm_names_the_arm(tmp_path, capsys):
     path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
     assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
     assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err

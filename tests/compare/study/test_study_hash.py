@@ -32,7 +32,7 @@ def edit(out, old, new, names="*"):
         file.write_text(text.replace(old, new))
 
 
-def test_hash_of_all_configs_is_in_every_run_and_in_the_verdict(written):
+def test_study_hash_is_equal_in_all_runs_and_in_verdict(written):
     study, out = written
     numbers = judge(study, out).numbers()
     marks = {load_run_config(path).run.study for path in out.iterdir()}
@@ -40,14 +40,14 @@ def test_hash_of_all_configs_is_in_every_run_and_in_the_verdict(written):
     assert numbers["study_hash"] != numbers["hash"] == study.hash
 
 
-def test_runs_of_older_versions_contain_the_hash_of_the_file(written):
+def test_verdict_accepts_runs_of_older_versions_that_saved_study_file_hash(written):
     study, out = written
     edit(out, judge(study, out).numbers()["study_hash"], study.hash)
     found = judge(study, out)
     assert found.verdict == "shown", found.reasons
 
 
-def test_new_setting_with_default_value_does_not_change_the_hash(written):
+def test_new_config_key_with_default_value_does_not_change_study_hash(written):
     study, out = written
     before = judge(study, out).numbers()["study_hash"]
     edit(out, "  clip_norm: 1.0\n", "")  # as if an older version without the key had written it
@@ -63,7 +63,7 @@ def test_new_setting_with_default_value_does_not_change_the_hash(written):
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_error_names_first_run_with_different_config(written, old, new, said):
+def test_verdict_names_first_run_whose_config_differs_from_study(written, old, new, said):
     study, out = written
     edit(out, old, new, "v2-seed[12]")
     found = judge(study, out)
@@ -76,7 +76,7 @@ def test_error_names_first_run_with_different_config(written, old, new, said):
     ("metric", "file"),
     [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
 )
-def test_missing_value_names_arm_seed_and_file(tmp_path, metric, file):
+def test_error_about_missing_metric_names_arm_seed_and_file(tmp_path, metric, file):
     study = study_file(tmp_path / "study.yaml", LOWER, **ARMS, metric=metric)
     out = tmp_path / "out"
     write_arms(study, out, LOSSES)

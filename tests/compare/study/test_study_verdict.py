@@ -93,12 +93,12 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (ALIKE, [4.401, 4.409, NAN], "underpowered"),
     ],
 )
-def test_rule_gives_expected_verdict(tmp_path, rule, v2, verdict):
+def test_difference_and_equivalence_rules_give_expected_verdicts(tmp_path, rule, v2, verdict):
     (found,) = decided(tmp_path, rule, v2)
     assert found.verdict == verdict, found.reason
 
 
-def test_arm_that_always_diverges_is_refuted(tmp_path):
+def test_claim_about_arm_whose_runs_all_diverge_is_refuted(tmp_path):
     half = [*HALF, 4.4, 4.41]
     (found,) = decided(tmp_path, LOWER, [NAN] * 5, half)
     assert found.verdict == "refuted"
@@ -107,7 +107,7 @@ def test_arm_that_always_diverges_is_refuted(tmp_path):
     assert found.verdict == "shown"
 
 
-def test_diverged_run_is_counted(tmp_path):
+def test_study_verdict_counts_diverged_run_of_arm(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
     assert found.verdict == found.would_be == "underpowered"
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
@@ -116,7 +116,7 @@ def test_diverged_run_is_counted(tmp_path):
     assert "1 of 3 runs of v2" in numbers["reasons"][0]
 
 
-def test_p_is_adjusted_for_all_rules_of_the_study(tmp_path):
+def test_p_value_is_adjusted_for_all_rules_of_the_study(tmp_path):
     v2 = [4.37, 4.385, 4.355]
     (alone,) = decided(tmp_path, LOWER, v2)
     assert alone.p == pytest.approx(alone.p_adjusted)
@@ -127,7 +127,7 @@ def test_p_is_adjusted_for_all_rules_of_the_study(tmp_path):
     assert [each.rule.against for each in three] == ["half", "standard", "half"]
 
 
-def test_welch_test_uses_arms_as_two_samples(tmp_path):
+def test_study_with_welch_test_compares_arms_as_unpaired_samples(tmp_path):
     v2 = [4.39, 4.4001, 4.3801]
     assert decided(tmp_path, LOWER, v2)[0].verdict == "shown"
     (found,) = decided(tmp_path, LOWER, v2, test="welch")
@@ -165,7 +165,7 @@ def judge_edited(tmp_path, old, new):
     return judge(load_study(path), tmp_path / "out")
 
 
-def test_study_edited_after_its_runs_is_exploratory(tmp_path):
+def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "below: 0.0", "below: -0.05")
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
@@ -174,21 +174,21 @@ def test_study_edited_after_its_runs_is_exploratory(tmp_path):
     assert found.would_be == "refuted"
 
 
-def test_study_with_edited_arms_is_not_comparable(tmp_path):
+def test_verdict_would_be_not_comparable_if_arm_overrides_were_edited(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
     assert any("context_scale is 0.5, not 0.25" in reason for reason in found.reasons)
 
 
-def test_study_with_unfinished_runs_is_exploratory(tmp_path):
+def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312])
     assert (found.verdict, found.would_be) == ("exploratory", "shown")
     assert "1 runs have not ended: v2-seed2" in found.reasons[0]
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
 
 
-def test_config_of_a_planned_run_equals_load_config(tmp_path):
+def test_config_of_planned_study_run_equals_loaded_config(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO, lr=RATES)
     for arm in study.arms:
         (planned,) = planned_runs.deciding_runs(study, arm, 2**40, 0.3)
@@ -212,7 +212,9 @@ NOTE = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
         ),
     ],
 )
-def test_runs_on_other_text_packages_or_plugins_are_not_comparable(tmp_path, half, v2, reason):
+def test_verdict_is_not_comparable_if_corpus_packages_or_plugin_code_differ(
+    tmp_path, half, v2, reason
+):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, **half)
     write_arms(study, tmp_path / "out", {"v2": BETTER}, **v2)
@@ -221,7 +223,7 @@ def test_runs_on_other_text_packages_or_plugins_are_not_comparable(tmp_path, hal
     assert found.reasons[0].startswith(reason)
 
 
-def test_study_with_runs_of_other_plugin_code_is_not_extended(tmp_path):
+def test_study_run_raises_error_if_existing_runs_used_other_plugin_code(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
     (tmp_path / "out" / "sweep.json").write_text(
@@ -235,7 +237,7 @@ def test_study_with_runs_of_other_plugin_code_is_not_extended(tmp_path):
         check_study_runs(study, tmp_path / "new", 7)
 
 
-def test_study_with_a_changed_run_is_not_comparable(tmp_path):
+def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     study = judged(tmp_path, LOWER, BETTER).study
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
     found = judge(study, tmp_path / "out")
@@ -244,7 +246,7 @@ def test_study_with_a_changed_run_is_not_comparable(tmp_path):
     assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
 
 
-def test_rule_on_any_logged_metric_decides(tmp_path):
+def test_study_rule_accepts_any_logged_metric_and_raises_if_missing(tmp_path):
     found = judged(tmp_path, LOWER, BETTER, metric="hidden_top1")
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
@@ -253,7 +255,7 @@ def test_rule_on_any_logged_metric_decides(tmp_path):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
 
 
-def test_gap_on_log_scale_is_a_ratio(tmp_path):
+def test_study_with_log_scale_reports_gap_as_ratio(tmp_path):
     rule = LOWER.replace("below: 0.0", "below: -0.01")
     found = judged(tmp_path, rule, BETTER, scale="log")
     assert found.verdict == "shown"
@@ -266,7 +268,7 @@ def test_gap_on_log_scale_is_a_ratio(tmp_path):
 # Learning rates
 
 
-def test_learning_rate_is_chosen_with_separate_seeds(tmp_path):
+def test_study_chooses_learning_rate_with_seeds_other_than_deciding_seeds(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     names = [run.name for run in next_runs(study, out)]
     assert len(names) == 2 * 3
@@ -283,7 +285,7 @@ def chosen(study, arm, out):
     return next(choice for choice in choose_all(study, out) if choice.arm == arm)
 
 
-def test_best_rate_at_the_end_of_the_grid_extends_the_grid(tmp_path):
+def test_best_learning_rate_at_end_of_grid_extends_the_grid(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
     assert [run.lr for run in chosen(study, "v2", out).wanted] == [0.0005]
@@ -296,7 +298,9 @@ def test_best_rate_at_the_end_of_the_grid_extends_the_grid(tmp_path):
     assert chosen(study, "standard", out).problem == "every learning rate diverged"
 
 
-def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, capsys, monkeypatch):
+def test_study_run_exits_1_and_names_arm_that_diverged_at_every_learning_rate(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "an out"
     write_rates(study, out, "v2", {0.001: NAN, 0.002: NAN, 0.004: NAN})
@@ -313,7 +317,7 @@ def test_study_run_names_arm_that_diverged_at_every_rate_and_exits_1(tmp_path, c
 
 
 @pytest.mark.slow
-def test_study_without_settled_learning_rate_is_not_comparable(tmp_path):
+def test_verdict_is_not_comparable_if_best_learning_rate_is_at_end_of_grid(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO), tmp_path / "out"
     for arm in study.arms:
         write_rates(study, out, arm, {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
@@ -327,7 +331,7 @@ def test_study_without_settled_learning_rate_is_not_comparable(tmp_path):
 # Written pages
 
 
-def test_page_and_command_show_the_verdict(tmp_path, capsys):
+def test_verdict_page_markdown_and_command_show_same_verdict(tmp_path, capsys):
     found = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     assert "with probability 0.9" in markdown(found)
     text = verdict_html(found)
@@ -352,7 +356,7 @@ def test_page_and_command_show_the_verdict(tmp_path, capsys):
     assert (tmp_path / "out/verdict.md").read_text() == markdown(found)
 
 
-def test_verdict_page_names_size_tokens_seeds_and_equal_conditions(tmp_path):
+def test_verdict_page_states_parameters_tokens_seeds_and_equal_conditions(tmp_path):
     arms = (
         "{standard: [attention=standard], half: [attention=standard_half_context], "
         "v2: [attention=diff_v2]}"
@@ -380,7 +384,7 @@ def test_verdict_page_names_size_tokens_seeds_and_equal_conditions(tmp_path):
     assert source.replace("`", "") in verdict_html(found)
 
 
-def test_sensitivity_is_the_mean_loss_over_the_best():
+def test_lr_sensitivity_is_mean_capped_loss_minus_best_loss():
     assert lr_sensitivity([4.4, 4.5, 4.9], 4096) == pytest.approx(0.2)
     initial = math.log(4096)
     assert lr_sensitivity([4.4, 20.0], 4096) == pytest.approx((initial - 4.4) / 2), "capped"
@@ -389,7 +393,7 @@ def test_sensitivity_is_the_mean_loss_over_the_best():
 
 
 @pytest.mark.slow
-def test_sensitivity_rule_compares_arms_over_all_learning_rates(tmp_path):
+def test_lr_sensitivity_rule_compares_arms_over_all_learning_rates(tmp_path):
     sweep = {"lr_sweep": "[1e-3, 2e-3, 4e-3]", "metric": "lr_sensitivity"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO, **sweep), tmp_path / "out"
     assert len(next_runs(study, out)) == 2 * 3 * 3
@@ -424,7 +428,7 @@ def dry_run(study, out, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, capsys):
+def test_study_dry_run_estimates_time_from_pilot_until_own_runs_have_ended(tmp_path, capsys):
     study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO), tmp_path / "out"
     pilot = tmp_path / "pilot"
     said = dry_run(study, out, capsys)
@@ -447,7 +451,7 @@ def test_dry_run_takes_times_from_a_pilot_until_own_runs_have_ended(tmp_path, ca
     assert not (out / "sweep.json").exists()
 
 
-def test_costs_of_masked_documents_follow_stated_or_measured_visible_keys(tmp_path):
+def test_study_costs_of_masked_documents_use_stated_or_measured_visible_keys(tmp_path):
     masked = "data.mask_documents=true"
 
     def cost(name, *words):
@@ -490,7 +494,7 @@ OURS = slow_but(
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_studies_of_the_repository_can_run(tmp_path, name):
+def test_study_files_of_the_repository_pass_all_checks_before_start(tmp_path, name):
     study = load_study(STUDIES / f"{name}.yaml")
     if name in BEFORE_UNEQUAL:
         with pytest.raises(ConfigError, match=r"arms differ in .* add flops to unequal"):
@@ -501,7 +505,7 @@ def test_studies_of_the_repository_can_run(tmp_path, name):
 
 
 @pytest.mark.parametrize(("name", "said"), EARLIER.items())
-def test_study_of_an_earlier_form_of_a_task_is_refused_in_one_line(tmp_path, capsys, name, said):
+def test_study_with_outdated_task_settings_prints_single_error_line(tmp_path, capsys, name, said):
     words = ["study", "run", str(STUDIES / f"{name}.yaml"), f"out={tmp_path / 'out'}"]
     for more in ([], ["--dry-run"]):
         assert main([*words, *more]) == 2
@@ -540,7 +544,9 @@ def reaching(tmp_path, steps):
         ([None] * 5, [None] * 5, "underpowered"),
     ],
 )
-def test_log_rank_rule_decides_which_arm_reaches_a_level_sooner(tmp_path, v2, half, verdict):
+def test_log_rank_rule_decides_which_arm_reaches_accuracy_in_fewer_tokens(
+    tmp_path, v2, half, verdict
+):
     found = reaching(tmp_path, {"v2": v2, "half": half})
     assert found.verdict == verdict, found.reasons
     count = sum(at is not None for at in v2)
@@ -553,7 +559,7 @@ def test_log_rank_rule_decides_which_arm_reaches_a_level_sooner(tmp_path, v2, ha
     assert "Gaps of the rules" not in verdict_html(found)
 
 
-def test_log_rank_rule_without_a_run_of_one_arm_is_underpowered(tmp_path):
+def test_log_rank_rule_is_underpowered_if_one_arm_has_no_run(tmp_path):
     study = study_file(tmp_path / "s.yaml", SOONER, **TWO, metric="tasks/mqar")
     out = tmp_path / "out"
     write_arms(study, out, {"v2": [4.4]})

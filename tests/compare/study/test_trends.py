@@ -77,7 +77,7 @@ def decided(tmp_path, rule, v2, half=0 * NOISE, diverged=((), ()), asked="same",
         ("above: 0.0", -0.01, "refuted"),
     ],
 )
-def test_trend_is_judged_by_slope_per_doubling(tmp_path, rule, bound, slope, verdict):
+def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, bound, slope, verdict):
     found = decided(tmp_path, rule.replace("below: 0.0", bound), slope + NOISE)
     assert found.verdict == verdict, found.reason
     assert found.gap.mean == pytest.approx(slope, abs=1e-12)
@@ -86,7 +86,7 @@ def test_trend_is_judged_by_slope_per_doubling(tmp_path, rule, bound, slope, ver
     assert found.reason.startswith(said)
 
 
-def test_trend_without_variance_or_with_uneven_divergence_shows_nothing(tmp_path):
+def test_trend_rule_is_underpowered_without_variance_or_with_unequal_divergence(tmp_path):
     slopes = -0.01 + NOISE
     assert decided(tmp_path, TOKENS, 0 * NOISE - 0.01).verdict == "underpowered"
     for diverged in (([4], []), ([], [4]), (range(5), []), ([], range(5))):
@@ -97,7 +97,7 @@ def test_trend_without_variance_or_with_uneven_divergence_shows_nothing(tmp_path
     assert both.gap.seeds == 4
 
 
-def test_trend_by_welch_and_on_log_scale_is_judged_by_slope(tmp_path):
+def test_trend_rule_uses_slopes_with_welch_test_and_on_log_scale(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -109,7 +109,7 @@ def test_trend_by_welch_and_on_log_scale_is_judged_by_slope(tmp_path):
     assert "nats" not in found.reason
 
 
-def test_runs_with_two_common_points_or_other_documents_are_refused(tmp_path):
+def test_trend_rule_raises_for_two_common_points_or_different_documents(tmp_path):
     study = study_file(tmp_path / "study.yaml", TOKENS)
     arms = {"v2": arm("v2", NOISE), "half": arm("half", NOISE)}
     for run in arms["half"].runs:
@@ -141,7 +141,7 @@ def sized(tmp_path, gaps, parameters=(1e6, 2e6, 4e6), missing=()):
     return apply_rules(study, arms)[0]
 
 
-def test_trend_over_parameters_is_the_slope_of_the_gaps_of_pairs(tmp_path):
+def test_trend_over_parameters_is_slope_of_gaps_over_model_sizes(tmp_path):
     found = sized(tmp_path, (-0.01, -0.03, -0.05))
     assert found.gap.mean == pytest.approx(-0.02)
     assert found.gap.error == pytest.approx(np.std(NOISE, ddof=1) / math.sqrt(5))
@@ -154,7 +154,7 @@ def test_trend_over_parameters_is_the_slope_of_the_gaps_of_pairs(tmp_path):
 
 
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
-def test_equal_or_wrongly_ordered_sizes_are_refused(tmp_path, parameters):
+def test_trend_over_parameters_raises_for_equal_or_misordered_model_sizes(tmp_path, parameters):
     with pytest.raises(ConfigError, match=r"sizes must differ, and .* must be the largest"):
         sized(tmp_path, (0.0, 0.0, 0.0), parameters)
 
@@ -173,7 +173,7 @@ def test_equal_or_wrongly_ordered_sizes_are_refused(tmp_path, parameters):
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
     ],
 )
-def test_error_about_a_trend_rule_names_the_key(tmp_path, old, new, said):
+def test_error_about_invalid_trend_rule_names_the_key(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", TOKENS.replace(old, new))
     assert said in str(caught.value)
@@ -187,7 +187,7 @@ def test_error_about_a_trend_rule_names_the_key(tmp_path, old, new, said):
         ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l: an arm is named twice"),
     ],
 )
-def test_error_about_sizes_names_the_arm(tmp_path, old, new, said):
+def test_error_about_model_sizes_of_trend_rule_names_the_arm(tmp_path, old, new, said):
     with pytest.raises(ConfigError) as caught:
         study_file(tmp_path / "study.yaml", SIZES.replace(old, new), **SIX)
     assert said in str(caught.value)
@@ -197,12 +197,12 @@ def test_error_about_sizes_names_the_arm(tmp_path, old, new, said):
     ("rule", "metric"),
     [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
 )
-def test_trend_of_metric_without_required_points_is_refused(tmp_path, rule, metric):
+def test_trend_rule_on_metric_without_curve_or_positions_raises_error(tmp_path, rule, metric):
     with pytest.raises(ConfigError, match=f"metric={metric} "):
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
 
-def test_few_evaluations_or_unordered_sizes_are_refused_before_any_run(tmp_path):
+def test_study_with_too_few_evaluations_or_misordered_sizes_does_not_start(tmp_path):
     study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
     check_study_runs(study, tmp_path / "out", 1)
     text = study.path.read_text()
@@ -240,7 +240,7 @@ def written(tmp_path, rule, **more):
 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
-def test_verdict_page_of_a_loss_study_shows_trend_of_deciding_rule(tmp_path, test):
+def test_verdict_page_shows_trend_over_tokens_of_deciding_loss_gap(tmp_path, test):
     difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
     found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
@@ -255,7 +255,7 @@ def test_verdict_page_of_a_loss_study_shows_trend_of_deciding_rule(tmp_path, tes
     assert loss_trend(study_file(tmp_path / "b.yaml", difference, metric="train_loss"), arms) == ""
 
 
-def test_trend_over_tokens_is_judged_from_the_logged_losses(tmp_path):
+def test_trend_rule_over_tokens_uses_losses_logged_during_training(tmp_path):
     rising = TOKENS.replace("below", "above")
     found = judge(written(tmp_path, rising), tmp_path / "out")
     assert found.verdict == "shown", found.reasons
@@ -265,7 +265,7 @@ def test_trend_over_tokens_is_judged_from_the_logged_losses(tmp_path):
     )
 
 
-def test_position_is_read_from_the_evaluation_of_the_last_step(tmp_path):
+def test_trend_rule_over_position_reads_evaluation_of_last_step(tmp_path):
     study, out = written(tmp_path, POSITION), tmp_path / "out"
     for name in ("half", "v2"):
         for seed, noise in enumerate(NOISE):

@@ -23,7 +23,7 @@ def names(*words: str) -> list[str]:
     return found
 
 
-def test_the_last_swept_key_changes_fastest() -> None:
+def test_sweep_combinations_vary_last_key_fastest() -> None:
     words = ("attention=diff_v1,standard", "optim.lr=6e-4,1e-3")
     assert names(*words) == [
         *("diff_v1-lr0.0006", "diff_v1-lr0.001", "standard-lr0.0006", "standard-lr0.001")
@@ -42,11 +42,11 @@ def test_the_last_swept_key_changes_fastest() -> None:
         ("data.sample_prompt='a b',\"a b\"", ["sample_prompt_a_b-c8687a"] * 2),
     ],
 )
-def test_spelling_of_value_does_not_change_name(word: str, expected: list[str]) -> None:
+def test_run_name_is_equal_for_all_spellings_of_a_value(word: str, expected: list[str]) -> None:
     assert names(word) == expected
 
 
-def test_different_paths_have_different_names() -> None:
+def test_run_names_differ_for_different_data_paths() -> None:
     found = names("data=files", "data.paths=[/a/b.txt],[/a_b.txt],[b.txt],[b.txt,c.txt]")
     assert len(set(found)) == 4
     assert re.fullmatch(r"paths_a_b.txt-\w{6}", found[0])
@@ -61,7 +61,9 @@ def test_different_paths_have_different_names() -> None:
         (["model.rope.factor", "x.factor"], ["rope.factor", "x.factor"]),
     ],
 )
-def test_labels_are_shortest_unambiguous_suffixes(keys: list[str], labels: list[str]) -> None:
+def test_key_labels_in_run_names_are_shortest_unambiguous_suffixes(
+    keys: list[str], labels: list[str]
+) -> None:
     assert list(short_labels(keys).values()) == labels
 
 
@@ -78,12 +80,12 @@ def test_labels_are_shortest_unambiguous_suffixes(keys: list[str], labels: list[
         ("hydra.launcher.partition=a,b", "one value each"),
     ],
 )
-def test_keys_that_sweep_sets_are_refused(word: str, named: str) -> None:
+def test_override_of_key_that_sweep_sets_itself_raises_error(word: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)):
         split_overrides(["seed=0,1", word])
 
 
-def test_interval_sweep_is_refused() -> None:
+def test_sweep_over_continuous_interval_of_values_raises_error() -> None:
     message = r"optim.lr=interval\(0,1\): a sweep needs a list of values"
     with pytest.raises(ConfigError, match=message):
         combinations(split_overrides(["optim.lr=interval(0,1)"])[0])
@@ -96,7 +98,7 @@ def test_launcher_overrides_are_separated_from_run_overrides() -> None:
     assert combinations(overrides) == [["seed=0"], ["seed=1"]]
 
 
-def test_long_name_is_truncated_and_unique():
+def test_long_run_names_are_truncated_and_remain_unique():
     """File systems limit names to 255 bytes."""
     words = [f"data.sample_prompt='{'prompt ' * 9}{n}'" for n in (1, 2)]
     keys = ["data.sample_prompt", "optim.lr", "wandb.project", "wandb.entity", "wandb.group"]

@@ -54,7 +54,7 @@ def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
     return {run["name"]: run["finished"] for run in runs}
 
 
-def test_added_values_run_only_new_combinations() -> None:
+def test_sweep_with_added_values_runs_only_new_combinations() -> None:
     pretend(planned("attention=gated,standard", "seed=0,1"))
     runs = planned("seed=0,2", "attention=standard,gated")  # Names keep the recorded order of keys.
     assert states(runs) == {
@@ -66,7 +66,7 @@ def test_added_values_run_only_new_combinations() -> None:
     assert [run["number"] for run in runs] == [1, 2, 3, 4]
 
 
-def test_changed_fixed_value_is_refused_by_name() -> None:
+def test_sweep_resume_with_changed_fixed_value_raises_error_with_key() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
     for values in ("0,1", "2,3"):  # The same runs, and different runs.
@@ -76,7 +76,7 @@ def test_changed_fixed_value_is_refused_by_name() -> None:
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
 
 
-def test_finished_sweep_with_more_steps_resumes() -> None:
+def test_finished_sweep_resumes_with_more_steps_if_change_is_allowed() -> None:
     pretend(planned("seed=0,1", "steps=200"))
     with pytest.raises(ConfigError, match=r"run\.allow_changes=\[optim\.warmup_steps,steps\]"):
         planned("seed=0,1", "steps=300")
@@ -93,7 +93,7 @@ def test_sweep_with_changed_plugin_code_is_extended_only_if_allowed() -> None:
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
-def test_sweep_without_values_of_recorded_keys_is_refused() -> None:
+def test_sweep_resume_without_recorded_swept_keys_raises_error() -> None:
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set all these keys"):
         planned("attention=gated,standard")
@@ -118,7 +118,7 @@ VARIANTS = "attention=standard,gated"
         ),
     ],
 )
-def test_key_with_single_value_gets_more_values_and_ended_runs_remain(
+def test_sweep_extends_key_with_single_value_and_keeps_names_of_ended_runs(
     first: list[str], more: list[str], expected: dict[str, bool]
 ) -> None:
     pretend(planned(*first))
@@ -143,7 +143,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
-def test_directory_of_different_kind_is_refused_and_unchanged(
+def test_run_sweep_or_study_in_directory_of_other_kind_fails_without_changes(
     workplace: Path, there: str, words: list[str], said: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
@@ -164,13 +164,13 @@ def test_directory_of_different_kind_is_refused_and_unchanged(
     assert snapshot(workplace) == before
 
 
-def test_resume_never_is_refused_if_runs_exist() -> None:
+def test_sweep_with_resume_never_raises_error_if_runs_exist() -> None:
     pretend(planned("seed=0,1")[:1])
     with pytest.raises(ConfigError, match="mine/seed0 contains a run, but resume=never"):
         planned("seed=0,1", "resume=never")
 
 
-def test_damaged_run_does_not_stop_remaining_runs() -> None:
+def test_damaged_run_of_sweep_does_not_prevent_other_runs() -> None:
     pretend(planned("seed=0,1"), finished=False)
     Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [")
     assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
@@ -184,7 +184,7 @@ def test_second_sweep_in_same_directory_is_refused() -> None:
     planned("seed=0,1")
 
 
-def test_invalid_job_leaves_no_files(workplace: Path) -> None:
+def test_sweep_with_invalid_config_writes_no_files(workplace: Path) -> None:
     with pytest.raises(ConfigError, match="positive"):
         planned("optim.lr=1e-3,0")
     assert not list(workplace.iterdir())
@@ -197,7 +197,7 @@ def job(path: Path, number: int = 1) -> Job:
     return Job(number, 2, path.name, str(path), 10, [], False)
 
 
-def test_outcomes_are_a_table_with_reasons(
+def test_sweep_output_lists_result_or_failure_reason_of_each_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, failed = Path("s/done"), Path("s/failed")
@@ -224,7 +224,7 @@ def test_outcomes_are_a_table_with_reasons(
         ("only words\n", "only words"),
     ],
 )
-def test_last_error_of_the_output_of_a_job(said: str, expected: str) -> None:
+def test_last_error_returns_last_error_line_of_job_output(said: str, expected: str) -> None:
     assert last_error(said) == expected
 
 
@@ -240,12 +240,12 @@ def test_last_error_of_the_output_of_a_job(said: str, expected: str) -> None:
         (["hydra/launcher=submitit_local"], 2, "without torchrun"),
     ],
 )
-def test_impossible_launcher_is_refused(words: list[str], ranks: int, named: str) -> None:
+def test_invalid_hydra_launcher_raises_error(words: list[str], ranks: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ClusterLauncher.of(words, ranks, "run.sweep=mine")
 
 
-def test_cluster_has_a_rank_per_task() -> None:
+def test_slurm_world_size_is_nodes_times_tasks_per_node() -> None:
     words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
     launcher = ["hydra/launcher=submitit_slurm", *words]
     cluster = ClusterLauncher.of(launcher, 1, "run.sweep=mine")
@@ -255,7 +255,7 @@ def test_cluster_has_a_rank_per_task() -> None:
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
-def test_submitit_folder_below_a_file_is_refused_in_a_single_line(
+def test_submitit_folder_below_a_file_prints_single_error_line(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "file").touch()
@@ -269,7 +269,7 @@ def test_submitit_folder_below_a_file_is_refused_in_a_single_line(
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
-def test_reason_of_failed_job_is_earliest_failed_rank() -> None:
+def test_failed_job_reports_message_of_earliest_failed_rank() -> None:
     ended = [Ending("failed", "lost a peer", 2.0), Ending("failed", "out of memory", 1.0)]
     assert first_failed(ended).reason == "out of memory"
     assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
@@ -309,7 +309,7 @@ def test_failing_squeue_raises_instead_of_reporting_empty_queue(squeue, monkeypa
         in_queue("7_0")
 
 
-def test_sweep_with_queued_runs_refuses_new_key(squeue):
+def test_sweep_with_queued_runs_raises_error_for_new_swept_key(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
@@ -324,7 +324,7 @@ def test_sweep_with_queued_runs_refuses_new_key(squeue):
 @pytest.mark.parametrize(
     ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_ctrl_c_reports_effect_on_jobs(kind, said, monkeypatch, capfd):
+def test_ctrl_c_during_sweep_prints_effect_on_submitted_jobs(kind, said, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
