@@ -114,8 +114,9 @@ def score(
     found = dict(zip(short, scores, strict=True))
 
     def alike(group: list[int], place: int) -> bool:
-        """Return whether a question shares at least half of its context with the group's last
-        question.
+        """Return whether a question shares at least half of its context with the last in `group`.
+
+        `group` contains indices of questions, and `place` is the index of the question.
         """
         context = questions[place].context
         return 2 * common([questions[group[-1]].context, context]) >= len(context)
@@ -176,8 +177,10 @@ def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list
 
 
 def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
-    """Split items into consecutive groups; `joins(group, item)` decides if an item joins the last
-    group.
+    """Split items into consecutive groups.
+
+    Args:
+        joins: called with the current group and the next item; returns whether to add the item.
     """
     groups: list[list[T]] = []
     for item in items:
@@ -220,8 +223,9 @@ def of_rows(
 
 
 def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question; the model reads the common beginning of all contexts
-    once.
+    """Yield the scores of each question.
+
+    The common beginning of all contexts is computed once and cached.
     """
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))

@@ -135,8 +135,11 @@ def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) ->
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the SHA-256 of a results file: of its first line without checksum, and of all other
-    lines.
+    """Return the SHA-256 of a results file.
+
+    Args:
+        first: the first line; its field "sha256" is ignored.
+        lines: all other lines.
     """
     digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
     for line in lines:

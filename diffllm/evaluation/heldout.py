@@ -151,15 +151,14 @@ class DocumentLosses:
 
     @property
     def bits_per_byte(self) -> float:
-        """Mean loss in bits per byte of text over all documents; NaN if the documents have no
-        text.
-        """
+        """Mean loss in bits per byte of text over all documents; NaN without text."""
         size = int(self.bytes.sum())
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write the losses after `step` into a run directory; raises CheckpointError if writing
-        fails.
+        """Write the losses after `step` into a run directory.
+
+        Raises CheckpointError if writing fails.
         """
         file = path_of(run, step)
         content = io.BytesIO()

@@ -61,9 +61,7 @@ class Spread:
         self.sums += torch.stack([power.sum() for power in powers]).cpu()
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile (0 to 100) of the magnitudes, with a relative error of at most
-        0.1%.
-        """
+        """Return a percentile (0 to 100) of the magnitudes; its relative error is at most 0.1%."""
         rank = max(1, math.ceil(percent / 100 * self.count))
         place = int(torch.searchsorted(self.bins.cumsum(0), rank))
         ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
@@ -72,9 +70,7 @@ class Spread:
 
     @property
     def kurtosis(self) -> float | None:
-        """Kurtosis E[(x - mean)^4] / E[(x - mean)^2]^2 of all values; None if all values are
-        equal.
-        """
+        """E[(x - mean)^4] / E[(x - mean)^2]^2 of all added values x; None if all are equal."""
         mean, second, third, fourth = (self.sums / self.count).tolist()
         variance = second - mean**2
         if variance <= 1e-12 * second:

@@ -1,6 +1,4 @@
-"""Curves of a row's runs over tokens, cost or layers, combined over seeds, and gaps at equal
-cost.
-"""
+"""Curves of the runs of a row, combined over seeds, and loss gaps at equal cost."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
-"""Find the config keys and facts of run.json that differ between runs, and those that prevent a
-comparison.
+"""Find the config keys and facts of run.json that differ between runs.
+
+Some of these differences prevent a comparison of the runs.
 """
 
 from collections.abc import Collection, Iterable
@@ -149,8 +150,8 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the fields of `model.attention` in which a run differs from its variant's YAML
-    file.
+    """Return the fields of `model.attention` that differ from the YAML file of the run's
+    variant.
     """
     return {
         key: run.config[key]

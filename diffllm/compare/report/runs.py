@@ -101,9 +101,7 @@ class Run:
 
     @property
     def plugin_code(self) -> dict[str, str]:
-        """Hash of the code of each plugin; "unknown" if an older version of diffllm made the
-        run.
-        """
+        """Hash of the code of each plugin; "unknown" for runs of older versions of diffllm."""
         return self.facts.get("plugin_code") or dict.fromkeys(self.cfg.plugins, "unknown")
 
     @property

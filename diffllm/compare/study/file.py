@@ -156,9 +156,7 @@ class Study:
 
 
 def better(metric: str) -> int:
-    """Return 1 if larger values of a metric are better, -1 if smaller values are, and 0 if
-    unknown.
-    """
+    """Return 1 if larger values of a metric are better, -1 if smaller values are, else 0."""
     return metric.startswith(HIGHER_IS_BETTER) - metric.startswith(LOWER_IS_BETTER)
 
 

@@ -191,9 +191,7 @@ def read_values(study: Study, file: Path) -> Evidence:
 
 
 def check_values(study: Study, found: Values) -> None:
-    """Raise ValueError if the content of values.json is inconsistent or belongs to another
-    study.
-    """
+    """Raise ValueError if values.json is inconsistent or belongs to another study."""
     if found.metric != study.metric:
         raise ValueError(f"metric={found.metric} is not the study's {study.metric}")
     if found.study_hash != study_hash(replace(study, hash=found.sha256), found.digests):

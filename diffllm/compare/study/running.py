@@ -104,8 +104,11 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError for a study that cannot run, or whose verdict could not decide its
-    claim.
+    """Raise ConfigError if a study cannot run, or if its verdict could not decide its claim.
+
+    Args:
+        out: directory of the study's runs.
+        world_size: number of ranks of each run.
     """
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:

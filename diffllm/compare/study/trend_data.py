@@ -37,8 +37,9 @@ def needs_positions(study: Study, arm: str) -> bool:
 
 
 def position_losses(run: Run) -> PositionLosses:
-    """Read the losses by position at the last step of a run; raises ConfigError if they are
-    missing.
+    """Read the losses by position at the last step of a run.
+
+    Raises ConfigError if the evaluation `position` of this step is missing or damaged.
     """
     problems: dict[str, list[str]] = {}
     results = all_results(run.path, problems, run.cfg.steps).get(run.cfg.steps, {})

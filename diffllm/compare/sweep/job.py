@@ -1,5 +1,6 @@
-"""Runs of a sweep as child processes. Imports are few, because each cluster task loads this
-module.
+"""Runs of a sweep as child processes.
+
+Imports are few, because each task of a cluster loads this module.
 """
 
 import contextlib
@@ -104,7 +105,9 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Send a signal to the run: the first lets the run save, a second SIGINT ends the run at
+        """Send the signal `number` to the run.
+
+        The first signal lets the run save a checkpoint and stop. A second SIGINT ends the run at
         once.
         """
         self.child.send_signal(number)

@@ -113,8 +113,9 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the config value of a key, with an enum as its name; None if the key does not
-    exist.
+    """Return the config value of a key; None if the key does not exist.
+
+    The value of an enum is its name.
     """
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):

@@ -29,11 +29,11 @@ from diffllm.statistics.estimates import Rate
         (1e21, "1000E"), (math.nan, "–"),
     ],
 )  # fmt: skip
-def test_compact_rounds_number_before_choosing_unit_prefix(value, text):
+def test_compact_number_format_rounds_before_choosing_unit_prefix(value, text):
     assert compact(value) == text
 
 
-def test_fixed_formats_rounded_zero_without_minus_sign():
+def test_number_rounded_to_zero_is_formatted_without_minus_sign():
     assert [fixed(x, 2, signed=True) for x in (-0.001, 0.0, -0.006)] == ["+0.00", "+0.00", "−0.01"]
 
 

@@ -247,7 +247,7 @@ def test_report_skips_evaluation_result_with_edited_scores(runs: Path) -> None:
     assert said in comparison.notes
 
 
-def test_report_reads_results_of_removed_evaluations(runs: Path) -> None:
+def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
     for run in runs.iterdir():
         right = 0.5 if run.name.startswith("standard") else 0.75
         about = {"shortened": 0, "shots": 0, "version": 1.0, "interval": [0.25, 0.9]}

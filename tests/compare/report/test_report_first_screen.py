@@ -40,7 +40,7 @@ def test_report_page_begins_with_loss_gap_of_each_row(swept):
     assert text.index("Results") < text.index("Context RMS") < text.index("Training loss")
 
 
-def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
+def test_comparison_text_contains_mean_losses_loss_gaps_and_notes(swept, tmp_path):
     lines = comparison_text([swept]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")

@@ -234,7 +234,7 @@ def test_mean_curve_ends_where_curve_of_shortest_seed_ends():
     assert curves.over_seeds([series(np.nan, np.nan)]) is None
 
 
-def test_nan_value_of_one_seed_interrupts_mean_curve():
+def test_nan_loss_of_one_seed_interrupts_mean_curve_over_seeds():
     band = curves.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
@@ -247,7 +247,7 @@ def test_nan_value_of_one_seed_interrupts_mean_curve():
 
 
 @pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])
-def test_smoothed_equals_centred_running_mean(n, points):
+def test_smoothed_curve_equals_centred_running_mean(n, points):
     assert curves.window(n) == points
     rng = np.random.default_rng(0)
     series = Series(np.arange(n), rng.normal(size=n))

@@ -220,7 +220,7 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_comparison_measures_gap_of_each_row_to_matching_baseline_row(tmp_path, case):
+def test_comparison_measures_loss_gap_of_each_row_to_matching_baseline_row(tmp_path, case):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]

@@ -115,7 +115,7 @@ def test_study_gap_at_equal_parameters_is_omitted_if_arms_differ_in_size(tmp_pat
     assert "| not measured: v2 has 12% more parameters |" in markdown(found)
 
 
-def test_run_with_unknown_flops_has_no_gap_at_flops_and_its_rule_raises_error(tmp_path):
+def test_study_run_with_unknown_flops_has_no_gap_and_raises_for_rule_with_at_flops(tmp_path):
     sizes = {**SIZES, "v2": (10_040, None)}
     found = judged(tmp_path, sizes=sizes, unequal="[flops]")
     missing = "v2-seed0 has no curve of heldout_loss over known training FLOPs"

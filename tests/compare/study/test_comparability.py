@@ -80,7 +80,7 @@ def judged(tmp_path, unequal, override="", half=None, v2=None):
 
 
 @pytest.mark.parametrize("word", [word for word in IN_CONFIG if word not in SIZES | {"flops": 0}])
-def test_verdict_on_different_configs_is_not_comparable_unless_declared(tmp_path, word):
+def test_verdict_is_not_comparable_if_arms_differ_in_config_without_declaration(tmp_path, word):
     override, said = IN_CONFIG[word]
     for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
         (tmp_path / place).mkdir()
@@ -91,7 +91,7 @@ def test_verdict_on_different_configs_is_not_comparable_unless_declared(tmp_path
 
 
 @pytest.mark.parametrize("word", IN_FACTS)
-def test_verdict_on_different_facts_is_not_comparable_unless_declared(tmp_path, word):
+def test_verdict_is_not_comparable_if_arms_differ_in_run_json_without_declaration(tmp_path, word):
     facts, said = IN_FACTS[word]
     for place, unequal, verdict in (("a", [], "not comparable"), ("b", [word], "shown")):
         (tmp_path / place).mkdir()

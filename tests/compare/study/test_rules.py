@@ -206,7 +206,7 @@ def test_p_value_of_refutation_is_adjusted_for_all_rules_of_study(tmp_path):
         (0.05, ALIKE, "refuted"),
     ],
 )
-def test_verdict_on_significant_gap_within_margin_is_not_plain_equivalent(
+def test_verdict_on_gap_within_margin_states_whether_gap_is_significant(
     tmp_path, shift, rule, verdict
 ):
     half = 4 + noise(8)
@@ -216,7 +216,7 @@ def test_verdict_on_significant_gap_within_margin_is_not_plain_equivalent(
     assert found.verdict == verdict, found.reason
 
 
-def test_holm_correction_counts_equivalence_rules_and_margins_as_one_family(tmp_path):
+def test_holm_correction_counts_equivalence_rules_and_margins_of_rules_together(tmp_path):
     half, differences = 4 + noise(8), noise(8, 0.0115, seed=1)
     arms = two(half - 0.0135 + differences - differences.mean(), half)
     bare, margin = (decided(tmp_path, [ALIKE, rule], arms) for rule in (LOWER, WITH_MARGIN))

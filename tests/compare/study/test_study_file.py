@@ -103,7 +103,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim: V2's", "claim: [V2's", "is not YAML: "),
     ],
 )
-def test_error_about_invalid_study_file_names_the_key(tmp_path, old, new, said):
+def test_error_about_invalid_study_file_names_the_invalid_key(tmp_path, old, new, said):
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
         load_study(written(tmp_path, GOOD.replace(old, new, 1)))

@@ -140,7 +140,7 @@ def test_study_with_welch_test_compares_arms_as_unpaired_samples(tmp_path):
     "words",
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
-def test_warning_about_little_heldout_text_names_the_key(
+def test_warning_about_too_little_heldout_text_names_config_key(
     tmp_path, monkeypatch, capsys, words, counts
 ):
     monkeypatch.chdir(tmp_path)

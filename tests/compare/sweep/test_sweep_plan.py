@@ -293,14 +293,14 @@ def squeue(tmp_path, monkeypatch):
     return install
 
 
-def test_job_is_in_queue_if_listed_by_squeue(squeue):
+def test_in_queue_returns_whether_squeue_lists_the_job(squeue):
     squeue("7_0\n", "", 0)
     assert in_queue("7_0")
     squeue("", "slurm_load_jobs error: Invalid job id specified\n", 1)
     assert not in_queue("7_0")
 
 
-def test_failing_squeue_raises_instead_of_reporting_empty_queue(squeue, monkeypatch):
+def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
     squeue("", "slurm_load_jobs error: Socket timed out\n", 1)
     with pytest.raises(ConfigError, match="Socket timed out"):
         in_queue("7_0")
