@@ -203,8 +203,9 @@ def of_rows(
 ) -> list[list[Scored]]:
     """Score the continuations of each row in one forward pass.
 
-    `caches` contains one cache per layer with the tokens that precede all rows; None if no tokens
-    precede the rows.
+    Args:
+        rows: contexts with their continuations.
+        caches: one cache per layer with the tokens that precede all rows; None without such tokens.
     """
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
@@ -401,6 +402,6 @@ def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def shares(lines: Sequence[Mapping[str, Any]], fact: str) -> dict[str, float]:
-    """Return the share of correct answers by value of the field `fact`, such as "depth"."""
+    """Return the accuracy by value of the field `fact` of each line, such as "depth"."""
     values = sorted({str(line[fact]) for line in lines})
     return {v: share([line for line in lines if str(line[fact]) == v], "correct") for v in values}

@@ -107,9 +107,10 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
 def evaluate(
     subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
 ) -> tuple[dict[str, Result], list[str]]:
-    """Return the result of each evaluation by name, and why evaluations were skipped.
+    """Run all evaluations; return their results by name, and why evaluations were skipped.
 
-    A task is skipped if it does not fit the model. A stored result with the same key is reused.
+    A task is skipped if it does not fit the model's maximum length. A stored result is reused if
+    its key is equal: the checkpoint, the tokenizer and all settings.
     """
     results: dict[str, Result] = {}
     skipped = []

@@ -6,8 +6,7 @@ from pathlib import Path
 def write_report(
     paths: list[Path], baseline: str | None = None, out: Path | None = None
 ) -> tuple[Path, Path]:
-    """Write report.html and report.csv about the runs in `paths`, and return the paths of both
-    files.
+    """Write report.html and report.csv about the runs in `paths`, and return both paths.
 
     Raises ConfigError if no run can be read, if no run has the attention variant `baseline`, or if
     `out` cannot be written.

@@ -127,11 +127,11 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 
 
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
-    """Return the row of the variant `baseline` that is comparable to `row`; may be `row` itself.
+    """Return the row that `row` is compared with; None if no row qualifies.
 
-    Both rows agree in all keys outside of attention. If several rows qualify, choose the row
-    without attention overrides. Return None if no row qualifies, or if the config of `row` changed
-    during training.
+    The returned row has the attention variant `baseline`, and agrees with `row` in all keys outside
+    of attention. If several rows qualify, choose the row without overrides of attention. The result
+    may be `row` itself. Return None if the config of `row` changed during training.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -147,10 +147,12 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def of_one_size(row: Row, other: Row, match: str) -> bool:
-    """Return whether two rows are matched to the same variant by the key `match`.
+    """Return whether two rows are matched in size to the same attention variant.
 
-    `match` is model.match_params_to or model.match_flops_to. The variant that others are matched to
-    counts as matched to itself.
+    The variant that other rows are matched to counts as matched to itself.
+
+    Args:
+        match: the key model.match_params_to or model.match_flops_to.
     """
     own, theirs = row.keys[match], other.keys[match]
     return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]
@@ -175,9 +177,9 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 
 
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
-    """Return the gap of `row` to `base` with a bootstrap interval over documents and seeds.
+    """Return the loss gap of `row` to `base` with a bootstrap interval over documents and seeds.
 
-    The second value is "". If the interval cannot be computed, return None and the reason.
+    If the interval cannot be computed, return None and the reason. Otherwise, the reason is "".
     """
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())

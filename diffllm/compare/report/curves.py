@@ -42,9 +42,10 @@ class Band:
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
-    """Combine the curves of several seeds on all x values that occur, by linear interpolation.
+    """Combine the curves of several seeds into their mean and range at all x values of any curve.
 
-    Return None if no curve has a finite value.
+    Values between the points of a curve are interpolated linearly. Return None if no curve has a
+    finite value.
     """
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
@@ -78,9 +79,10 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """Return a quantity by layer, at the last logged step that all runs of the row have in common.
+    """Return a quantity that is logged per layer, as curves over the layer number.
 
-    Return None if the runs have no such step.
+    The values are those of the last logged step that all runs of the row have in common. Return
+    None if the runs have no common step.
     """
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
@@ -106,9 +108,9 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return the row's held-out sample loss minus that of its baseline, paired by seed.
+    """Return the held-out sample loss of a row minus that of its baseline, over tokens.
 
-    Return None without a baseline, or if no seed is common.
+    Runs are paired by seed. Return None if the row has no baseline, or if no seed is common.
     """
     if row.baseline is None:
         return None
@@ -221,7 +223,9 @@ def increasing(spent: Array, values: Array) -> Series | None:
 
 
 def last_common(curves: Iterable[Series]) -> float | None:
-    """Return the largest x that all curves reach; None if the curves do not overlap."""
+    """Return the largest x that is in the range of all curves; None if the ranges do not
+    overlap.
+    """
     curves = [*curves]
     at = float(min((curve.tokens[-1] for curve in curves), default=0))
     return at if curves and at >= max(curve.tokens[0] for curve in curves) else None

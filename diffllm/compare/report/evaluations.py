@@ -53,8 +53,7 @@ class Evaluated(NamedTuple):
 
 
 def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[str]]:
-    """Return the results of all evaluations of the rows' runs, and notes about skipped files and
-    runs.
+    """Return the results of all evaluations of the rows' runs, and notes about skipped results.
 
     Args:
         step: step of the evaluated checkpoints; 0 selects each run's newest evaluated checkpoint.
@@ -80,8 +79,7 @@ def gathered(
         by_run: results by run directory and step.
 
     Returns:
-        The combined results, None if no run has a score, and a note about skipped runs ("" if
-            none).
+        The combined results (None if no run has a score), and a note about skipped runs.
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -134,9 +132,9 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
 
 
 def by_name(result: Line) -> Lines:
-    """Return the scores of a result by name.
+    """Return the scores of an evaluation result by name.
 
-    If the scores are several shares of correct answers, the first score is their mean over levels.
+    For a task with several levels, the first score is the mean over levels.
     """
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
@@ -154,7 +152,10 @@ def independent_examples(score: Line) -> float:
 
 
 def scores_by_fact(scores: Lines) -> Lines:
-    """Return the scores of subgroups of examples, from fields of each score such as `by_depth`."""
+    """Return the scores of subgroups of examples, such as "512, depth 0.25".
+
+    A score contains the values of its subgroups in fields such as `by_depth`.
+    """
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
         for of, score in scores.items()
@@ -245,9 +246,10 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval over examples to a share, if seeds provide no interval.
+    """Add Wilson's interval over examples to an accuracy without an interval over seeds.
 
-    The interval is added for a single seed, and for seeds with equal shares.
+    This is the case for a single seed, and for seeds with equal accuracy. Other cells are returned
+    unchanged.
 
     Args:
         examples: number of independent examples.

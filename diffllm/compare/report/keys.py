@@ -132,10 +132,10 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Treat runs of a variant that other runs are matched to as matched to this variant.
+    """Treat a variant that other runs are matched to in size as matched to itself.
 
-    Changes `values` in place. Runs of the variant remain unmatched if some of these runs are
-    matched to a further variant.
+    This applies to the keys model.match_params_to and model.match_flops_to, and changes `values` in
+    place. A variant remains unmatched if some of its runs are matched to a further variant.
 
     Args:
         values: config values and facts by key, for each run.
@@ -150,9 +150,7 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the fields of `model.attention` that differ from the YAML file of the run's
-    variant.
-    """
+    """Return the fields of `model.attention` that a run sets to other values than its variant."""
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
@@ -175,7 +173,7 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 
 
 def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Return whether the values of `keys` determine the value of `key`, which differs between runs.
+    """Return whether `key` differs between runs, but not between runs with equal values of `keys`.
 
     Args:
         values: values by key, for each run.

@@ -44,7 +44,7 @@ SETTINGS = (
 
 
 def family(rows: list[Row]) -> list[Row]:
-    """Return the rows whose gap has a p value; Holm's correction applies to all of these."""
+    """Return the rows whose loss gap has a p value; Holm's correction applies to these p values."""
     return [row for row in rows if row.p_holm is not None]
 
 
@@ -73,7 +73,10 @@ def holm_sentence(rows: list[Row]) -> str:
 
 
 def thin_note(runs: Iterable[Run]) -> str:
-    """Return a warning if finished runs have too little held-out text; "" if they have enough."""
+    """Return a warning if finished runs have too little held-out text for a reliable loss.
+
+    Return "" if the held-out text of all runs is large enough.
+    """
     found = []
     for run in runs:
         summary, data = run.summary or {}, run.cfg.data

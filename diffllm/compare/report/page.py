@@ -184,10 +184,10 @@ def row_cells(row: Row) -> list[str]:
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Log the gaps of all rows over tokens to a new wandb run.
+    """Log the loss gap of each row to its baseline over tokens, to a new wandb run.
 
-    Metrics are `gap/<row>`, `gap/<row>/low`, `gap/<row>/high` and `gap/noise_floor`. Mode and
-    project are those of the first row's runs. Return False if no row has a gap, or if wandb is
+    Metrics are `gap/<row>`, `gap/<row>/low`, `gap/<row>/high` and `gap/noise_floor`. The wandb mode
+    and project are those of the first row's runs. Return False if no row has a gap, or if wandb is
     disabled.
     """
     rows = [row for row in comparison.rows if row.gap]

@@ -193,10 +193,10 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Return `facts` with flops_per_token recomputed from the logged visible keys.
+    """Return the facts of run.json, with flops_per_token recomputed from the logged visible keys.
 
-    A visible key is a key that a query can attend to. Without masked documents, return `facts`
-    unchanged.
+    A visible key is a key that a query can attend to. Runs log the number of visible keys only with
+    data.mask_documents; the facts of other runs are returned unchanged.
     """
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
@@ -215,9 +215,9 @@ def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def keys_seen(metrics: Metrics) -> Series:
-    """Return the cumulative number of keys that all queries attended to, over tokens.
+    """Return the total number of keys that all queries attended to, over tokens.
 
-    The series is empty if documents were not masked.
+    The series is empty unless training used data.mask_documents.
     """
     places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
     tokens = metrics.tokens[places]

@@ -76,7 +76,7 @@ def page_sections(
         hidden: indices of rows that are not drawn.
 
     Returns:
-        The figures of the first screen, and the sections with the other figures.
+        The figures at the top of the page, and the sections with the other figures.
     """
     draw = Figures(comparison, styles, hidden)
     if any(row.gap for row in draw.rows):
@@ -235,9 +235,9 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Return the upper end of a linear loss scale, so that all curves are readable.
+    """Return the upper end of a linear loss axis.
 
-    High values of the first steps and of spikes are ignored.
+    High values of the first steps and of spikes are ignored, so that all curves are readable.
     """
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)

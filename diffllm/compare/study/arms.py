@@ -297,8 +297,7 @@ def on_scale(value: float, run: str, study: Study) -> float:
 
 
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
-    """Return the learning rate sensitivity of Wortsman et al. (arXiv:2309.14322), in nats per
-    token.
+    """Return the learning rate sensitivity (Wortsman et al., arXiv:2309.14322), in nats per token.
 
     The loss at each learning rate is limited to the initial loss log(vocab_size), which also
     replaces the loss of a diverged run. The sensitivity is the mean of these values minus the

@@ -122,12 +122,12 @@ def flops_curve(run: StudyRun) -> Series | None:
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return a copy of an arm with other values of its finite runs.
+    """Return a copy of an arm with other values of its runs; diverged runs remain diverged.
 
     Losses of documents are removed, because they were measured at the end of training.
 
     Args:
-        values: new value of each finite run by name, before the logarithm of scale=log.
+        values: new value by name of the run, before the logarithm of scale=log.
     """
     found: dict[int, float | None] = {}
     for run in arm.runs:
@@ -139,7 +139,7 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """Return the gaps at equal cost of each pair of arms that a rule compares.
+    """Return the loss gaps at equal tokens, parameters and FLOPs of all pairs of compared arms.
 
     The list is empty if the metric is not heldout_loss.
     """

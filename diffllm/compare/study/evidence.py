@@ -21,7 +21,7 @@ from diffllm.data.progress import track
 
 @dataclass(frozen=True)
 class Evidence:
-    """The values of a study's ended runs, from which its verdict is computed."""
+    """The values of a study's ended runs, as read from run directories or from values.json."""
 
     runs: dict[str, StudyRun]
     """Ended deciding runs by name."""

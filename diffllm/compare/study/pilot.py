@@ -47,8 +47,8 @@ class Goal:
 def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs | None]:
     """Compute the content of `diffllm power --json` from the runs of a pilot.
 
-    Uses the group of comparable runs with most seeds. Raises ConfigError if no arm has two finite
-    seeds.
+    Uses the group of comparable runs with most seeds. Raises ConfigError if no arm has two seeds
+    with a finite loss.
 
     Args:
         paths: run directories, parent directories or globs.

@@ -45,7 +45,7 @@ def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[P
     This is one run, or with `lr_sweep` one run per learning rate.
 
     Args:
-        lr: learning rate of the arm; None for that of its config.
+        lr: learning rate of the arm; None for the learning rate of its config.
     """
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
@@ -67,7 +67,10 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:
-    """Return the deciding runs of all arms and seeds by name, without chosen learning rates."""
+    """Return all runs that the study's rules compare, by name.
+
+    A learning rate that the study chooses is not set.
+    """
     return {
         run.name: run
         for arm in study.arms
@@ -101,7 +104,7 @@ def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainC
 
     Args:
         words: overrides of the arm.
-        lr: learning rate; None for that of the config.
+        lr: learning rate; None for the learning rate of the config.
     """
     config = config_of_arm(words, lr is not None)
     config.seed = seed
@@ -173,9 +176,12 @@ def ended_loss(path: Path) -> float | None:
 
 
 def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> str:
-    """Describe how the config of a started run differs from its planned config; "" if equal.
+    """Return a text about the differences between a started run and its planned config.
+
+    Return "" if both configs are equal, and if the config never changed during the run.
 
     Args:
+        path: directory of the run.
         begun: config that the run saved.
         cfg: config that the study plans.
         free: keys that may differ.
@@ -222,12 +228,13 @@ def choose_all(study: Study, out: Path) -> list[ChosenRate]:
 
 
 def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
-    """Choose the learning rate of an arm with the lowest mean loss over seeds.
+    """Choose the learning rate of an arm: that with the lowest mean loss over seeds.
 
-    If this is the largest or the smallest rate of the grid, add a further rate to the grid.
+    If runs of the grid have not ended, the result lists these runs instead. If the largest or the
+    smallest rate of the grid is the best, the grid is extended by a further rate.
 
     Args:
-        losses_by_name: losses of ended grid runs by name, infinite if diverged.
+        losses_by_name: loss of each ended run of the grid by name; infinite if diverged.
     """
     rates = study.lr
     assert rates
@@ -261,7 +268,11 @@ def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> 
 
 
 def next_runs(study: Study, out: Path) -> list[Planned]:
-    """Return the runs of the current stage that have not ended."""
+    """Return the runs of the current stage that have not ended.
+
+    The first stage is the grid of learning rates, if the study has one. The second stage is the
+    runs that the study's rules compare.
+    """
     choices = choose_all(study, out)
     if wanted := [run for choice in choices for run in choice.wanted]:
         return wanted
@@ -277,6 +288,6 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def first_runs(study: Study) -> list[Planned]:
-    """Return the first deciding run of every arm."""
+    """Return one run per arm: its first run that the study's rules compare."""
     lr = study.lr.grid[0] if study.lr else None
     return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]

@@ -46,7 +46,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class RunValues:
-    """The values of one deciding run."""
+    """The values of one run that the study's rules compare."""
 
     name: str
     arm: str

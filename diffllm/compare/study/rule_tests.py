@@ -92,7 +92,12 @@ class Tested:
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
-    """Compute all tests of a rule that compares the arm `own` with the arm `base`."""
+    """Compute all tests of a rule.
+
+    Args:
+        own: the arm that the rule makes a claim about.
+        base: the arm that `own` is compared with.
+    """
     own, base = arms_at_budget(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
@@ -233,7 +238,7 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
     """Return why the accuracy of two arms cannot decide a rule; "" if it can.
 
     The reason is that no arm is above chance, or that both arms are at the ceiling. The result is
-    also "" for metrics other than accuracy, and if an arm has no finite run.
+    also "" for metrics other than accuracy, and if all runs of an arm diverged.
     """
     chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
     if not chances or study.scale != "linear" or not (own.finite and base.finite):
@@ -287,10 +292,9 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
 def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
     """Correct the tests of learning rate sensitivity for diverged runs.
 
-    The arm in which a larger share of runs diverged is never shown to be less sensitive. A diverged
-    run counts with the initial loss, so an arm that also learns nothing at its other learning rates
-    would have a small sensitivity. The shares have no test, because runs of one seed are not
-    independent.
+    The arm in which a larger share of runs diverged is never shown to be less sensitive: an arm
+    that learns nothing at any learning rate has a small sensitivity. The shares have no test,
+    because runs of one seed are not independent.
 
     Args:
         own: share of diverged runs of the rule's arm.

@@ -48,7 +48,7 @@ def flat_defaults(attention: type, data: type) -> dict[str, Any]:
 
 
 def planned_digests(study: Study) -> dict[str, str]:
-    """Return the SHA-256 of the config of each deciding run, by name of the run."""
+    """Return the SHA-256 of the config of each run that the study's rules compare, by name."""
     return {
         name: config_digest(config_of_planned(run), study)
         for name, run in planned_by_name(study).items()
@@ -56,10 +56,10 @@ def planned_digests(study: Study) -> dict[str, str]:
 
 
 def study_hash(study: Study, digests: Mapping[str, str]) -> str:
-    """Return the hash of a study: of its file, and of the config digests of its deciding runs.
+    """Return the hash of a study file and of the configs of its runs.
 
     Args:
-        digests: config digests by name of the run, in the order of the study.
+        digests: SHA-256 of each config by name of the run, in the order of the study.
     """
     lines = [study.hash, *(f"{digest} {name}" for name, digest in digests.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -102,7 +102,9 @@ def parameters_of(arm: StudyArm) -> float:
 
 
 def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
-    """Return the curves of both arms at all points at which every finite run has a value.
+    """Return the curves of both arms at all points at which every run has a value.
+
+    Diverged runs are ignored.
 
     Args:
         over: "tokens" or "position".
@@ -135,8 +137,7 @@ def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
 
 
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
-    """Return a sentence about the trend over tokens of the gap that the study's first rule
-    compares.
+    """Return a sentence about the trend over tokens of the gap that the first rule compares.
 
     Return "" if the metric is not the held-out loss, or if the runs have too few common
     evaluations. Also return "" for a rule about a trend, because its one-sided test may contradict

@@ -21,7 +21,7 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 class PositionLosses(NamedTuple):
     """Losses of a run by position in the document, from `diffllm evaluate tasks=[position]`.
 
-    Arrays have one entry per octave of positions.
+    Arrays have one entry per octave of positions: 1, 2-3, 4-7 and so on.
     """
 
     positions: np.ndarray
@@ -61,7 +61,7 @@ def position_losses(run: Run) -> PositionLosses:
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if a trend will have too few points, or arms of wrong sizes.
+    """Raise ConfigError if a rule about a trend will have too few evaluations or wrong model sizes.
 
     Args:
         configs: config of each arm.

@@ -263,7 +263,7 @@ def origin(numbers: dict[str, Any]) -> str:
 
 
 def equal_lines(found: Verdict) -> list[str]:
-    """Return the table of gaps at equal cost as lines of Markdown.
+    """Return the table of loss gaps at equal tokens, parameters and FLOPs, as lines of Markdown.
 
     The list is empty if the metric is not heldout_loss.
     """

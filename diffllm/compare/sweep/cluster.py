@@ -47,7 +47,7 @@ class ClusterLauncher:
 
         Args:
             words: overrides of hydra/launcher and hydra.launcher.*.
-            ranks: world size of this process; more than 1 is an error.
+            ranks: world size of this process; must be 1 unless the launcher is basic.
             sweep: the override run.sweep=<name>.
         """
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]

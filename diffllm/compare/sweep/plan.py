@@ -50,8 +50,11 @@ def experiment_words(words: list[str]) -> list[str]:
 def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     """Separate overrides of runs from overrides of the launcher.
 
-    Of several overrides of the same key of a run, the last is returned. Raises ConfigError for an
-    invalid override, and for a key that a sweep sets itself.
+    Raises ConfigError for an invalid override, and for a key that a sweep sets itself.
+
+    Returns:
+        The parsed overrides of runs (only the last override of each key), and the overrides of the
+        launcher as text.
     """
     with hydra() as loader:  # glob(...) reads the loader.
         try:
