@@ -165,7 +165,7 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
-    """Group items of similar length for padded batches.
+    """Split items into groups of similar length, to batch them with little padding.
 
     Args:
         length: returns the length of an item in tokens.
@@ -331,7 +331,7 @@ Questions = list[tuple[int, Example, Question]]
 
 
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
-    """Generate and encode the examples of each level, without examples longer than `longest`.
+    """Generate and encode the examples of each level; omit examples longer than `longest` tokens.
 
     Raises ConfigError if no example remains, or if the tokenizer cannot encode the candidates of a
     level's first example.

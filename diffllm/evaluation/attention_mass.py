@@ -43,7 +43,8 @@ DIGITS = 7
 class AttentionMass(Evaluation):
     """Evaluation of a task: where the last token of the prompt, which predicts the answer, attends.
 
-    - The target is the tokens that overlap the example's evidence.
+    - The target is all tokens that overlap the example's evidence, the text that contains the
+      answer.
     - The sink is the first token (an EOS), and the weight on no key: 1 minus the sum of a softmax
       with an extra term in the denominator.
     - The filler is all other tokens.
@@ -139,9 +140,9 @@ def clusters_of(lines: Sequence[Line], fact: str) -> np.ndarray:
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
     """Return the kind of each token of the question's context: TARGET, FILLER or SINK.
 
-    The target starts after the tokens that the prompt shares with the text before the evidence. It
-    ends before the tokens that the prompt shares with the text after the evidence. Raises
-    ConfigError for evidence without tokens.
+    Tokens before the target are the common prefix of the encoded prompt and the encoded text before
+    the evidence. Tokens after the target are the common suffix of the encoded prompt and the
+    encoded text after the evidence. Raises ConfigError for evidence without tokens.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]

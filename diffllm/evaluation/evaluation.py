@@ -2,7 +2,7 @@
 
 A results file is a JSON Lines file in a run directory. Its first line contains the key (all
 settings), the unit, the scores and a SHA-256 of the file, which detects truncated or edited files.
-Each further line describes one example or document.
+Each further line describes one example, document or layer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class NamedScore:
 
 
 class Evaluation(ABC):
-    """Base class of evaluations; registered under `name`, with scores in `unit`."""
+    """Base class of evaluations: `name` is used in commands and files, `unit` applies to all
+    scores.
+    """
 
     name: str
     unit: str

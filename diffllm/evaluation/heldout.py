@@ -1,4 +1,4 @@
-"""Compute the held-out loss per sequence and per document, and read and write document losses.
+"""Held-out loss per sequence and per document, and the file of document losses.
 
 Training imports only this module of `diffllm.evaluation`.
 """
@@ -36,18 +36,19 @@ def heldout_loss(
     device: torch.device,
     documents: Callable[[Tensor], Documents] | None = None,
 ) -> tuple[float, DataError | None]:
-    """Return the mean cross-entropy over the batches of all ranks in nats per token, and any error.
+    """Return the mean cross-entropy over the batches of all ranks, in nats per token, and any
+    error.
 
     Every rank must call this. If a batch cannot be read, this rank continues with empty batches,
-    because sharded ranks need the same number of forward passes. The error is None if no read
-    failed.
+    because sharded ranks need the same number of forward passes. The error is None if all batches
+    were read.
 
     Args:
         batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
         shape: (B, T) of every forward pass; short batches are padded with ignored targets.
         rounds: forward passes per rank, at least the number of `batches`.
-        documents: returns the documents of inputs (B, T), on the CPU; None if attention crosses
-            documents.
+        documents: returns the documents of inputs (B, T), on the CPU; None if tokens attend to
+            earlier documents.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -176,10 +177,13 @@ def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
 
 
 def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
-    """Read the losses of a run's held-out documents after `step`, by default after the last saved
-    step.
+    """Read the losses of a run's held-out documents.
 
     Raises CheckpointError if the file is missing or damaged.
+
+    Args:
+        step: training step after which the losses were measured; None selects the last measured
+            step.
     """
     there = sorted((run / DIRECTORY).glob("step-*.npz"))
     file = there[-1] if there and step is None else path_of(run, step or 0)

@@ -70,9 +70,9 @@ def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
 
 @torch.no_grad()
 def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[Maps]:
-    """Yield the attention weights of the last query of each row, for one layer after another.
+    """Yield the attention weights of the last query of each row, one layer at a time.
 
-    Each item maps the name of an attention map to weights (B, h, T).
+    Each item contains weights (B, h, T) by name of the attention map.
 
     Args:
         tokens: token ids (B, T) int64, one document per row, padded at the end.
@@ -91,8 +91,7 @@ def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[M
 def attention_inputs(
     model: Transformer, tokens: Tensor
 ) -> Iterator[tuple[Attention, Tensor, Rope]]:
-    """Yield the attention module of each layer, its normalised input (B, T, D) and the rotary
-    tables.
+    """Yield the attention module, its normalised input (B, T, D) and the rotary tables per layer.
 
     The output of a layer is computed after the caller requests the next layer.
     """
@@ -106,12 +105,12 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the causal attention maps of an attention module.
+    """Compute the attention maps of an attention module.
 
     Args:
         x: normalised input of the module, (B, T, D).
         rope: rotary tables of the T positions.
-        mask: additional attention mask; None for none.
+        mask: attention mask; None for causal attention over all T tokens.
     """
     q, k, _ = attention.project(x, rope)
     shown: Aux = {}
