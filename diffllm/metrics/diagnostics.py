@@ -1,4 +1,4 @@
-"""Statistics of a step, combined over micro-batches and ranks."""
+"""Statistics of the layers during a training step, combined over micro-batches and ranks."""
 
 import math
 from dataclasses import dataclass
@@ -48,9 +48,10 @@ def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
-    """Draw the query positions of a step's probe, (N,) int64 on the CPU; None if probes are off.
+    """Draw the N query positions at which a step measures attention maps, (N,) int64 on the CPU.
 
-    The sequence without its first token is split into N equal parts with one position each.
+    The sequence without its first token is split into N equal parts with one position each. Return
+    None if `cfg.probe_interval` is 0.
     """
     if not cfg.probe_interval:
         return None
@@ -66,9 +67,13 @@ def merge(into: Stats, new: Stats) -> Stats:
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine float32 statistics over ranks; the results are equal on all ranks.
+    """Combine statistics over micro-batches and ranks; the results are equal on all ranks.
 
-    Each reduce operation packs all its statistics into one collective.
+    Sums, minima and maxima take one collective each.
+
+    Args:
+        stats: float32 tensors (layers,) or (layers, heads) by quantity, merged over the
+            micro-batches of this rank.
     """
     reduced: Stats = {}
     for op, kinds in OPS.items():
@@ -91,21 +96,24 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return the largest and smallest load of an expert in each layer, (L,) float32.
+    """Return the largest and smallest load of an expert in each of L layers, (L,) float32.
 
-    Load is the number of tokens divided by the mean over experts.
+    The load is an expert's number of tokens, divided by the mean over experts.
 
     Args:
-        counts: (L, E) int64, tokens per expert of the global batch.
+        counts: (L, E) int64, tokens of the global batch for each of E experts.
     """
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """Name the values of every layer `<quantity>/layer_<i>` or `<quantity>_<head>/layer_<i>`.
+    """Name all values `<quantity>/layer_<i>`, or `<quantity>_<head>/layer_<i>` if given per head.
 
-    A statistic with fewer rows than other statistics belongs to the last layers.
+    A quantity with fewer layers than other quantities belongs to the last layers.
+
+    Args:
+        stats: tensors (layers,) or (layers, heads) by quantity.
     """
     if not stats:
         return {}

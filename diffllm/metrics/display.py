@@ -1,4 +1,4 @@
-"""Show the progress of a run: a live line on a terminal, plain lines otherwise, and a log file."""
+"""Progress of a run: a live line on a terminal, plain lines in other output, and a log file."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from diffllm.core.printing import KEPT
 
 
 class RunLog:
-    """Log of a run. Text is kept in memory until `open`. Write errors are ignored."""
+    """Log file of a run. Text stays in memory until `open` names the file. Ignore write errors."""
 
     def __init__(self) -> None:
         self.waiting = ""
@@ -25,7 +25,7 @@ class RunLog:
         self.stderr: Any = None
 
     def copy_stderr(self, errors_only: bool = False) -> None:
-        """Also log standard error, or only lines of errors, until `close`."""
+        """Log the text on standard error, or only text that starts with "error: ", until `close`."""
         self.stderr = sys.stderr
         sys.stderr = Copied(sys.stderr, self.write_error if errors_only else self.write)
 
@@ -47,7 +47,7 @@ class RunLog:
             self.write(f"{text}\n")
 
     def close(self) -> None:
-        """Close the file and restore standard error."""
+        """Close the log file and restore standard error."""
         if self.stderr is not None:
             sys.stderr, self.stderr = self.stderr, None
         if self.descriptor is not None:
@@ -56,7 +56,7 @@ class RunLog:
 
 
 class Copied:
-    """A stream whose text also goes to `copy`, except text that moves a terminal's cursor."""
+    """A stream that also passes written text to `copy`, except text that moves the cursor."""
 
     def __init__(self, stream: Any, copy: Callable[[str], None]):
         self.stream, self.copy = stream, copy
@@ -76,7 +76,7 @@ SAY_S = 30
 
 
 class Display:
-    """Shows progress of a run on standard output and in its log; silent on ranks other than 0."""
+    """Show the progress of a run on standard output and in the run's log; only rank 0 is enabled."""
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
@@ -89,7 +89,7 @@ class Display:
         """Start time of the current evaluation, and time of its last line."""
 
     def start(self, step: int) -> None:
-        """Start the live line at optimizer step `step`."""
+        """Show the progress bar at optimizer step `step` if standard output is a terminal."""
         if self.enabled and self.console.is_terminal:
             self.live = Progress(
                 TextColumn("step"),
@@ -110,10 +110,15 @@ class Display:
             self.live.update(self.task, completed=step)
 
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
-        """Print the values of a logged step.
+        """Print the metrics of a logged step.
 
-        A terminal shows the values in the bar. About one screen of lines remains above the bar,
-        with more lines of the first steps.
+        A terminal shows the newest metrics in the progress bar. During a run about one screen of
+        lines remains above the bar, with more lines of the first steps. Other output gets every
+        line.
+
+        Args:
+            values: metrics by name, such as "train/loss".
+            eta_s: seconds until the end of the run.
         """
         if not self.enabled:
             return
@@ -157,7 +162,7 @@ class Display:
 
 
 def measured(values: Mapping[str, Any]) -> list[str]:
-    """Format the held-out loss and the tasks' shares of right answers, if measured."""
+    """Format the held-out loss and the accuracy of each task that `values` contains."""
     said = []
     if "eval/loss" in values:
         said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
@@ -170,7 +175,7 @@ def measured(values: Mapping[str, Any]) -> list[str]:
 
 
 def bits(values: Mapping[str, Any], of: str) -> str:
-    """Format the bits per byte of "train" or "eval"; empty if unknown."""
+    """Format the bits per byte of `of`, which is "train" or "eval"; "" if unknown."""
     value = values.get(f"{of}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
 

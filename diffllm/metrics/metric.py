@@ -32,7 +32,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A figure over training tokens; for a metric per layer, the largest value of each step."""
+    """A figure of a metric over training tokens; the largest value if several layers have values."""
 
     smooth: bool = False
     clip: bool = False
@@ -41,7 +41,7 @@ class Curve(Plot):
 
 @dataclass(frozen=True)
 class Layers(Plot):
-    """A figure over layers, at the end of training."""
+    """A figure of a metric over layers, at the end of training."""
 
     uniform: bool = False
     """Whether to draw a line at 1/√n, the RMS under uniform attention over a whole sequence."""
@@ -49,7 +49,7 @@ class Layers(Plot):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of report.csv: a number per run over steps and layers, then per row of runs."""
+    """A column of report.csv: a metric reduced over steps and layers, then over seeds."""
 
     steps: Literal["last", "all"]
     """"last": the last logged value, as in summary.json; "all": the values of all logged steps."""

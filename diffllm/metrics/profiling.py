@@ -36,9 +36,12 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Profiles the configured steps into a trace file in `directory`.
+    """Record a torch.profiler trace of the configured steps in a file in `directory`.
 
-    The step before the first profiled step is the profiler's warm-up. `say` prints the path.
+    The step before the first traced step is the profiler's warm-up.
+
+    Args:
+        say: prints a text with the path of the trace.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
@@ -50,7 +53,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return the context in which step `number`, counted from 1, must run."""
+        """Trace the code in this context if step `number`, counted from 1, is configured."""
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():
@@ -89,7 +92,7 @@ class StepProfiler:
 
 
 class Device(NamedTuple):
-    """Data sheet figures of a GPU."""
+    """Data sheet figures of a GPU model."""
 
     name: str
     peak_flops: float
@@ -114,7 +117,7 @@ DEVICES = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a device's dense bf16 FLOP/s; None if unknown."""
+    """Return the peak of a GPU's dense bf16 matrix FLOP/s; None for an unknown device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -39,7 +39,10 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; None if the run has not ended. A diverged run has `stopped`."""
+    """Read a run's summary.json; None if the run has not ended.
+
+    For a diverged run, the entry `stopped` has the reason.
+    """
     return read_record(run / "summary.json")
 
 
@@ -48,15 +51,19 @@ def diverged(run: Path) -> bool:
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
-    """Describe after which step and why a diverged run stopped."""
+    """Return a text with the last step of a diverged run and the reason of the stop.
+
+    Args:
+        ending: content of summary.json.
+    """
     return f"stopped after step {ending.get('steps')}: {ending['stopped']}"
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
     """Read a JSON file of a run or sweep; None if the file is missing.
 
-    Numbers that are not finite, or beyond LARGEST, become None. Raises CheckpointError if the file
-    cannot be read or a field has the wrong type.
+    Numbers that are not finite, or larger than LARGEST, become None. Raises CheckpointError if the
+    file cannot be read or a field has the wrong type.
     """
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)
@@ -66,14 +73,14 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number up to LARGEST as a float; None for any other value."""
+    """Return a finite number of magnitude up to LARGEST as a float; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)
 
 
 def check_record(name: str, content: dict[str, Any]) -> None:
-    """Raise ValueError if a field of the file `name` has the wrong type."""
+    """Raise ValueError if a field in the content of the file `name` has the wrong type."""
     for field, kind in FIELDS[name].items():
         value = content.get(field)
         missing = value is None and name == "saved.json"
@@ -97,9 +104,11 @@ def all_text(values: Iterable[Any]) -> bool:
 
 
 def read_changes(run: Path) -> list[dict[str, Any]]:
-    """Read a run's changes.jsonl: in each line `step` and `changes`, [old, new] values by key.
+    """Read the config changes of a run from changes.jsonl, one dict per line.
 
-    Return an empty list if the file is missing. Raises CheckpointError if a line is invalid.
+    Each dict has the entries `step` and `changes`. `changes` maps a changed key to the list of its
+    old and new value. Return an empty list if the file is missing. Raises CheckpointError if a line
+    is invalid.
     """
     file = run / "changes.jsonl"
     found = []
@@ -117,9 +126,10 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
-    """Read a line of metrics.jsonl: step, tokens, and numbers or nulls; None for any other line.
+    """Parse a line of metrics.jsonl: step, tokens, and metrics that are numbers or null.
 
-    Numbers that are not finite, or beyond LARGEST, become None.
+    Numbers that are not finite, or larger than LARGEST, become None. Return None for an invalid
+    line.
     """
     try:
         line = json.loads(text)

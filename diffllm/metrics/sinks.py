@@ -1,4 +1,4 @@
-"""Sinks of metrics: metrics.jsonl, wandb and TensorBoard, with equal metric names."""
+"""Destinations of metrics: metrics.jsonl, wandb and TensorBoard, with equal metric names."""
 
 import contextlib
 import importlib.util
@@ -33,7 +33,8 @@ def check_installed(cfg: MetricsConfig) -> None:
 class EventFiles:
     """TensorBoard event files of a run; after an error, training continues without event files.
 
-    TensorBoard hides values after `last_step` that an earlier process of the run wrote.
+    If an earlier process of the run logged values after `last_step`, TensorBoard hides these
+    values.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -64,10 +65,10 @@ class EventFiles:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, complete after every write.
+    """The file metrics.jsonl: one JSON object per line, complete after every write.
 
-    If the disk is full, lines are kept in memory and written later. Existing lines after
-    `last_step` are removed. Raises CheckpointError if the file cannot be created.
+    If the disk is full, lines stay in memory and are written later. If the file exists, lines of
+    steps after `last_step` are removed. Raises CheckpointError if the file cannot be created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -88,7 +89,7 @@ class MetricsFile:
         self.waiting: list[bytes] = []
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line; NaN and infinity become null."""
+        """Append `values` as one line; NaN and infinity become null."""
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in values.items()
@@ -100,7 +101,7 @@ class MetricsFile:
             to_stderr(f"warning: cannot write {self.path}, lines are kept in memory: {problem}")
 
     def _write_waiting(self) -> str | None:
-        """Write waiting lines in order; return the reason if a write fails."""
+        """Write the lines kept in memory, in order; return the reason if a write fails, else None."""
         while self.waiting:
             line = self.waiting[0]
             try:
@@ -115,7 +116,7 @@ class MetricsFile:
         return None
 
     def close(self) -> None:
-        """Try to write the waiting lines again, then close."""
+        """Try again to write the lines kept in memory, then close the file."""
         if problem := self._write_waiting():
             lost = len(self.waiting)
             to_stderr(f"warning: the last {lost} lines of {self.path} were not written: {problem}")
@@ -130,7 +131,13 @@ class Sinks(NamedTuple):
     events: EventFiles | None = None
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """Write the values of a step; raises KeyError for a name without a row in the table."""
+        """Log the metrics of an optimizer step to all destinations.
+
+        Raises KeyError for a metric that diffllm/metrics/table.py does not define.
+
+        Args:
+            tokens: number of tokens trained so far.
+        """
         for name in values:
             metric_of(name)
         line = {"step": step, "tokens": tokens, **values}

@@ -23,7 +23,12 @@ WINDOW128_SIGMAS = 6.0
 
 @dataclass
 class SpikeCounter:
-    """Counts spikes of one series."""
+    """Count the spikes of one series, such as the loss of every step.
+
+    A finite value is a spike if its distance above the mean of the previous finite values exceeds
+    `sigmas` standard deviations. At most `window` previous values are used. NaN and infinity are
+    always spikes.
+    """
 
     window: int
     least: int
@@ -63,10 +68,10 @@ class SpikeCounter:
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of judged values, and number and share of spikes.
+        """Return numbers and shares of spikes among all values and among the last `window` values.
 
-        Spikes are counted among all values and among the last `window` values. The published scores
-        divide by all values.
+        `judged` is the number of values that could be spikes, because enough values precede them.
+        `score` divides by all values, as the published definitions do.
         """
         rolling = sum(self.recent)
         return {
@@ -96,7 +101,7 @@ def window128() -> SpikeCounter:
 
 
 def olmo2() -> SpikeCounter:
-    """Count values as OLMo 2 does (arXiv 2501.00656, section 3)."""
+    """Return a counter with the spike definition of OLMo 2 (arXiv 2501.00656, section 3)."""
     return SpikeCounter(window=1000, least=128, sigmas=7.0, two_sided=True, inclusive=True)
 
 
@@ -118,10 +123,12 @@ COUNTS = ("seen", "judged", "total", "in_a_row", "last")
 
 
 class EventCounter:
-    """Counts the events of one series. Spikes at most `APART` steps apart are one event.
+    """Count spike events of one series; a spike is a value far above the trend of previous values.
 
-    The line is fitted by least squares to the last values, without spikes and without drops of the
-    same size. The scale ignores spikes and includes such a drop as a distance of -SIGMAS.
+    Spikes at most `APART` steps apart are one event. The trend is a line, fitted by least squares
+    to the last values without spikes and without equally large drops. A distance is compared with
+    the root mean square of previous distances, in which such a drop counts as `-SIGMAS` and spikes
+    are ignored.
 
     Args:
         log: whether to take logarithms, for gradient norms; values of 0 and below are ignored.
@@ -163,9 +170,12 @@ class EventCounter:
         return False
 
     def _leave_out(self, spike: bool) -> bool:
-        """Exclude a value from the line; count a spike unless it belongs to the last event.
+        """Exclude the current value from the fitted line; count a spike that starts a new event.
 
-        Restart the line after too many excluded values in a row. Return `spike`.
+        After more than APART excluded values in a row, start a new line. Return `spike`.
+
+        Args:
+            spike: whether the value is a spike; otherwise the value is a drop.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:
@@ -177,7 +187,10 @@ class EventCounter:
         return spike
 
     def _distance(self, value: float) -> float | None:
-        """Return d for a value at this step; None before the first line."""
+        """Return the distance d of a value from the fitted line; the module docstring defines d.
+
+        Return None if fewer than FIRST values are fitted.
+        """
         if len(self.points) < FIRST:
             return None
         steps, values = np.array(self.points).T
@@ -207,9 +220,13 @@ class EventCounter:
 
 
 def as_normal(t: float, degrees: int) -> float:
-    """Return the normal deviation with the tail probability of Student's t.
+    """Return the standard normal deviate with the tail probability of Student's t.
 
     Approximation of D. L. Wallace (Annals of Mathematical Statistics 30, 1959).
+
+    Args:
+        t: value of the t statistic.
+        degrees: degrees of freedom.
     """
     size = math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
@@ -219,7 +236,7 @@ SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
 
 
 class SpikeMonitor:
-    """Counts spikes of loss and gradient norm by three definitions, and skipped updates."""
+    """Count spikes of loss and gradient norm by three definitions, and skipped optimizer updates."""
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0
@@ -236,7 +253,11 @@ class SpikeMonitor:
         }
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
-        """Process the values of the next optimizer step."""
+        """Process the loss and gradient norm of the next optimizer step.
+
+        Args:
+            skipped: whether the update of this step was skipped.
+        """
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
@@ -247,7 +268,7 @@ class SpikeMonitor:
         self.skipped_in_a_row = self.longest_skip = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters' metrics by full name, and `spikes/skipped_total`."""
+        """Return all metrics by name, such as `spikes/loss_total` and `spikes/skipped_total`."""
         counts = {
             f"{name}_{what}": value
             for name, counter in self.counters.items()
@@ -256,7 +277,7 @@ class SpikeMonitor:
         return {**counts, "spikes/skipped_total": float(self.skipped_total)}
 
     def windows(self) -> tuple[list[float], list[float]]:
-        """Return the loss and gradient-norm windows of window128 for the next step."""
+        """Return the last finite losses and the last finite gradient norms, at most 128 each."""
         return list(self.loss.values), list(self.grad.values)
 
     def recent_loss(self, count: int) -> float:

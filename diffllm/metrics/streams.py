@@ -17,7 +17,7 @@ class ReaderGone(Exception):
 
 
 class Unfailing:
-    """A text stream that never raises and escapes characters outside of its encoding."""
+    """A text stream that never raises; characters that its encoding lacks are escaped."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -45,14 +45,17 @@ class Unfailing:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Ignore the error."""
+        """Ignore the error of a failed write or flush; a subclass may raise an exception."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 class Result(Unfailing):
-    """Standard output whose failed write raises ReaderGone (the reader exited) or UserError."""
+    """Standard output on which a failed write raises an exception.
+
+    The exception is ReaderGone if the reader, such as `head`, has exited, otherwise UserError.
+    """
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, BrokenPipeError):
@@ -62,9 +65,9 @@ class Result(Unfailing):
 
 
 def open_closed_descriptors() -> None:
-    """Open any closed descriptor among 0, 1 and 2 on /dev/null.
+    """Open /dev/null on every closed file descriptor among 0, 1 and 2.
 
-    Otherwise the next opened file would get the number of a standard stream.
+    Otherwise the next opened file would become standard input, output or error.
     """
     for number in (0, 1, 2):
         try:
@@ -75,7 +78,7 @@ def open_closed_descriptors() -> None:
 
 
 def never_fail() -> None:
-    """Make writes to stdout and stderr never raise, including the flush at exit."""
+    """Replace stdout and stderr so that writes never raise, including the flush at exit."""
     sys.stdout, sys.stderr = (
         # A stream that was closed before the start is None. Writes to the read-only file fail.
         stream if type(stream) is Unfailing else Unfailing(stream or open(os.devnull))  # noqa: SIM115
@@ -96,7 +99,10 @@ def unfailing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result() -> Iterator[None]:
-    """Make stdout a `Result` in this context; afterwards writes never raise."""
+    """In this context, a failed write to stdout raises UserError; afterwards writes never raise.
+
+    If the reader of stdout, such as `head`, exits, the context ends without an error.
+    """
     never_fail()
     given = getattr(sys.stdout, "stream", sys.stdout)
     sys.stdout = Result(given)

@@ -1,4 +1,4 @@
-"""Counts of visible keys with masked documents, used to compute the FLOPs of a run."""
+"""Number of keys that a query sees under document masks, used to compute the FLOPs of a run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,10 @@ from diffllm.core.typed import made
 
 @dataclass
 class VisibleKeys:
-    """Sums over the queries of all ranks since step 0; zeros if documents are not masked."""
+    """Number of attention queries, and of the keys that they see, summed over ranks since step 0.
+
+    Both are 0 unless attention is masked at document boundaries.
+    """
 
     keys: int = 0
     queries: int = 0
@@ -18,7 +21,7 @@ class VisibleKeys:
 
     @property
     def mean(self) -> float | None:
-        """Mean number of keys that a query sees; None if nothing was counted."""
+        """Mean number of keys that a query sees; None before the first query."""
         return self.keys / self.queries if self.queries else None
 
     def add(self, keys: int, queries: int) -> None:
@@ -26,14 +29,17 @@ class VisibleKeys:
         self.queries += queries
 
     def log(self) -> float:
-        """Return the mean since the last call; requires at least one query since then."""
+        """Return the mean number of keys per query since the last call of `log`.
+
+        Raises ZeroDivisionError without a query since the last call.
+        """
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries
         return keys / queries
 
     @classmethod
     def of(cls, values: Any) -> "VisibleKeys":
-        """Read a saved state; raises ValueError for an impossible state."""
+        """Restore the counts from a mapping; raises ValueError if the counts contradict each other."""
         found = made(cls, values)
         rises = 0 <= found.logged_keys <= found.keys
         if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:
@@ -42,12 +48,15 @@ class VisibleKeys:
 
 
 def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) -> float:
-    """Return the mean number of keys that a query sees with masked documents.
+    """Return the mean number of keys that a query sees under masks between documents.
+
+    A query then sees the earlier keys of the same document, and its own key.
 
     Args:
         documents: number of documents by length in tokens, EOS included.
-        whole: cut only documents above seq_len (packing best_fit, without padding); otherwise a
-            stream is cut every seq_len tokens, at any place of a document with equal probability.
+        whole: whether only documents above seq_len are cut (packing best_fit, without padding).
+            Otherwise a stream of documents is cut every seq_len tokens, with equal probability at
+            every token of a document.
     """
     keys = 0.0
     for length, number in documents.items():

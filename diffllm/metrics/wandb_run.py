@@ -64,10 +64,10 @@ class WandbConfig:
 
 
 def resolve_mode(cfg: WandbConfig) -> str:
-    """Return the mode that is passed to wandb.
+    """Return the mode that is passed to wandb, such as "online".
 
-    `auto` uses WANDB_MODE if set; otherwise "online" if the environment or netrc has an API key for
-    wandb's server, else "offline".
+    A mode other than `auto` is returned unchanged. For `auto`, return WANDB_MODE if set. Otherwise
+    return "online" if the environment or netrc has an API key for wandb's server, else "offline".
     """
     if cfg.mode is not WandbMode.auto:
         return cfg.mode.value
@@ -82,12 +82,15 @@ def resolve_mode(cfg: WandbConfig) -> str:
 
 
 class WandbRun:
-    """A wandb run whose failure does not stop training.
+    """A run in Weights & Biases whose failures do not stop training.
 
     Args:
-        choices: chosen YAML by group; attention becomes wandb's group, model its job type.
-        sweep: name of the run's sweep; the first 64 characters become a tag.
-        run_id: id of the run to resume; None creates a new run.
+        directory: run directory; its name becomes the name of the run.
+        choices: name of the chosen YAML by config group; attention becomes wandb's group, model its
+            job type.
+        sweep: name of the sweep that started the run; the first 64 characters become a tag.
+        config: config values to record.
+        run_id: id of the wandb run to resume; None creates a new run.
         over_tokens: additional patterns of metric names that wandb draws over tokens.
     """
 
@@ -128,7 +131,10 @@ class WandbRun:
         self.started.wait(START_SECONDS)
 
     def log(self, values: dict[str, Any]) -> None:
-        """Queue the finite values of one step; wandb would record a NaN as the minimum."""
+        """Queue the metrics of one step for wandb, without NaN and infinity.
+
+        wandb would record a NaN as the minimum of a metric.
+        """
         if not self.working:
             return
         finite = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
@@ -139,7 +145,12 @@ class WandbRun:
             abandon_service()
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Flush and finish within FINISH_SECONDS; an exit code other than 0 marks a failed run."""
+        """Send all queued metrics and finish the wandb run within FINISH_SECONDS.
+
+        Args:
+            summary: values for the summary of the wandb run.
+            exit_code: 0 for a finished run; any other number for a failed run.
+        """
         if not self.working:
             return
         self.summary, self.exit_code = summary or {}, exit_code
@@ -174,7 +185,13 @@ class WandbRun:
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
-    """Start a wandb run and define its metrics; offline if the server cannot be reached."""
+    """Start a wandb run, define its metrics and return the run.
+
+    If `mode` is "online" and the server cannot be reached, record the run offline.
+
+    Args:
+        options: arguments of `wandb.init`.
+    """
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb prompts for a missing API key
@@ -197,7 +214,10 @@ def start(mode: str, options: dict[str, Any]) -> Any:
 
 
 def tear_down() -> None:
-    """Stop wandb's service; for a dead service, wandb's exit hook would print a traceback."""
+    """Stop wandb's service process; never raises.
+
+    Otherwise wandb would print a traceback at exit if the process is dead.
+    """
     with contextlib.suppress(Exception, SystemExit):
         import wandb
 
@@ -205,7 +225,7 @@ def tear_down() -> None:
 
 
 def abandon_service() -> None:
-    """Kill a service that hangs; otherwise wandb waits for it forever at exit."""
+    """Kill wandb's service process, because wandb would wait at exit for a process that hangs."""
     with contextlib.suppress(Exception):
         import wandb
 

@@ -1,7 +1,7 @@
-"""Comparison of two arms with all their runs, diverged ones included.
+"""Comparison of two arms, each the runs of one variant, including the diverged runs.
 
-A t test ignores diverged runs, which flatters the arm that has more of them. Therefore a gap in
-favour of the arm that diverged more often is never significant: its p is 1.
+A t test ignores diverged runs, which flatters the arm that has more of them. Therefore the p-value
+of a gap is 1 if the gap favours the arm that diverged more often.
 """
 
 import math
@@ -14,14 +14,14 @@ from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, we
 
 @dataclass(frozen=True)
 class Share:
-    """Number of diverged runs among the finished runs of an arm."""
+    """Number of diverged runs among the finished runs of one variant."""
 
     diverged: int
     runs: int
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Clopper and Pearson's 95% interval of the probability that a run diverges."""
+        """Clopper-Pearson 95% confidence interval of the probability that a run diverges."""
         from scipy.special import betaincinv  # binomtest's root finder is exact to 2e-12 only
 
         k, n, tail = self.diverged, self.runs, (1 - CONFIDENCE) / 2
@@ -35,11 +35,12 @@ def diverged_more(own: Share, base: Share) -> bool:
 
 
 def p_more(own: Share, base: Share) -> float:
-    """Return the one-sided p of "own diverges more often", by Fisher's exact test.
+    """Return the one-sided p-value of "runs of `own` diverge more often than runs of `base`".
 
-    If all runs of own and no run of base diverged, return a smaller p: the largest probability of
-    this outcome under any common probability of divergence (Barnard, 1945). Fisher's p is larger
-    because it is conditional on the number of diverged runs.
+    The test is Fisher's exact test, with one exception. If all runs of `own` and no run of `base`
+    diverged, return the largest probability of this outcome under any common probability of
+    divergence (Barnard, 1945). This p-value is smaller, because Fisher's test is conditional on the
+    number of diverged runs.
     """
     n, m = own.runs, base.runs
     if own.diverged == n and not base.diverged and n and m:
@@ -52,7 +53,7 @@ def p_more(own: Share, base: Share) -> float:
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Comparison of the arm `own` with the arm `base`, diverged runs included."""
+    """Gap in final loss between the runs of two variants, with the share of diverged runs of both."""
 
     paired: Gap | None
     """Gap over the seeds with finite losses in both arms; None without such a seed."""
@@ -64,7 +65,9 @@ class ArmComparison:
 
     @property
     def favours_diverging(self) -> bool:
-        """Whether the gap favours the arm with the larger share of diverged runs."""
+        """Whether the variant with the lower mean loss diverged more often; False without a seed
+        pair.
+        """
         if self.paired is None:
             return False
         better, other = (self.own, self.base) if self.paired.mean < 0 else (self.base, self.own)
@@ -72,13 +75,16 @@ class ArmComparison:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p for use in a family of tests; None without a test."""
+        """Two-sided p-value of the paired t test; None without two seeds of finite losses.
+
+        1 if the variant with the lower mean loss diverged more often.
+        """
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p
 
     @property
     def p_diverged(self) -> float:
-        """Two-sided p of Fisher's exact test of "both arms diverge equally often"."""
+        """Two-sided p-value of Fisher's exact test of "both variants diverge equally often"."""
         if not self.own.diverged and not self.base.diverged:
             return 1.0
         from scipy.stats import fisher_exact
@@ -90,7 +96,7 @@ class ArmComparison:
 def compare_arms(
     own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]
 ) -> ArmComparison:
-    """Compare two arms by the final losses of all finished runs.
+    """Compare the runs of two variants by the final losses of all finished runs.
 
     Args:
         own, base: final loss by seed; None, NaN or infinity if the run diverged.

@@ -1,6 +1,7 @@
-"""Bootstrap intervals over held-out documents: of a gap between arms, or of one model's loss.
+"""Bootstrap intervals over held-out documents: of a gap between two arms, or of one model's loss.
 
-A gap depends on the documents as well as on the seeds, so each draw resamples both.
+An arm is the runs of one variant. A gap depends on the documents as well as on the seeds, so each
+draw resamples both.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ Interval = tuple[float, float] | None
 
 
 def withheld(seeds: int, documents: int) -> str:
-    """Return the reason why an interval is withheld; "" if the interval is shown."""
+    """Return the reason to hide a bootstrap confidence interval, or "" to show the interval.
+
+    The reason is too small a number of `seeds` or `documents`.
+    """
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
     if documents < LEAST_DOCUMENTS:
@@ -31,10 +35,10 @@ def withheld(seeds: int, documents: int) -> str:
 
 @dataclass(frozen=True)
 class DrawnGaps:
-    """Gaps of bootstrap draws over documents and seeds.
+    """Gaps between two variants in bootstrap draws over documents and seeds.
 
-    Percentiles are expanded by the degrees of freedom of the seeds or of the documents, whichever
-    are fewer.
+    `df` is the smallest number of seeds or documents, minus 1. Confidence bounds are widened as
+    Student's t with `df` degrees of freedom is wider than the normal distribution.
     """
 
     draws: np.ndarray
@@ -42,12 +46,12 @@ class DrawnGaps:
     df: int
 
     def bounds(self, alpha: float) -> tuple[float, float]:
-        """Return the lower and upper one-sided bounds at confidence 1 - alpha."""
+        """Return a lower and an upper one-sided confidence bound of the gap, each at 1 - alpha."""
         low, high = central(self.draws, expanded(alpha, self.df)).tolist()
         return low, high
 
     def p(self, bound: float, side: int) -> float:
-        """Return the one-sided p of "the gap is below (-1) or above (1) the bound"."""
+        """Return the one-sided p-value of "the gap is below `bound`" (side=-1) or "above" (side=1)."""
         from scipy.special import ndtri, stdtr
 
         beyond = int((side * (self.draws - bound) <= 0).sum())
@@ -58,9 +62,12 @@ class DrawnGaps:
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
 ) -> Estimate:
-    """Return the mean gap of pairs in nats per token, own minus base, with its 95% interval.
+    """Return the mean gap, own minus base, in nats per token, with its 95% bootstrap interval.
 
-    The arguments are those of `drawn_gaps`.
+    Args:
+        own, base: (seeds, documents), loss in nats, summed over the tokens of each document. Equal
+            rows of both have the same seed.
+        tokens: (documents,), number of tokens of each document.
     """
     gap = float(((np.asarray(own) - base).sum(axis=1) / np.sum(tokens)).mean())
     found = drawn_gaps(own, base, tokens, draws=draws)
@@ -76,16 +83,17 @@ def drawn_gaps(
     log: bool = False,
     draws: int = DRAWS,
 ) -> DrawnGaps:
-    """Resample documents and seeds, and compute the gap of each draw, own minus base.
+    """Resample documents and seeds `draws` times; return the gap, own minus base, of each draw.
 
-    A draw uses the same documents for both arms and all seeds, and the same seeds for both arms if
-    `paired`. From n documents (or seeds) a draw takes n - 1 with replacement. The variance of such
-    a mean is unbiased (Rao and Wu, 1988), which matters with few seeds.
+    From n documents (or seeds) a draw takes n - 1 with replacement. The variance of such a mean is
+    unbiased (Rao and Wu, 1988), which matters with few seeds. All runs of a draw use the same
+    documents.
 
     Args:
-        own, base: (seeds, documents), nats summed over the tokens of each document.
+        own, base: (seeds, documents), loss in nats, summed over the tokens of each document.
         tokens: (documents,), number of tokens of each document.
-        paired: whether runs of equal seed are pairs.
+        paired: whether equal rows of `own` and `base` have the same seed; then a draw takes the
+            same seeds from both.
         log: whether to compute the gap of the logarithms of the losses.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
@@ -105,20 +113,24 @@ def drawn_gaps(
 
 
 def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
-    """Draw one seed fewer than `seeds`; return weights of sum 1, (draws, seeds)."""
+    """Return the weight of each seed in each bootstrap draw, (draws, seeds), with sum 1 per draw.
+
+    A draw takes `seeds` - 1 seeds with replacement.
+    """
     return rng.multinomial(seeds - 1, np.full(seeds, 1 / seeds), size=draws) / (seeds - 1)
 
 
 def of_documents(
     nats: np.ndarray, tokens: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """Return the 95% interval of one model's mean in nats per token over documents.
+    """Return the 95% bootstrap interval over documents of one model's loss in nats per token.
 
     Return None with fewer than LEAST_OF_ONE documents.
 
     Args:
-        nats: (documents,), nats summed over each document's tokens, or a difference of such sums.
+        nats: (documents,), loss summed over each document's tokens, or a difference of such sums.
         tokens: (documents,), number of tokens of each document.
+        seed: seed of the random draws.
     """
     sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
     return of_columns(sums, weights, draws, seed)[0]
@@ -127,12 +139,14 @@ def of_documents(
 def of_columns(
     sums: np.ndarray, weights: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> list[Interval]:
-    """Return the intervals of K means as in `of_documents`; None for a mean without weight.
+    """Return the 95% bootstrap intervals of K weighted means over documents.
 
-    A draw uses the same documents for all means.
+    Mean k is the sum of `sums[:, k]` divided by the sum of `weights[:, k]`. A draw uses the same
+    documents for all means. An interval is None if the weights of a draw sum to 0. All intervals
+    are None with fewer than LEAST_OF_ONE documents that have a weight.
 
     Args:
-        sums, weights: (documents, K).
+        sums, weights: (documents, K), such as nats and numbers of tokens.
     """
     there = (weights > 0).any(1)
     if there.sum() < LEAST_OF_ONE:
@@ -148,9 +162,10 @@ def of_columns(
 
 
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
-    """Draw `documents` - 1 documents with replacement, `draws` times.
+    """Yield the number of times that each document occurs in each bootstrap draw.
 
-    Yields counts per document, (part of the draws, documents), in parts that fit into memory.
+    A draw takes `documents` - 1 documents with replacement. Each yielded array is (some draws,
+    documents) and fits into memory; all arrays together have `draws` rows.
     """
     size = max(1, CELLS // documents)
     for start in range(0, draws, size):
@@ -159,14 +174,17 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
 
 
 def central(found: np.ndarray, tail: float) -> np.ndarray:
-    """Return the quantiles `tail` and 1 - `tail` over draws, (2, ...) of (draws, ...)."""
+    """Return the quantiles `tail` and 1 - `tail` over the first axis of `found`.
+
+    The shapes are (draws, ...) for `found` and (2, ...) for the result.
+    """
     return np.quantile(found, (tail, 1 - tail), axis=0)
 
 
 def expanded(tail: float, df: int) -> float:
-    """Return the tail under a normal distribution that is as extreme as `tail` under Student's t.
+    """Return the normal tail probability at the quantile of Student's t for probability `tail`.
 
-    With few units, percentiles of draws are too narrow; the expanded percentile interval corrects
+    Bootstrap percentiles of few units are too narrow. The expanded percentile interval corrects
     this (Hesterberg, arXiv 1411.5279).
     """
     from scipy.special import ndtr, stdtrit

@@ -1,4 +1,4 @@
-"""Estimates of one arm: mean over seeds, rate of events, tokens until a level is reached."""
+"""Estimates for the runs of one variant: mean over seeds, rate of events, tokens until a target."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its 95% interval; a single seed has no interval."""
+    """A mean over seeds with the ends of its 95% interval; both ends are None for a single seed."""
 
     mean: float
     low: float | None = None
@@ -29,11 +29,11 @@ class Estimate:
 
     @property
     def all_equal(self) -> bool:
-        """Whether all seeds have the same value, so that the interval is a meaningless point."""
+        """Whether all seeds have the same value, so that the 95% interval is a meaningless point."""
         return self.low is not None and self.low == self.high
 
     def within(self, low: float, high: float) -> "Estimate":
-        """Limit the interval to the possible values from `low` to `high`.
+        """Return a copy whose interval is limited to the possible values, from `low` to `high`.
 
         The coverage does not change, because the true value is within these limits.
         """
@@ -48,9 +48,10 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of n independent values and its t interval, mean ± t(n - 1) s / sqrt(n).
+    """Return the mean of n independent values and its 95% interval, mean ± t(n - 1) s / sqrt(n).
 
-    s is the sample standard deviation (n - 1 in the denominator).
+    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval.
+    Raises ValueError without values.
     """
     if not len(values):
         raise ValueError("an estimate needs at least one value")
@@ -65,9 +66,11 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson(share: float, examples: float) -> tuple[float, float]:
-    """Return the 95% score interval of a share of independent examples, within [0, 1].
+    """Return Wilson's 95% score interval of a measured share, within [0, 1] (JASA 22, 1927).
 
-    From Wilson (JASA 22, 1927).
+    Args:
+        share: share of the examples that have a property, such as right answers.
+        examples: number of independent examples.
     """
     from scipy.special import ndtri
 
@@ -80,7 +83,12 @@ def wilson(share: float, examples: float) -> tuple[float, float]:
 def t_interval(
     mean: float, error: float, df: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Return Student's t interval of a mean from its standard error and degrees of freedom."""
+    """Return Student's t interval of a mean.
+
+    Args:
+        error: standard error of the mean.
+        df: degrees of freedom.
+    """
     from scipy.special import stdtrit  # slow to import, and not needed for a single run
 
     half = float(stdtrit(df, (1 + confidence) / 2)) * error
@@ -89,7 +97,7 @@ def t_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """Rate of rare events per 1,000 steps, from at least one step."""
+    """Rate of rare events, such as loss spikes, per 1,000 steps, from at least one step."""
 
     count: int
     steps: int
@@ -100,7 +108,7 @@ class Rate:
 
     @property
     def low(self) -> float:
-        """Lower end of the exact 95% Poisson interval (Garwood, Biometrika 28, 1936)."""
+        """Lower end of the rate's exact 95% Poisson interval (Garwood, Biometrika 28, 1936)."""
         from scipy.special import gammaincinv
 
         low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0
@@ -115,7 +123,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Times:
-    """Tokens at which each run of an arm reached a level, or ended without reaching the level."""
+    """Tokens after which each run reached a target loss, or ended without reaching the target."""
 
     tokens: Sequence[float]
     reached: Sequence[bool]
@@ -137,7 +145,10 @@ class Times:
 
     @property
     def median(self) -> float | None:
-        """Kaplan-Meier median of the tokens until the level; None if less than half reach it."""
+        """Kaplan-Meier median of the tokens until a run reaches its target loss.
+
+        None if the estimated share of runs that reach the target is below one half.
+        """
         if not self.count:
             return None
         from scipy.stats import ecdf

@@ -1,4 +1,4 @@
-"""Tests of the gap between two arms, paired by seed or as two independent samples (Welch)."""
+"""Tests of the gap between the runs of two variants: paired by seed, or independent (Welch)."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -19,9 +19,10 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Gap:
-    """A mean difference, own minus base, and its t test.
+    """Difference of two means over seeds, own minus base, with its t test.
 
-    If seeds do not vary at all, the interval is one point and every p is 1.
+    If the values do not vary between seeds, the confidence interval is one point and every p-value
+    is 1. `error` is the standard error; None if a mean has a single seed.
     """
 
     mean: float
@@ -33,7 +34,7 @@ class Gap:
     zero_variance: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """Return Student's t interval; None without a standard error."""
+        """Return Student's t interval of the gap; None without a standard error (a single seed)."""
         if self.error is None or self.df is None:
             return None
         return t_interval(self.mean, self.error, self.df, confidence)
@@ -52,7 +53,10 @@ class Gap:
         return self.estimate.high
 
     def p_below(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p of "the gap is below `bound`"; None without a standard error."""
+        """Return the one-sided p-value of "the gap is below `bound`".
+
+        Return None if the gap has no standard error (a single seed).
+        """
         if self.error is None or self.df is None:
             return None
         if self.zero_variance:
@@ -62,12 +66,15 @@ class Gap:
         return float(stdtr(self.df, (self.mean - bound) / self.error))
 
     def p_above(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p of "the gap is above `bound`", as `p_below`."""
+        """Return the one-sided p-value of "the gap is above `bound`".
+
+        Return None if the gap has no standard error (a single seed).
+        """
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
     def p(self) -> float | None:
-        """Two-sided p of "the gap is not 0"; None without a standard error."""
+        """Two-sided p-value of "the gap is not 0"; None without a standard error (a single seed)."""
         below, above = self.p_below(), self.p_above()
         return None if below is None or above is None else min(1.0, 2 * min(below, above))
 
@@ -75,8 +82,11 @@ class Gap:
 def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
     """Return the mean of own - base over common seeds, with the paired t test.
 
-    Return None without common seeds. Runs of equal seed have equal samples and initial values,
-    whose common effect on both losses cancels in the difference.
+    Return None without common seeds. Runs of equal seed have equal samples and initial parameters.
+    The effect of both on the losses cancels in the difference.
+
+    Args:
+        own, base: value of each run by seed, such as the final loss.
     """
     first, second = common_seeds(own, base)
     if not len(first):
@@ -91,7 +101,13 @@ def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 
 
 def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the difference of independent means, with Welch's t test; None if an arm is empty."""
+    """Return the mean of `own` minus the mean of `base`, with Welch's t test.
+
+    Return None if `own` or `base` is empty. Welch's test takes both as independent samples.
+
+    Args:
+        own, base: value of each run by seed, such as the final loss.
+    """
     first, second = in_seed_order(own), in_seed_order(base)
     sizes = len(first), len(second)
     if not all(sizes):
@@ -109,7 +125,13 @@ def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 
 
 def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
-    """Return Pearson's correlation over common seeds; None if undefined."""
+    """Return Pearson's correlation of `own` and `base` over their common seeds.
+
+    Return None with fewer than FEWEST common seeds, or if the values do not vary.
+
+    Args:
+        own, base: value of each run by seed, such as the final loss.
+    """
     first, second = common_seeds(own, base)
     if len(first) < FEWEST:
         return None
@@ -121,7 +143,10 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Result of two one-sided tests of a gap against ± a margin (Schuirmann, 1987)."""
+    """Result of two one-sided tests of whether a gap is within ± a margin (Schuirmann, 1987).
+
+    `low` and `high` are the ends of the gap's confidence interval at level 1 - 2 alpha.
+    """
 
     p: float
     low: float
@@ -131,7 +156,11 @@ class Equivalence:
 
 
 def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
-    """Test whether a gap is within ±margin; return None without a standard error."""
+    """Test by two one-sided t tests whether a gap is within ±margin.
+
+    Return None if the gap has no standard error (a single seed). Raises ValueError unless the
+    margin is above 0.
+    """
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
     interval, below, above = gap.interval(1 - 2 * alpha), gap.p_below(margin), gap.p_above(-margin)
@@ -142,10 +171,10 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return the adjusted p of a family of tests, in the same order (Holm, 1979).
+    """Return the adjusted p-values of a family of tests, in the order of `p` (Holm, 1979).
 
-    The smallest of m values is multiplied by m, the next by m - 1, and so on. Adjusted values never
-    decrease in this order and are at most 1.
+    The smallest of m p-values is multiplied by m, the next by m - 1, and so on. Adjusted p-values
+    never decrease in this order and are at most 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")
@@ -163,7 +192,7 @@ def common_seeds(
 
 
 def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
-    """Return float64 values in order of their seeds; raise ValueError unless all are finite."""
+    """Return the values as float64, ordered by seed; raises ValueError unless all are finite."""
     found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
     if not np.isfinite(found).all():
         raise ValueError("a loss is not finite; use compare_arms for arms with diverged runs")

@@ -1,8 +1,9 @@
-"""Exact one-sided permutation tests: of signs, of labels, and of times until a level is reached.
+"""Exact one-sided permutation tests: of signs, of labels, and of tokens until a target loss.
 
-p is the share of assignments whose statistic is at least as large as the observed statistic. If at
-most `DRAWS` assignments exist, all are used. Otherwise `DRAWS` are drawn with a fixed seed, and p
-is (1 + count) / (1 + draws), which is valid for any number of draws (Phipson and Smyth, 2010).
+An assignment gives every value a sign or a label. The p-value is the share of assignments whose
+statistic is at least as large as the observed statistic. If at most `DRAWS` assignments exist, all
+are used. Otherwise `DRAWS` are drawn with a fixed seed, and the p-value is (1 + count) / (1 +
+draws), which is valid for any number of draws (Phipson and Smyth, 2010).
 """
 
 import math
@@ -21,16 +22,21 @@ Array = np.ndarray
 
 
 def sign_flip(differences: Array) -> float:
-    """Return p of "the mean is above 0"; under the null hypothesis every sign is random.
+    """Return the p-value of "the mean is above 0" by random signs of paired differences.
+
+    Under the null hypothesis every sign is random.
 
     Args:
-        differences: (n,), one per pair, minus the bound of the test.
+        differences: (n,), one per pair. To test against a bound other than 0, subtract the bound
+            first.
     """
     return share_as_large(np.asarray(differences, np.float64), signs(len(differences)))
 
 
 def label(own: Array, base: Array) -> float:
-    """Return p of "own has the larger mean"; under the null hypothesis the labels are random.
+    """Return the p-value of "`own` has the larger mean" by random labels of all values.
+
+    Under the null hypothesis, a value of one sample could as well be in the other sample.
 
     Args:
         own, base: (n,) and (m,), values of two independent samples.
@@ -40,11 +46,13 @@ def label(own: Array, base: Array) -> float:
 
 
 def log_rank(own: Times, base: Times) -> float | None:
-    """Return p of "own reaches the level sooner"; None if no run reaches the level.
+    """Return the p-value of "runs of `own` reach the target loss after fewer tokens than `base`".
+
+    Return None if no run reaches the target, or without runs in `own` or `base`.
 
     The log-rank statistic, observed minus expected events of `own`, equals the sum of the scores of
-    its runs (event minus Nelson-Aalen hazard). Scores do not depend on labels, so they are computed
-    once for all assignments.
+    its runs. A score is 1 for a run that reaches the target, else 0, minus the Nelson-Aalen hazard.
+    Scores do not depend on labels, so they are computed once for all permutations of labels.
     """
     if not own.count + base.count or not own.tokens or not base.tokens:
         return None
@@ -59,7 +67,12 @@ def log_rank(own: Times, base: Times) -> float | None:
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
-    """Return the share of assignments whose sum is at least the observed sum, which is first."""
+    """Return the share of assignments whose sum of values is at least the observed sum.
+
+    Args:
+        values: (n,).
+        assignments: (count, n), factors of the values; the first row is the observed assignment.
+    """
     sums = assignments @ values
     enough = sums[0] - ROUNDING * np.abs(values).sum()
     return float((sums >= enough).mean())
@@ -67,7 +80,10 @@ def share_as_large(values: Array, assignments: Array) -> float:
 
 @cache
 def signs(n: int) -> Array:
-    """Return sign assignments (count, n), the observed assignment first."""
+    """Return assignments of signs 1 and -1 to n values, (count, n); the first row has only 1.
+
+    All 2^n assignments if these are at most DRAWS, otherwise random assignments.
+    """
     if 2**n <= DRAWS:
         # Bit j of row i is the sign of difference j; row 0 has only positive signs.
         return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
@@ -77,9 +93,10 @@ def signs(n: int) -> Array:
 
 @cache
 def chosen(n: int, total: int) -> Array:
-    """Return choices of n of `total` places as 0 and 1, (count, total).
+    """Return choices of n out of `total` values, (count, total): 1 if a value is chosen, else 0.
 
-    The first choice, which is the observed assignment, has the first n places.
+    The first row, the observed choice, has the first n values. All choices if these are at most
+    DRAWS, otherwise random choices.
     """
     if math.comb(total, n) <= DRAWS:
         places = np.array([*combinations(range(total), n)])

@@ -19,30 +19,41 @@ below 1e-5, and scipy's value can be NaN."""
 
 
 def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the probability that Welch's test of two samples of equal size and spread finds a gap.
+    """Return the probability that Welch's t test finds a gap between two samples of equal size.
 
-    The test statistic is Student's t with 2n - 2 degrees of freedom. The critical value uses the
-    smaller estimate (n - 1) / (r^2 + (1 - r)^2), where r is the first arm's share of both
-    variances. The power is a mean over r, which has a Beta((n - 1) / 2, (n - 1) / 2) distribution
-    independent of t.
+    Both samples have the same true variance. The test statistic is Student's t with 2n - 2 degrees
+    of freedom. The critical value uses the smaller estimate (n - 1) / (r^2 + (1 - r)^2), where r is
+    the first sample's share of the sum of both variances. The power is a mean over r, which has a
+    Beta((n - 1) / 2, (n - 1) / 2) distribution independent of t.
 
     Args:
         gap: true difference of means.
-        sd: standard deviation between the seeds of an arm.
-        seeds: number n of seeds per arm.
+        sd: standard deviation between the seeds of one sample.
+        seeds: number n of seeds per sample.
+        alpha: significance level.
+        sides: 1 or 2, for a one-sided or a two-sided test.
     """
     noncentrality = abs(gap) / (sd * math.sqrt(2 / seeds))
     return t_power(noncentrality, 2 * seeds - 2, welch_df(seeds), alpha, sides)
 
 
 def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: int = 2) -> float:
-    """Return the power of a paired t test; `sd` is the deviation of paired differences."""
+    """Return the probability that a paired t test finds a gap.
+
+    Args:
+        gap: true mean of the paired differences.
+        sd: standard deviation of the paired differences.
+        seeds: number of pairs.
+    """
     df = seeds - 1
     return t_power(abs(gap) / (sd / math.sqrt(seeds)), df, np.array([df]), alpha, sides)
 
 
 def welch_df(seeds: int) -> np.ndarray:
-    """Return Welch's degrees of freedom (SLICES,) at equally likely values of r."""
+    """Return equally likely degrees of freedom of Welch's test of two samples, (SLICES,).
+
+    Both samples have `seeds` values and the same true variance; see `welch_power`.
+    """
     from scipy.special import betaincinv
 
     shape = (seeds - 1) / 2
@@ -51,16 +62,20 @@ def welch_df(seeds: int) -> np.ndarray:
 
 
 def slices() -> np.ndarray:
-    """Return the middle probabilities (SLICES,) of equally likely parts of a distribution."""
+    """Return the middle probability of each of SLICES equally likely parts of a distribution."""
     return (np.arange(SLICES) + 0.5) / SLICES
 
 
 def t_power(
     noncentrality: float, df: float, judged_by: np.ndarray, alpha: float, sides: int
 ) -> float:
-    """Return the probability that a noncentral t with `df` passes the critical value.
+    """Return the probability that a noncentral t statistic exceeds the critical value of a t test.
 
-    The result is the mean over `judged_by`, the degrees of freedom of the critical value.
+    Args:
+        noncentrality: true gap, in standard errors.
+        df: degrees of freedom of the statistic.
+        judged_by: degrees of freedom of the critical value; the result is the mean over them.
+        sides: 1 or 2, for a one-sided or a two-sided test.
     """
     from scipy.special import nctdtr, stdtrit
 
@@ -74,13 +89,25 @@ def t_power(
 
 
 def welch_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the probability that two one-sided Welch tests show equivalence of equal arms."""
+    """Return the probability that two one-sided Welch tests show equivalence of two equal arms.
+
+    Args:
+        margin: largest difference of means that counts as equivalent.
+        sd: standard deviation between the seeds of one arm, the runs of one variant.
+        seeds: number of seeds per arm.
+    """
     margin_in_errors = margin / (sd * math.sqrt(2 / seeds))
     return two_tests_power(margin_in_errors, 2 * seeds - 2, welch_df(seeds), alpha)
 
 
 def paired_equivalence_power(margin: float, sd: float, seeds: int, alpha: float = ALPHA) -> float:
-    """Return the power of paired equivalence tests; `sd` is the deviation of paired differences."""
+    """Return the probability that two one-sided paired t tests show equivalence of two equal arms.
+
+    Args:
+        margin: largest mean difference that counts as equivalent.
+        sd: standard deviation of the paired differences.
+        seeds: number of pairs.
+    """
     df = seeds - 1
     return two_tests_power(margin / (sd / math.sqrt(seeds)), df, np.array([df]), alpha)
 
@@ -91,8 +118,12 @@ def two_tests_power(
     """Return the probability that two one-sided t tests show equivalence at a true gap of 0.
 
     The tests show equivalence if the magnitude of the measured gap is below the margin minus the
-    critical value times the estimated standard error. The result is the mean over that estimate and
-    over `judged_by`, the degrees of freedom of the critical value.
+    critical value times the estimated standard error. The result is a mean over that estimate.
+
+    Args:
+        margin_in_errors: margin of equivalence, in true standard errors of the gap.
+        df: degrees of freedom of the estimated standard error.
+        judged_by: degrees of freedom of the critical value; the result is the mean over them.
     """
     from scipy.special import chdtri, ndtr, stdtrit
 
@@ -102,7 +133,7 @@ def two_tests_power(
 
 
 def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation above which a paired interval is narrower than an unpaired one."""
+    """Return the correlation over seeds above which pairing makes the interval of a gap narrower."""
     from scipy.special import stdtrit
 
     paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
@@ -110,7 +141,11 @@ def pairing_pays_above(seeds: int) -> float:
 
 
 def least_seeds(power: Callable[[int], float], wanted: float) -> int | None:
-    """Return the fewest seeds, two or more, whose power reaches `wanted`; None above MOST_SEEDS."""
+    """Return the fewest seeds, at least 2, whose power reaches `wanted`; None above MOST_SEEDS.
+
+    Args:
+        power: function of the number of seeds that does not decrease.
+    """
     low, high = 1, 2
     while power(high) < wanted:
         low, high = high, 2 * high
@@ -131,15 +166,16 @@ def chance_of_less(
 ) -> float | None:
     """Return the probability that a pilot recommends too few seeds: true power below `less`.
 
-    A pilot with `pilot.df` degrees of freedom estimates a true standard deviation of `pilot.sd`.
-    The pilot recommends the fewest seeds with power `wanted` at the estimate times `scale`. This
-    number rises with the estimate, so all estimates below a threshold lead to too few seeds. The
-    squared estimate has a chi-square distribution.
+    The pilot estimates the standard deviation between seeds. The pilot recommends the fewest seeds
+    with power `wanted` at the estimate times `scale`. This number rises with the estimate, so all
+    estimates below a threshold lead to too few seeds. The squared estimate has a chi-square
+    distribution.
 
     Return None if no number of seeds up to MOST_SEEDS has the power `less`.
 
     Args:
         power: function of a standard deviation and a number of seeds.
+        pilot: true standard deviation, and degrees of freedom of the pilot's estimate.
     """
     from scipy.special import chdtr
 
@@ -153,9 +189,10 @@ def chance_of_less(
 
 
 def largest_sd(power: Callable[[float], float], wanted: float, start: float) -> float:
-    """Return the standard deviation at which a decreasing power equals `wanted`.
+    """Return the standard deviation at which a test has the power `wanted`.
 
     Args:
+        power: decreasing function of the standard deviation.
         start: standard deviation at which the search starts.
     """
     from scipy.optimize import brentq

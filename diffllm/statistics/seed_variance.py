@@ -14,14 +14,14 @@ UPPER = 0.8
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """A standard deviation between seeds and its degrees of freedom."""
+    """Standard deviation between runs that differ only in seed, and its degrees of freedom."""
 
     sd: float
     df: int
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of the standard deviation, by the chi-square distribution."""
+        """95% confidence interval of the standard deviation, by the chi-square distribution."""
         from scipy.special import chdtri
 
         tail = (1 - CONFIDENCE) / 2
@@ -32,9 +32,9 @@ class SeedSpread:
     def upper(self) -> float:
         """Upper one-sided 80% confidence limit of the standard deviation.
 
-        A plan with this limit reaches its power with 80% confidence (Browne, Statistics in Medicine
-        14, 1995). 80% is the usual choice (Whitehead et al., Statistical Methods in Medical
-        Research 25, 2016).
+        A study that is planned with this limit reaches its power with 80% confidence (Browne,
+        Statistics in Medicine 14, 1995). 80% is the usual choice (Whitehead et al., Statistical
+        Methods in Medical Research 25, 2016).
         """
         from scipy.special import chdtri
 
@@ -42,9 +42,10 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between seeds, pooled over arms.
+    """Return the standard deviation between seeds, pooled over arms; None if no arm has two seeds.
 
-    Return None if no arm has two seeds.
+    Args:
+        arms: for each variant, the value of each run by seed, such as the final loss.
     """
     samples = [in_seed_order(arm) for arm in arms if len(arm) > 1]
     if not samples:
@@ -55,8 +56,12 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
 
 
 def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Return the variance over the first axis of samples (n, ...), n >= 2, and its degrees of
-    freedom."""
+    """Return the variance pooled over samples, and its degrees of freedom.
+
+    Args:
+        samples: arrays (n, ...); the variance is over the first axis. n is at least 2 and may
+            differ.
+    """
     df = sum(len(sample) - 1 for sample in samples)
     squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
     return np.sum(squares, axis=0) / df, df
@@ -64,7 +69,7 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Spread of paired differences, and correlation of arms over seeds."""
+    """Standard deviation of differences between runs of equal seed, and correlation over seeds."""
 
     differences: SeedSpread
     correlation: float | None
@@ -73,7 +78,13 @@ class Pairs:
 
 
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
-    """Return the spread of paired differences; None with fewer than two arms or common seeds."""
+    """Return the spread of differences between runs of equal seed, and their correlation.
+
+    Return None with fewer than two arms, or fewer than two seeds that all arms have.
+
+    Args:
+        arms: for each variant, the value of each run by seed, such as the final loss.
+    """
     if len(arms) < 2:
         return None
     seeds = sorted(set.intersection(*(set(arm) for arm in arms)))  # type: ignore[type-var]

@@ -6,11 +6,14 @@ from diffllm.statistics.permutation import DRAWS
 
 
 def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> float:
-    """Return the p of the clearest possible result. A two-sided p is twice the one-sided p.
+    """Return the smallest p-value that a permutation test can have with these numbers of seeds.
+
+    A two-sided p-value is twice the one-sided p-value.
 
     Args:
         test: "paired" flips the signs of paired differences; "welch" and "log_rank" permute the
-            labels of both arms.
+            labels of both arms, the runs of two variants.
+        sides: 1 or 2, for a one-sided or a two-sided test.
     """
     if test == "paired":
         assignments = 2 ** min(own_seeds, base_seeds)
@@ -23,10 +26,11 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
 
 
 def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int | None:
-    """Return the fewest seeds per arm (at least two) whose smallest p is below alpha.
+    """Return the fewest seeds per arm, at least 2, whose smallest p-value is below alpha.
 
-    p is adjusted by the first step of Holm's correction for a family of `tests`. Return None if no
-    number of seeds is enough, because a test with many seeds draws only DRAWS assignments.
+    The p-value is multiplied by `tests`, the first step of Holm's correction for that many tests.
+    Return None if no number of seeds is enough, because a test with many seeds draws only DRAWS
+    assignments of signs or labels.
     """
     n = 2
     while (p := smallest_p(test, n, n, sides)) * tests >= alpha:

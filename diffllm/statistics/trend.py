@@ -31,7 +31,11 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """Slope of a gap, own minus base, and the mean gap on the line at the first and last x."""
+    """Slope of a gap, own minus base, per doubling of x, and the fitted gap at both ends of x.
+
+    `first` and `last` are the ends of x, `start` and `end` the mean gaps there, `points` the number
+    of x.
+    """
 
     slope: Gap
     start: float
@@ -42,7 +46,7 @@ class Trend:
 
 
 def fit_line(x: np.ndarray, y: np.ndarray) -> Line:
-    """Fit y (n,) over log2 x (n,) by least squares.
+    """Fit a line to y (n,) over log2 of x (n,) by least squares.
 
     Raises ValueError unless x has at least three different values, all above 0.
     """
@@ -61,12 +65,15 @@ def gap_trend(
     base: Mapping[Seed, np.ndarray],
     test: Callable[[Mapping[Seed, float], Mapping[Seed, float]], Gap | None],
 ) -> Trend | None:
-    """Return the trend of a gap over increasing x (n,), by the test `paired` or `welch`.
+    """Return the slope of the gap, own minus base, over log2 of x, with its test over seeds.
 
-    Return None if the test has no runs. The slope of a single seed has no interval.
+    Return None if `test` returns None, as without common seeds. With a single seed, the slope has
+    no confidence interval.
 
     Args:
+        x: increasing values (n,), such as tokens or parameters.
         own, base: finite values (n,) of each run, by seed.
+        test: `paired` or `welch`, applied to the slopes of all runs.
     """
     first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
     slope, start, end = (
@@ -81,9 +88,12 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x (n,) at which all curves are finite, and the values (n,) of each curve.
+    """Return the x (n,) at which all curves are finite, and the y (n,) of each curve at these x.
 
-    x below `window` times the last common x are ignored.
+    Ignore x below `window` times the last common x.
+
+    Args:
+        curves: pairs of arrays (x, y).
     """
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)
