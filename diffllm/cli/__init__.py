@@ -67,7 +67,12 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins that a command line names; return the words without --config-dir."""
+    """Import the plugins that a command line names; return the words without --config-dir.
+
+    Args:
+        name: name of the command, such as "train".
+        words: words of the command line after the name.
+    """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
         return words  # avoids the slow imports below
@@ -104,20 +109,28 @@ def run_command(name: str, words: list[str]) -> int:
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C before a command begins: imports may lose or wrap a KeyboardInterrupt."""
+    """Exit on Ctrl-C before a command begins; imports may lose or wrap a KeyboardInterrupt."""
     report_signal("interrupted")
     os._exit(INTERRUPTED)
 
 
 def interrupt(text: str, number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt on Ctrl-C, so that a command cleans up; the next Ctrl-C kills."""
+    """Raise KeyboardInterrupt on Ctrl-C, so that a command cleans up; the next Ctrl-C kills.
+
+    Args:
+        text: text to print.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     report_signal(text)
     raise KeyboardInterrupt
 
 
 def report_error(error: UserError, more: str) -> None:
-    """Print an error and a hint on rank 0, or on the only rank that the error concerns."""
+    """Print an error and a hint on rank 0, or on the only rank that raised the error.
+
+    Args:
+        more: hint that follows the message.
+    """
     rank = own_rank()
     if rank == 0:
         echo(f"error: {error}{more}", file=sys.stderr)
@@ -130,7 +143,9 @@ def report_error(error: UserError, more: str) -> None:
 def main(argv: list[str] | None = None, command: str | None = None) -> int:
     """Run one command and return the exit code: 2 for a UserError, 130 after Ctrl-C.
 
-    Without `argv`, use the command line; the caller must then exit.
+    Args:
+        argv: words of the command line; None: those of this process, which must then exit.
+        command: name of the command; None: the first word.
     """
     open_closed_descriptors()  # before the imports that open files
     args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]

@@ -28,10 +28,10 @@ REMOVED_ARGUMENTS = {
 
 
 def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
-    """Make a field of a command's dataclass.
+    """Declare a dataclass field that a command line sets.
 
     Args:
-        text: a line of --help.
+        text: description of the field in --help.
         metadata: bounds of `core.bounds`; `path`: `parse` expands and checks the value as a path;
             `flag`: also accept --name and --name VALUE; `words`: the list collects all words that
             are not options of the command ("plain"), or all other words ("overrides").
@@ -59,10 +59,11 @@ class RunArguments:
 
 
 def parse(cls: type[T], argv: list[str], what: str) -> T:
-    """Parse the words of a command into the dataclass `cls`; text values are taken verbatim.
+    """Parse the words of a command line into the dataclass `cls`; text values are taken verbatim.
 
     Fields are str, int, float or bool, each optionally with None, or list[str], whose key may be
-    repeated. `--help` prints `what`, then the fields, and exits. Raises ConfigError.
+    repeated. `--help` prints `what`, then the fields, and exits. Raises ConfigError for an unknown
+    word, an invalid value or a missing field.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
@@ -108,7 +109,11 @@ def required(f: "Field[Any]") -> bool:
 
 
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
-    """Split the words into pairs (key, value); raises ConfigError for an unknown word."""
+    """Yield (key, value) for each word of a command line; raises ConfigError for an unknown word.
+
+    Args:
+        known: fields of the command's dataclass, by key.
+    """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"
     words = iter(argv)
@@ -133,7 +138,7 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
 
 
 def write_out(out: str | Path, content: str | bytes) -> None:
-    """Write the file that the argument `out` names; raises ConfigError."""
+    """Write the file named by the argument `out`; raises ConfigError on failure."""
     try:
         replace_file(Path(out), content)
     except OSError as error:

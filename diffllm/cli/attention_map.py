@@ -69,7 +69,10 @@ def attention_map_command(argv: list[str]) -> None:
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
-    """Parse one index from `lowest` to `count` - 1, or "all"; raises ConfigError."""
+    """Parse an index from `lowest` to `count` - 1, or "all", to a list of indices from 0.
+
+    Raises ConfigError for any other text; the message names `key`.
+    """
     if text == "all":
         return list(range(count))
     if not text.removeprefix("-").isdecimal() or not lowest <= int(text) < count:
@@ -79,7 +82,11 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
 
 
 def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -> Path:
-    """Return the file of a layer's figure; the name has the loaded step if a step was given."""
+    """Return the file for the figure of one layer.
+
+    Without the argument `out`, the file is in the run directory. The name then contains `step` if
+    the argument `step` is set.
+    """
     if args.out:
         out = Path(args.out)
         each = f"{out.stem}-layer{layer:02d}{out.suffix}"

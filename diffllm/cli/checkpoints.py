@@ -44,7 +44,13 @@ def checkpoints_command(argv: list[str]) -> int:
 
 
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
-    """Return facts of a checkpoint; raises FileNotFoundError if the checkpoint was deleted."""
+    """Return step, state, size and other facts of a checkpoint, for the command's table.
+
+    Raises FileNotFoundError if the run has deleted the checkpoint.
+
+    Args:
+        checksums: whether to compare checksums too, instead of only file sizes.
+    """
     incomplete = path.name.startswith(".")
     problems = [] if incomplete else faults(path, checksums)
     ranks = None

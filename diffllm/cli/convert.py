@@ -103,7 +103,10 @@ def consolidate_command(argv: list[str]) -> None:
 
 
 def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> None:
-    """Write the files and print the paths; raises CheckpointError for a missing file or a link."""
+    """Write a checkpoint as safetensors files and print their paths.
+
+    Raises CheckpointError for a missing or damaged file, and ConfigError if the output files exist.
+    """
     step = step_of(checkpoint)
     directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
     beside: dict[str, bytes] = {}

@@ -58,7 +58,12 @@ def count_command(argv: list[str]) -> None:
 
 
 def compared(lists: list[str], overrides: list[str]) -> list[str]:
-    """Parse the variants in the values of `--compare`; raises ConfigError."""
+    """Return the variants in the value of `--compare`; raises ConfigError for an invalid list.
+
+    Args:
+        lists: values of all `--compare` on the command line; only one is allowed.
+        overrides: other words; they must not choose a variant.
+    """
     text = " --compare ".join(lists)
     names = text.split(",")
     if len(lists) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
@@ -72,8 +77,11 @@ def compared(lists: list[str], overrides: list[str]) -> list[str]:
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Count parameters, training FLOPs per token (over stated visible keys or whole sequences) and
-    bytes of the bf16 KV cache per token."""
+    """Count parameters, training FLOPs and KV cache of a model; return the counts by name.
+
+    FLOPs are per token, over data.visible_keys if set, otherwise over whole sequences. The KV cache
+    is in bytes per token, for bf16.
+    """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
     by_component: Counter[str] = Counter()
@@ -99,7 +107,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Describe the visible keys used for FLOPs of masked documents; "" without masks."""
+    """Describe the number of visible keys in the FLOPs; "" unless document masks are on."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:
@@ -163,7 +171,7 @@ def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
 
 
 def short_difference(difference: int) -> str:
-    """Write a difference with its sign in 6 characters: +1,408, -24.6K, +537M, +1.07B."""
+    """Format a difference with its sign in 6 characters: +1,408, -24.6K, +537M, +1.07B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if abs(difference) >= max(10_000, 0.9995 * size):
             return f"{difference / size:+.3g}{unit}"

@@ -115,7 +115,13 @@ def without_empty(table: Table) -> Table:
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
-    """Print one table per unit: scores and gaps for each row of the report, such as a variant."""
+    """Print a table per unit: scores by variant or other row, with gaps to the baseline.
+
+    Args:
+        runs: run directories.
+        step: step of the evaluated checkpoints.
+        names: names of the tasks and measures.
+    """
     from diffllm.compare.report.comparison import read
 
     comparison, _ = read(runs, step=step)

@@ -62,7 +62,12 @@ class NoiseFloorArguments:
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
-    """Return p_s, q_s, m, r^2 and |q|^2 of one draw; noise1 and noise2 (n - 1,) are logits."""
+    """Return p_s, q_s, m, r^2 and |q|^2 of one draw; the module docstring defines them.
+
+    Args:
+        noise1, noise2: (n - 1,), logits of both attention maps at the keys without the signal.
+        signal: logit of map 1 at the key with the signal.
+    """
     weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
     (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
     q2 = q @ q
@@ -73,8 +78,14 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
 
 
 def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
-    """Return `reduce_maps` at all points, (5, points, draws). All points share the random draws,
-    which makes curves smooth."""
+    """Return p_s, q_s, m, r^2 and |q|^2 of all draws, (5, points, draws).
+
+    The module docstring defines them. All points share the random draws, which makes curves smooth.
+
+    Args:
+        points: pairs (number of keys, noise amplitude).
+        correlation: correlation of the noise in both attention maps.
+    """
     maps = np.empty((5, len(points), cfg.draws))
     most = max(keys for keys, _ in points) - 1
     for draw in range(cfg.draws):
@@ -87,14 +98,26 @@ def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> A
 
 
 def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
-    """Return the weight on the signal and the SNR; `lam` broadcasts against one row of maps."""
+    """Return the attention weight on the signal and the signal-to-noise ratio.
+
+    Args:
+        maps: (5, ...), results of `reduce_maps`.
+        lam: factor lambda of the second attention map; broadcast against maps[0].
+    """
     p_s, q_s, m, r2, q2 = maps
     weight = p_s - lam * q_s
     return weight, weight / np.sqrt(r2 + q2 * (lam - m) ** 2)
 
 
 def average(maps: Array, lam: Array | float) -> dict[str, Array]:
-    """Return means and standard errors over draws, each (points,)."""
+    """Return means and standard errors over draws of the weight on the signal and of the SNR.
+
+    Each array is (points,). The result also contains "lambda".
+
+    Args:
+        maps: (5, points, draws), results of `draw_maps`.
+        lam: factor lambda of the second attention map, a number or (points,).
+    """
     lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.shape[1:2]))
     curve = {"lambda": lam}
     for name, values in zip(("weight", "snr"), effective(maps, lam[:, None]), strict=True):
@@ -104,13 +127,22 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
 
 def best_lambda(maps: Array) -> Array:
-    """Return the lambda of LAMBDAS with the largest mean SNR over draws, (points,)."""
+    """Return for each point the lambda in LAMBDAS with the largest mean SNR over draws, (points,).
+
+    Args:
+        maps: (5, points, draws), results of `draw_maps`.
+    """
     return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
-    """Return the amplitude, within 1e-4, at which the mean SNR falls below the threshold, with the
-    best lambda per amplitude or for standard attention; None above LARGEST_AMPLITUDE."""
+    """Return the noise amplitude at which the mean SNR falls below cfg.threshold, within 1e-4.
+
+    Return 0 if the SNR is always below, and None if the amplitude is above LARGEST_AMPLITUDE.
+
+    Args:
+        best: whether to use the best lambda at each amplitude, instead of standard attention.
+    """
 
     def surplus(amplitude: float) -> float:
         maps = draw_maps([(cfg.keys, amplitude)], cfg.correlation, cfg)
@@ -124,7 +156,10 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
 
 
 def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
-    """Return the settings, all sweeps, the best lambdas and the usable amplitudes."""
+    """Return the settings, SNR curves over three axes, best lambdas and usable amplitudes.
+
+    The axes are keys, lambda and amplitude of the noise.
+    """
 
     def sweep(at: Any, points: Points, lam: Array | float = cfg.lambda_) -> dict[str, Any]:
         maps = draw_maps(points, cfg.correlation, cfg)
@@ -155,7 +190,11 @@ def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
 
 
 def draw_figure(result: dict[str, Any]) -> Any:
-    """Draw the SNR over keys, lambda and amplitude, with two standard errors as a band."""
+    """Draw the SNR over keys, lambda and noise amplitude, with ± 2 standard errors as a band.
+
+    Args:
+        result: result of `noise_floor`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
@@ -177,7 +216,11 @@ def draw_figure(result: dict[str, Any]) -> Any:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Format one table of SNRs per sweep, the best lambdas and the usable amplitudes."""
+    """Format the SNRs over keys, lambda and noise amplitude, best lambdas and usable amplitudes.
+
+    Args:
+        result: result of `noise_floor`.
+    """
     lines = [", ".join(f"{name} {value}" for name, value in result["settings"].items())]
     for axis, places in AXES.items():
         at, curves = result[f"by_{axis}"].values()

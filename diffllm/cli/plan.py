@@ -50,7 +50,11 @@ def plan_command(argv: list[str]) -> None:
 
 
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
-    """Return all numbers of a plan, in bytes, seconds and FLOPs."""
+    """Return all numbers of a plan for JSON output, in bytes, seconds and FLOPs.
+
+    Args:
+        change: nearest plan that fits into memory, if `made` does not fit.
+    """
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)
     return {

@@ -13,7 +13,7 @@ from diffllm.training.run import Outcome, run
 
 
 def run_and_report(cfg: TrainConfig) -> Outcome:
-    """Run a config in every process of a launch; raises UserError like `run`."""
+    """Train one run, with its tasks and report, in every process of a launch; raises UserError."""
     return run(cfg, tasks_of(cfg), report_on if cfg.run.report else None)
 
 
@@ -25,9 +25,9 @@ def report_on(path: Path) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """The signal `number` has stopped training; the run has saved a checkpoint.
+    """Raised after the signal `number` has stopped training and the run has saved a checkpoint.
 
-    As a KeyboardInterrupt, this exception stops a notebook cell and a loop over configs.
+    This subclass of KeyboardInterrupt stops a notebook cell and a loop over configs.
     """
 
     def __init__(self, number: signal.Signals):
@@ -39,12 +39,13 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
     """Start or resume a run in this process, like `diffllm train` with the same config.
 
     Under torchrun every rank must call this function; all ranks return the same summary. In the
-    main thread, Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint first. Other threads handle none.
+    main thread, Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and then raise Stopped. Other threads
+    do not handle signals.
 
     Returns:
         The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",
-        "diverged", "sample" and others. A finished run returns the stored summary. After
-        divergence, None replaces losses that are not finite.
+            "diverged", "sample" and others. A finished run returns the stored summary. After
+            divergence, None replaces losses that are not finite.
 
     Raises:
         UserError: an error outside the code, such as an invalid config.

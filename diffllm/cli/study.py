@@ -171,7 +171,7 @@ def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> 
 
 
 def power_command(argv: list[str]) -> None:
-    """Print the seeds, tokens and hours to find a gap, as a table or as JSON."""
+    """Print the number of seeds, tokens and hours that a study needs to find a gap."""
     args = vars(parse(PowerArguments, argv, POWER))
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
@@ -186,7 +186,12 @@ def power_command(argv: list[str]) -> None:
 
 
 def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
-    """Yield pairs (subject, estimate about seeds from the pilot)."""
+    """Yield (subject, text) for the printed lines about the runs of a pilot.
+
+    Args:
+        found: result of `power_numbers`.
+        pairs: spread of differences between runs of equal seed, if known.
+    """
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
     said = f"{found['pilot']}: {runs} finished runs of {plural(len(arms), 'arm')}"
@@ -233,7 +238,11 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print how often a pilot of this size recommends too few seeds."""
+    """Print how often a pilot with this number of runs recommends too few seeds.
+
+    Args:
+        found: result of `power_numbers`.
+    """
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

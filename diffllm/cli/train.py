@@ -23,7 +23,7 @@ from diffllm.metrics.streams import result  # noqa: E402
 
 
 class Parser(ArgumentParser):
-    """Flags of `diffllm train` except --config-dir; a wrong flag raises ConfigError."""
+    """Parser of `diffllm train` without --config-dir; a wrong flag raises ConfigError."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)

@@ -45,14 +45,17 @@ from diffllm.model.attention.base import AttentionConfig
 
 @contextmanager
 def hydra() -> Iterator[ConfigLoader]:
-    """Initialise Hydra with our YAML tree, replacing an earlier tree; yield the config loader."""
+    """In this context, Hydra composes from the YAML files of this package; yield the config loader.
+
+    Clear an earlier initialisation of Hydra.
+    """
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
 
 
 def yaml_names(group: str) -> list[str]:
-    """List the names of a group's YAML files, sorted; faster than Hydra's listing."""
+    """List the names of the YAML files in a config group, sorted; faster than Hydra's listing."""
     places = (config_directory(), *directories())
     return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})
 
@@ -62,7 +65,12 @@ def variants() -> list[str]:
 
 
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
-    """Return the config in a variant's YAML; without a YAML, the defaults of the class `schema`."""
+    """Return the attention config in the YAML of a variant.
+
+    Args:
+        name: name of the variant.
+        schema: registered class whose defaults are returned if the variant has no YAML.
+    """
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()
     with hydra():
@@ -79,7 +87,7 @@ def parsed_override(word: str) -> Override:
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
-    """Compose an untyped config from overrides; raises ConfigError."""
+    """Compose an untyped config from overrides; raises ConfigError for an invalid override."""
     with hydra():
         try:
             check_secrets(overrides)
@@ -110,7 +118,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 
 def typed_config(composed: DictConfig) -> TrainConfig:
-    """Convert a composed config to validated dataclasses; raises ConfigError."""
+    """Convert a composed config to validated dataclasses; raises ConfigError for a bad value."""
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -133,7 +141,7 @@ def typed_config(composed: DictConfig) -> TrainConfig:
 
 
 def checked(cfg: TrainConfig) -> TrainConfig:
-    """Validate and convert a config again that Python code may have changed; raises ConfigError."""
+    """Return a validated copy of a config that Python code may have changed; raises ConfigError."""
     check_fields(cfg)
     try:
         composed = OmegaConf.structured(cfg)
@@ -148,7 +156,7 @@ def checked(cfg: TrainConfig) -> TrainConfig:
 
 
 def check_fields(cfg: TrainConfig) -> None:
-    """Raise ConfigError for attributes that no dataclass declares (`+model.foo=1`)."""
+    """Raise ConfigError for attributes that no dataclass declares, as after +model.foo=1."""
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
         for unknown in vars(node).keys() - known:
@@ -169,7 +177,11 @@ OmegaConf.register_new_resolver(
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Let a length on the command line override a YAML's; raises ConfigError for two lengths."""
+    """Set to null the YAML's max_tokens and epochs if the overrides set another length of the run.
+
+    The keys steps, max_tokens and epochs are such lengths. Raises ConfigError if two of them are
+    set.
+    """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
         for name in {"max_tokens", "epochs"} - given:
@@ -180,7 +192,11 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
 
 
 def steps_to_train(cfg: TrainConfig) -> int:
-    """Convert max_tokens or epochs to steps; epochs need the corpus. Raises ConfigError for 0."""
+    """Convert max_tokens or epochs of a config to a number of optimizer steps.
+
+    epochs prepares the corpus to know its number of sequences. Raises ConfigError if the result is
+    less than one step.
+    """
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)
     else:

@@ -37,7 +37,7 @@ usage: python train.py [choice or key]...      one process, or under torchrun; a
 
 
 class Key(NamedTuple):
-    """A key that a command line may set; `name` is the dotted name."""
+    """Description of a key that a command line may set; `name` is the dotted name."""
 
     name: str
     default: str
@@ -52,7 +52,7 @@ class Key(NamedTuple):
 
 
 class KeySection(NamedTuple):
-    """The keys of one dataclass."""
+    """Description of the keys of one config dataclass."""
 
     name: str
     """Prefix of the keys without the dot; empty for keys at the top level."""
@@ -65,7 +65,10 @@ class KeySection(NamedTuple):
 
 
 def help_text(overrides: list[str]) -> str:
-    """Return the text of --help: usage, choices, then one line per key; raises ConfigError."""
+    """Return the text of `train.py --help`: usage, choices of each group, and one line per key.
+
+    Defaults are those of the config with `overrides`. Raises ConfigError for an invalid override.
+    """
     cfg = compose_config(overrides or ["experiment=none"])
     parts = [USAGE + "\n" + rows(FLAGS.items())]
     parts.append("Choices, such as attention=standard; each is a YAML file in conf/")
@@ -87,7 +90,7 @@ def section_text(section: KeySection) -> str:
 
 
 def rows(pairs: Any) -> str:
-    """Format pairs (name, text) in two columns; wrap lines on a terminal."""
+    """Format pairs (name, description) in two columns; wrap long lines if stdout is a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     indent, lines = " " * 38, []
     for name, words in pairs:
@@ -102,7 +105,7 @@ def rows(pairs: Any) -> str:
 
 
 def choices() -> dict[str, dict[str, str]]:
-    """Map each config group to its choices and the first sentence of each YAML's comment."""
+    """Map each config group to {name of a YAML: first sentence of the comment at its top}."""
     return {
         group: {
             name: first_sentence(yaml_comment(group, name)).rstrip(".:")
@@ -113,7 +116,11 @@ def choices() -> dict[str, dict[str, str]]:
 
 
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
-    """Iterate over the sections of a composed config, outer sections before inner sections."""
+    """Iterate over the nested dataclasses of a composed config, outer dataclasses first.
+
+    Args:
+        name: dotted key of `cfg`; "" for the whole config.
+    """
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
     hints, words = get_type_hints(config), meanings(config)  # type: ignore[arg-type]
@@ -137,7 +144,7 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
 
 @cache
 def meanings(config: type) -> dict[str, str]:
-    """Map the fields of a dataclass, including inherited fields, to the docstrings below them."""
+    """Map the names of a dataclass's fields to their docstrings, including inherited fields."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
         if not is_dataclass(base):
@@ -180,13 +187,17 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return the comment in a variant's YAML, else the first paragraph of its config class."""
+    """Return the comment in the YAML of variant `name`, else the first paragraph of its class."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """Return the comment at the top of a YAML as one line, without @package line and commands."""
+    """Return the comment at the top of a YAML file as one line.
+
+    Omit the @package line and indented lines, which show commands. Return "" without such a
+    comment.
+    """
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
     text = next((file.read_text() for file in places if file.is_file()), "")
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
@@ -195,6 +206,9 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """Return the first paragraph of a class docstring as one line; "" for a generated docstring."""
+    """Return the first paragraph of a class docstring as one line.
+
+    Return "" without a docstring, or for the docstring that a dataclass generates.
+    """
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

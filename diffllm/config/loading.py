@@ -1,4 +1,4 @@
-"""Load the typed config of a command line; solve its number of steps and its widths."""
+"""Load the typed config of a command line, and compute its number of steps and matched widths."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from diffllm.core.files import user_path
 def load_config(
     overrides: list[str] | None = None, config_dir: str | Path | None = None
 ) -> TrainConfig:
-    """Compose, convert and validate a config; solve its width if a match is requested.
+    """Compose, convert and validate a config; compute its width if `model.match_*_to` is set.
 
     Import the plugins that the overrides name. Raises ConfigError for an invalid key, choice or
     value; the message is one line with the allowed values.
@@ -46,7 +46,14 @@ def without_imports(words: list[str]) -> TrainConfig:
 
 
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
-    """Convert and validate a composed config; solve its number of steps and its width."""
+    """Convert and validate a composed config; compute its number of steps and its matched width.
+
+    max_tokens or epochs determine the steps. match_params_to or match_flops_to determine the width.
+    Raises ConfigError.
+
+    Args:
+        words: overrides of the composed config; only they may name plugins.
+    """
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
         composed.steps = MOST_STEPS
@@ -69,7 +76,7 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if FLOPs of masked documents are matched without visible keys.
+    """Raise ConfigError if FLOPs are matched under document masks without a number of visible keys.
 
     A mask removes a different share of FLOPs from each variant, and the corpus is not read yet.
     """

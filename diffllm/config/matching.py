@@ -20,7 +20,7 @@ UNITS = {"params": "parameters", "flops": "FLOPs per token"}
 
 @dataclass
 class Matched:
-    """Result of `model.match_params_to` or `model.match_flops_to`: totals, and widths of `key`."""
+    """Result of `model.match_params_to` or `model.match_flops_to`: costs and widths."""
 
     target: str = MISSING
     target_params: int = MISSING
@@ -58,11 +58,18 @@ def match(
     by: str = "params",
     visible_keys: float | None = None,
 ) -> Matched:
-    """Solve the feed-forward (or expert) width that gives `model` the total of another attention.
+    """Compute the feed-forward (or expert) width at which `model` costs as much as a target model.
 
-    Count the FLOPs of both models with the same `visible_keys`; see `Transformer.flops_per_token`.
-    Keep a width with exactly the target's total. Otherwise use the nearest positive multiple of
-    the largest of MODULI that meets TOLERANCE. Raises ConfigError if no multiple meets TOLERANCE.
+    The target model has the same shape with the attention `target_attention`. The cost is the
+    number of parameters or of training FLOPs. Keep the width if both costs are equal. Otherwise use
+    the nearest positive multiple of the largest of MODULI that meets TOLERANCE. Raises ConfigError
+    if no multiple meets TOLERANCE.
+
+    Args:
+        target: name of the variant with `target_attention`.
+        by: "params" or "flops".
+        visible_keys: mean number of keys that a query sees, for the FLOPs of both models; None:
+            whole sequences.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)

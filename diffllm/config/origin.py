@@ -1,4 +1,4 @@
-"""The model and tokenizer of the weights in `resume=weights:PATH`.
+"""Model and tokenizer of the weights that `resume=weights:PATH` loads.
 
 PATH is a run directory, a checkpoint of a run, or a model directory of transformers.
 """
@@ -36,7 +36,10 @@ OF_A_RUN = (
 
 @dataclass
 class Origin:
-    """A trained decoder: a run of diffllm, or a model of another library."""
+    """A trained model that provides the initial weights of a run.
+
+    It is a run of diffllm, or a model directory of transformers.
+    """
 
     path: Path
     model: ModelConfig
@@ -52,7 +55,11 @@ class Origin:
 
     @cached_property
     def attention(self) -> str:
-        """Attention YAML of a run; for other models, a YAML with equal values or the base YAML."""
+        """Name of the attention YAML of a run.
+
+        For other models, the YAML with equal values, or the variant's base YAML if no values are
+        equal.
+        """
         if self.chosen:
             return self.chosen
         own = self.model.attention
@@ -75,14 +82,17 @@ class Origin:
         return self.directory.architecture if self.directory else imported.get("architecture")
 
     def checkpoint(self) -> Path | None:
-        """Return the verified checkpoint of a run, else None; raises CheckpointError."""
+        """Return the path of the verified checkpoint of a run; None for a model directory.
+
+        Raises CheckpointError if no valid checkpoint is found.
+        """
         if self.run is None:
             return None
         return find_checkpoint(self.run, 0 if self.path == self.run else step_of(self.path))
 
 
 def origin_of(path: Path) -> Origin:
-    """Open the PATH of `resume=weights:PATH`; raises CheckpointError for any other path."""
+    """Read the model at PATH of `resume=weights:PATH`; raises CheckpointError otherwise."""
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
@@ -99,18 +109,21 @@ def origin_of(path: Path) -> Origin:
 
 
 def name_from(path: Path) -> str:
-    """Return the name of a directory, restricted to characters that a run name may contain."""
+    """Return the name of a directory; "-" replaces characters that a run name cannot contain."""
     return re.sub(r"[^\w.,+-]+", "-", path.absolute().name).lstrip(".") or "model"
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
-    """Return the values of an attention config that differ from the YAML `name`."""
+    """Return the values of an attention config that differ from the attention YAML `name`."""
     changes = changes_to(variant_config(name), attention, ("backend", "values"))
     return {key: value for key, (_, value) in changes.items()}
 
 
 def named_in(resume: str) -> Path | None:
-    """Return PATH of the value "weights:PATH" of `resume`; None for any other value."""
+    """Return PATH if the value of `resume` is "weights:PATH"; None for any other value.
+
+    Raises ConfigError if PATH is empty or invalid.
+    """
     if not resume.startswith(OF_WEIGHTS):
         return None
     path = resume.removeprefix(OF_WEIGHTS)
@@ -120,7 +133,10 @@ def named_in(resume: str) -> Path | None:
 
 
 def compose_with_origin(words: list[str]) -> DictConfig:
-    """Compose a config; overrides that `resume=weights:PATH` implies precede the given words."""
+    """Compose a config from overrides, with the model and tokenizer of `resume=weights:PATH`.
+
+    The given overrides take precedence. Raises CheckpointError or ConfigError.
+    """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
     if path is None:
@@ -133,7 +149,11 @@ def compose_with_origin(words: list[str]) -> DictConfig:
 
 
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
-    """Return overrides for the model and tokenizer of an origin, without keys in `given`."""
+    """Return overrides that set the model and the tokenizer of `origin`.
+
+    Args:
+        given: values of the user's overrides by key; these keys are omitted.
+    """
     words = []
     if "model" not in given:
         # The YAML also sets the learning rate. Imported models have no YAML.

@@ -39,7 +39,12 @@ ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
-    """Raise ConfigError for an interpolation of anything but a key, without resolving the value."""
+    """Raise ConfigError for ${...} with anything but a key or of_steps; resolve no value.
+
+    Args:
+        words: overrides.
+        where: beginning of the error message, such as a file name.
+    """
     for word in words:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
             at = f"{where}{word.partition('=')[0]}"
@@ -47,7 +52,14 @@ def check_interpolations(words: list[str], where: str = "") -> None:
 
 
 def check_shared(words: list[str], where: str) -> None:
-    """Raise ConfigError if a file contains an override that only a command line may set."""
+    """Raise ConfigError if a file contains an override that only a command line may set.
+
+    Such overrides set plugins or Hydra's keys.
+
+    Args:
+        words: overrides in the file.
+        where: name of the file, for the error message.
+    """
     check_interpolations(words, f"{where}: ")
     for word in words:
         if re.match(r"[\s+~]*(plugins|hydra)\b", word):
@@ -55,7 +67,10 @@ def check_shared(words: list[str], where: str) -> None:
 
 
 def check_secrets(words: list[str]) -> None:
-    """Raise ConfigError, without the value, for a key that would write a secret to disk."""
+    """Raise ConfigError for an override with a secret, which config.yaml would record.
+
+    The error message omits the value.
+    """
     for word in words:
         key, _, value = word.partition("=")
         key = key.strip().lstrip("+~")
@@ -64,13 +79,21 @@ def check_secrets(words: list[str]) -> None:
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:
-    """Raise ConfigError unless a name, given as `word`, is one of the options."""
+    """Raise ConfigError unless `name` is one of the options.
+
+    Args:
+        word: argument that contains the name, for the error message.
+    """
     if name not in options:
         raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
-    """Raise ConfigError for invalid overrides; `choices` lists the names of a group."""
+    """Raise ConfigError for an override that Hydra accepts and a run does not.
+
+    Args:
+        choices: function that lists the names of a config group.
+    """
     for override in overrides:
         word, key = override.input_line, override.key_or_group
         if key in REMOVED:
@@ -105,7 +128,10 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """Put brackets around a single value of a list key, and ++ before a key in OPEN."""
+    """Return an override as Hydra needs it.
+
+    Put brackets around a single value of a key in LISTS, and ++ before a key in OPEN.
+    """
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
         return f"++{word}"
@@ -115,7 +141,10 @@ def for_hydra(override: Override) -> str:
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
-    """Return the `data=` override that corpus keys imply; raises ConfigError for two sources."""
+    """Return the `data=` override that keys such as data.paths imply, as a list of at most one.
+
+    Raises ConfigError if the overrides imply two sources.
+    """
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
         return []
@@ -137,7 +166,11 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Explain a failed composition in one line: Hydra's message and the most similar known key."""
+    """Explain a failed composition in one line: Hydra's message and the most similar known key.
+
+    Args:
+        words: overrides of the composition.
+    """
     if isinstance(error, OverrideParseException):
         return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -177,7 +210,10 @@ def one_line(error: BaseException) -> str:
 
 
 class Removed(NamedTuple):
-    """A removed key; a saved config with the key at its former default still loads."""
+    """Former default of a removed key, and a text that names a replacement.
+
+    A saved config still loads if the key has this default.
+    """
 
     default: Any
     instead: str
@@ -197,7 +233,10 @@ def removal(key: str, detail: str = "") -> str:
 
 
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Drop removed keys from a saved config; raises ConfigError for a key not at its default."""
+    """Return a saved config without its removed keys.
+
+    Raises ConfigError for a removed key that is not at its former default.
+    """
     kept = {}
     for name, value in saved.items():
         key = f"{prefix}{name}"

@@ -43,7 +43,13 @@ def loaded_version(module: str) -> str:
 
 
 def version_changes(recorded: dict[str, str]) -> Changes:
-    """Compare a run's plugin versions with this process: {"plugins": (before, now)}, or {}."""
+    """Compare plugin versions of a run with the plugins that this process has imported.
+
+    Return {"plugins": (before, now)}, or {} if all versions are equal.
+
+    Args:
+        recorded: version of each plugin in the run's run.json.
+    """
     now = {name: loaded_version(name) for name in recorded}
     changed = [name for name in recorded if recorded[name] != now[name]]
     both = versions_text(recorded, changed), versions_text(now, changed)
@@ -61,7 +67,16 @@ def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def sources(name: str, place: Path, base: Path) -> set[Path]:
-    """Find the files of a plugin at `place`, and the imported modules below `base`."""
+    """Find the files whose content is the version of a plugin.
+
+    These are the files of the plugin and the files below `base` that it imports. For an installed
+    plugin, these are all files of its package.
+
+    Args:
+        name: module name of the plugin.
+        place: file or package directory of the plugin.
+        base: directory in which Python finds the plugin.
+    """
     installed = any(base.glob("*.dist-info"))
     package = base / name.partition(".")[0] if installed else place
     todo = [place, *package.rglob("*.py"), *named_files(base, name)]
@@ -110,13 +125,16 @@ _DIRECTORIES: list[Path] = []
 
 
 def config_directory() -> Path:
-    """Return the YAML tree: inside the package in a wheel, at the top level in a checkout."""
+    """Return the directory of the built-in YAML files.
+
+    The directory is inside the package in a wheel, and at the top level in a checkout.
+    """
     packaged = Path(__file__).parents[1] / "conf"
     return packaged if packaged.is_dir() else packaged.parents[1] / "conf"
 
 
 class SharedYaml(FileConfigSource):
-    """Hydra config source that reads YAMLs outside our own directory as untrusted files."""
+    """Hydra config source for YAML files outside the built-in directory, which are untrusted."""
 
     @staticmethod
     def scheme() -> str:
@@ -133,7 +151,7 @@ class SharedYaml(FileConfigSource):
 
 
 class SearchPath(SearchPathPlugin):
-    """Hydra plugin that searches the added directories for YAMLs, after our own directory."""
+    """Hydra plugin that searches added directories for YAML files, after the built-in directory."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for directory in _DIRECTORIES:
@@ -149,7 +167,10 @@ def directories() -> list[Path]:
 
 
 def plugins_in(words: list[str]) -> list[str]:
-    """Return the plugins in overrides; the last `plugins=` counts. Raises ConfigError."""
+    """Return the module names in the last `plugins=[...]` of some overrides, else an empty list.
+
+    Raises ConfigError for an invalid list.
+    """
     names: list[str] = []
     for match in filter(None, map(WORD.fullmatch, words)):
         text = match[1].strip()
@@ -161,7 +182,7 @@ def plugins_in(words: list[str]) -> list[str]:
 
 
 def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
-    """Import the plugins that overrides name; raises ConfigError.
+    """Import the plugins that overrides name; raises ConfigError for any failure.
 
     Add `named_directories` and the `conf/` directory next to each plugin to the YAML search path.
     """
@@ -178,7 +199,7 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
 
 
 def imported(name: str) -> ModuleSpec:
-    """Import a plugin and record the version; raises ConfigError for any failure."""
+    """Import a plugin, record the version of its code and return its spec; raises ConfigError."""
     target = plugin_module(name)
     importlib.invalidate_caches()  # a notebook may have written the file a moment ago
     try:
@@ -208,7 +229,10 @@ def imported(name: str) -> ModuleSpec:
 
 
 def plugin_module(name: str) -> str:
-    """Return the module of entry point `name`, else `name`; raises ConfigError if ambiguous."""
+    """Return the module of the entry point `name`, or `name` if no entry point has this name.
+
+    Raises ConfigError if several modules are possible.
+    """
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
         is_module = name in sys.modules or importlib.util.find_spec(name) is not None
@@ -223,7 +247,10 @@ def plugin_versions(names: list[str]) -> dict[str, str]:
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
-    """Split a command line into absolute directories of `--config-dir DIR` and all other words."""
+    """Split a command line into the directories of all `--config-dir DIR` and all other words.
+
+    The directories are absolute. Raises ConfigError if DIR is missing.
+    """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     try:
@@ -236,7 +263,10 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def add_directory(directory: Path) -> None:
-    """Add a directory to the YAML search path; raises ConfigError for a duplicate name."""
+    """Add a directory to the YAML search path.
+
+    Raises ConfigError if a YAML file has the same name as a YAML file in another directory.
+    """
     ours = config_directory()
     if directory in (ours.resolve(), *_DIRECTORIES):
         return
@@ -247,6 +277,6 @@ def add_directory(directory: Path) -> None:
 
 
 def yamls(directory: Path) -> set[Path]:
-    """Collect the YAMLs of the config groups below a directory, relative to it."""
+    """Return the YAML files of all config groups in a directory, as relative paths."""
     paths = (path for group in GROUPS for path in directory.glob(f"{group}/*.yaml"))
     return {path.relative_to(directory) for path in paths}

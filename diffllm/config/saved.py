@@ -27,14 +27,25 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 
 
 def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
-    """Return changes of config and plugin code since the run at `path`; raises CheckpointError."""
+    """Compare the config and the plugin code of the run at `path` with `cfg` and this process.
+
+    Return (before, now) by key; empty if the directory has no run. Raises CheckpointError if the
+    run's config cannot be read.
+
+    Args:
+        free: keys to ignore.
+    """
     if not (path / "config.yaml").is_file():
         return {}
     return changes_to(load_run_config(path), cfg, free) | plugin_changes(path)
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
-    """Compare a run's plugins with this process; without `needs_all`, only imported plugins."""
+    """Compare the plugin versions of a run with those of this process.
+
+    Args:
+        needs_all: whether to include plugins that this process has not imported.
+    """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
 
@@ -46,7 +57,13 @@ def warn_of_plugins(run: Path) -> None:
 
 
 def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
-    """Return the changes from one config or section to another, ignoring keys in `free`."""
+    """Return (before, now) for each key in which two configs or sections differ.
+
+    Args:
+        begun: config or section before.
+        cfg: config or section now.
+        free: keys to ignore.
+    """
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
     keys -= {key for key, origin in COPIED_FROM.items() if origin in keys}
@@ -55,7 +72,11 @@ def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
 
 
 def load_run_config(path: Path) -> TrainConfig:
-    """Load the config of a run directory; raises CheckpointError, UserError without a plugin."""
+    """Load the config of a run directory.
+
+    Raises CheckpointError if the file is missing or invalid, and UserError if the config needs a
+    plugin that is not imported.
+    """
     file = path / "config.yaml"
     try:
         with readable(file):  # larger than a recipe: each source includes all defaults
@@ -83,7 +104,13 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Explain that a path is not a run directory; name similar runs, or runs in the directory."""
+    """Return an error message for a path that is not a run directory.
+
+    The message names similar run directories, or runs below the path.
+
+    Args:
+        missing: file that a run directory would contain.
+    """
     if not path.is_dir():
         names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
         near = similar_path(path, lambda near: any(any(near.glob(name)) for name in names))
@@ -94,7 +121,10 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
 
 
 def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that differs from `values`; merging all values takes long."""
+    """Return the entries of the nested dict `content` that differ from `values`.
+
+    Merging only these entries is faster than merging all.
+    """
     found = {}
     for key, value in content.items():
         there = values.get(key)
@@ -106,7 +136,13 @@ def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise UserError for an unregistered class or source; only a user may name the module."""
+    """Raise UserError for an unregistered attention class or text source.
+
+    The message names the plugins; only a user may decide to import them.
+
+    Args:
+        saved: content of config.yaml.
+    """
     missing = [
         f"{group}={name}"
         for group, name in saved["run"].get("schemas", {}).items()
@@ -141,7 +177,7 @@ def defaults_of(
 
 
 def yaml_dict(cfg: Any) -> dict[str, Any]:
-    """Convert a config to plain values, with enums by name."""
+    """Convert a config dataclass to nested dicts of plain values; an enum becomes its name."""
 
     def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: v.name if isinstance(v, Enum) else v for key, v in items}
@@ -150,7 +186,7 @@ def yaml_dict(cfg: Any) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to one with dotted keys."""
+    """Convert nested dicts to one dict with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -156,13 +156,17 @@ class TrainConfig:
 
     @property
     def visible_keys(self) -> float | None:
-        """Mean number of keys that a query sees, stated or computed from stated lengths."""
+        """Mean number of keys that a query sees under document masks.
+
+        The value is data.visible_keys, or follows from data.document_lengths. None if neither is
+        set.
+        """
         if documents := self.data.document_lengths:
             return expected_visible_keys(documents, self.seq_len, self.data.whole_documents)
         return self.data.visible_keys
 
     def check_visible_keys(self) -> None:
-        """Raise ConfigError if stated visible keys do not fit seq_len or mask_documents."""
+        """Raise ConfigError if data.visible_keys or data.document_lengths contradict other keys."""
         keys, lengths, whole = self.data.visible_keys, self.data.document_lengths, self.seq_len + 1
         stated = {"visible_keys": keys, "document_lengths": lengths or None}
         given = [f"data.{name}={value}" for name, value in stated.items() if value is not None]
@@ -180,7 +184,10 @@ class TrainConfig:
                 )
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError if batches or mesh do not fit `world_size`, or data keys are old."""
+        """Raise ConfigError if batch sizes or the device mesh do not fit `world_size`.
+
+        Also raise ConfigError for values of data keys that only old runs may have.
+        """
         self.data.check_current()
         self.micro_batches(world_size)
         _, shard, expert = self.parallel.sizes(world_size)
@@ -240,7 +247,7 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
 
 
 def what_differs(changes: Changes) -> str:
-    """Describe changes of code or config: 'another config (seed: 0 there, 1 here)'."""
+    """Describe changes of plugin code or config: 'another config (seed: 0 there, 1 here)'."""
     what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
     return f"{what} ({changes_text(changes)})"
 
@@ -264,7 +271,7 @@ OF_WEIGHTS = "weights:"
 
 
 def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Iterate over (dotted key, declared type, value) of every value below a config dataclass."""
+    """Iterate over all values in a config dataclass, as (dotted key, declared type, value)."""
     for prefix, node in sections(config):
         hints = get_type_hints(type(node))
         for f in fields(node):
@@ -290,7 +297,10 @@ def check_values(cfg: Any) -> None:
 
 
 def check_paths(cfg: Any) -> None:
-    """Raise ConfigError for an invalid path; saved configs may have paths of another machine."""
+    """Raise ConfigError for a config value that is an invalid path.
+
+    Saved configs are not checked, because they may have paths of another machine.
+    """
     for key, _, value in leaves(cfg):
         if PATHS.fullmatch(key):
             for text in value if isinstance(value, list) else [value]:

@@ -22,7 +22,7 @@ READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": P
 
 
 class SimilarConfigs:
-    """Reader of config.yaml files that parses lines shared by several runs only once."""
+    """Reader of many config.yaml files that parses text shared by several runs only once."""
 
     def __init__(self) -> None:
         self.known: dict[str, TrainConfig] = {}
@@ -49,9 +49,9 @@ class SimilarConfigs:
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """Split a config.yaml into the text without values of READ, and a mapping of these values.
+    """Split the text of a config.yaml into a text without values of READ, and these values by key.
 
-    Return None instead of the mapping if a value is missing or not plain.
+    Return None instead of the values if a value is missing or not plain.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

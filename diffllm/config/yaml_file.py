@@ -22,12 +22,12 @@ MOST_NODES = 100_000
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
-    """OmegaConf's loader without tags. Dates and sexagesimals are text, 1e-3 is a number."""
+    """YAML loader that refuses tags, reads dates and 1:30 as text, and 1e-3 as a number."""
 
     nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """Compose a node; raises ValueError for a tag, or for more than MOST_NODES nodes."""
+        """Compose a YAML node; raises ValueError for a tag, or for more than MOST_NODES nodes."""
         event, before = self.peek_event(), self.nodes
         if isinstance(event, yaml.AliasEvent):
             if not hasattr(self.anchors.get(event.anchor), "size"):
@@ -45,7 +45,7 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
-        """Convert a number; raises ValueError for 010, which readers parse as 8 or as 10."""
+        """Convert a YAML number; raises ValueError for 010, which readers parse as 8 or as 10."""
         text = str(node.value)
         if ":" in text:
             return text
@@ -60,7 +60,10 @@ for kind in ("int", "float"):
 
 
 def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
-    """Return the mapping in a file, and the file's bytes; raises ConfigError."""
+    """Return the mapping in a YAML file, and the bytes of the file.
+
+    The mapping of an empty file is {}. Raises ConfigError if the file is missing or invalid.
+    """
     try:
         text = read_text(path, LARGEST_YAML, follow=True)
         content = parse_yaml(text)
@@ -75,7 +78,10 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML of plain values; raises ValueError with text that follows the file name."""
+    """Parse YAML of plain values.
+
+    Raises ValueError; the message, such as "is nested too deeply", must follow a file name.
+    """
     try:
         content = Loader(text).get_single_data()
     except RecursionError:
@@ -92,7 +98,10 @@ PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
 
 
 def with_recipe(word: str) -> list[str]:
-    """Expand data=FILE.yaml to the overrides in the file; raises ConfigError."""
+    """Expand data=FILE.yaml to the overrides in the file; return any other override unchanged.
+
+    Raises ConfigError if the file is missing or invalid.
+    """
     key, _, value = word.partition("=")
     if key != "data" or not value.endswith(SUFFIXES) or "," in value:
         return [word]
@@ -115,7 +124,7 @@ def printed_override(key: str, value: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Convert a YAML value to the text of an override."""
+    """Convert a plain YAML value to the text of a Hydra override."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_text(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):

@@ -21,7 +21,7 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
-    """Declare a dataclass field with bounds; the keywords are keys of RULES."""
+    """Declare a dataclass field with bounds, given by the keywords least, above, most and below."""
     return field(default=default, metadata=metadata)
 
 
@@ -46,7 +46,13 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_bounds(prefix: str, config: Any) -> None:
-    """Raise ConfigError for a value outside its bounds in a config; NaN is outside all bounds."""
+    """Raise ConfigError for a field of `config` outside the bounds that its class declares.
+
+    NaN is outside all bounds.
+
+    Args:
+        prefix: dotted key of `config` with a final dot, such as "model."; "" for a whole config.
+    """
     for section, node in sections(config, prefix):
         for f in fields(node):
             value = getattr(node, f.name)

@@ -11,7 +11,7 @@ LONGEST = 1500
 
 
 class UserError(Exception):
-    """An error outside the code; the message is one printable line with the allowed values."""
+    """An error that a user can fix; the message is one printable line with the allowed values."""
 
     def __init__(self, message: str) -> None:
         line = printable(" ".join(message.split("\n")))
@@ -21,7 +21,11 @@ class UserError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape characters that terminals interpret, such as control characters, except `kept`."""
+    """Escape characters that terminals interpret, such as control characters.
+
+    Args:
+        kept: characters that are not escaped.
+    """
     return "".join(
         c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
     )
@@ -69,7 +73,12 @@ POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 
 
 def hint(words: list[str], error: str) -> str:
-    """Return '; ' and the fix for a typing mistake in a word that the error names, or ''."""
+    """Return '; ' and the fix for a mistyped override, or '' if no typing mistake is found.
+
+    Args:
+        words: words of a command line.
+        error: error message; it must name a word or its key and value for a fix.
+    """
     if "did you mean" in error:
         return ""
     for shape, fix in SHAPES.items():
@@ -85,7 +94,12 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Convert a rejected number to Python's notation, such as 10e6 for 10M; '' if impossible."""
+    """Convert a rejected number to Python's notation, such as 10e6 for 10M; '' if impossible.
+
+    Args:
+        text: rejected value.
+        error: error message, which says whether the key needs an integer or any number.
+    """
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
         return ""
@@ -104,11 +118,11 @@ def number_meant(text: str, error: str) -> str:
 
 
 class AgreedError(UserError):
-    """An error of rank 0 that all ranks raise; only rank 0 reports it."""
+    """An error of rank 0 that all ranks raise; only rank 0 prints the message."""
 
 
 class AgreedByAll(AgreedError):
-    """An error that all ranks raise at the same point of training; only rank 0 reports it."""
+    """An error that all ranks raise at the same point of training; only rank 0 prints it."""
 
 
 class ConfigError(UserError):

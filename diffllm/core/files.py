@@ -34,9 +34,9 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def user_path(text: str | Path, key: str) -> Path:
-    """Expand ~ in a path that a user has written; the path need not exist.
+    """Expand ~ in a path that a user has written; the path may be missing.
 
-    Raises ConfigError, which begins with `key`, for an invalid path.
+    Raises ConfigError for an invalid path; the message begins with `key`.
     """
     shown = f"{key}={str(text)[:300]}"
     try:
@@ -73,7 +73,11 @@ def check_absent(path: Path, key: str) -> None:
 
 
 def check_length(path: Path, shown: str) -> None:
-    """Raise ConfigError, which begins with `shown`, for a path or name that is too long."""
+    """Raise ConfigError for a path or file name that is too long.
+
+    Args:
+        shown: beginning of the error message, such as "out=a/b".
+    """
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
         raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
@@ -90,7 +94,7 @@ def why_no_file(path: Path) -> str:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """Turn ValueError and OSError into a CheckpointError that names the file."""
+    """In this context, turn ValueError and OSError into a CheckpointError that names `file`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -99,7 +103,10 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
-    """Open a regular file without blocking on a pipe; follow a link only if `follow` is true."""
+    """Open a regular file with the given flags; return the file descriptor.
+
+    Do not wait for a pipe. Follow a link only if `follow` is true. Raises OSError.
+    """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags | safe, 0o666)
@@ -118,7 +125,8 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
 def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
     """Open a regular file of at most `most` bytes; follow a link only if `follow` is true.
 
-    Raises OSError, or ValueError; its message continues a sentence that begins with the file name.
+    Raises OSError if the file cannot be opened. Raises ValueError for a larger file or another
+    type; the message, such as "has 9 bytes, more than 8", must follow a file name.
     """
     try:
         descriptor = _opened(file, os.O_RDONLY, follow)
@@ -145,14 +153,21 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """Iterate over a file's lines as text; split very long lines and replace invalid bytes."""
+    """Iterate over the lines of a file as text.
+
+    Split lines longer than LONGEST_LINE bytes and replace invalid UTF-8. Raises OSError or
+    ValueError, like `open_regular`.
+    """
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
             yield line.decode(errors="replace")
 
 
 def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
-    """Read a regular file that contains a JSON object; raises like `open_regular`."""
+    """Read a regular file of at most `most` bytes that contains a JSON object.
+
+    Follow a link only if `follow` is true. Raises OSError or ValueError, like `open_regular`.
+    """
     content = parse_json(read_text(file, most, follow))
     if not isinstance(content, dict):
         raise ValueError("is not a JSON object")
@@ -162,7 +177,7 @@ def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dic
 def parse_json(text: str) -> Any:
     """Parse JSON with limited depth, 64-bit numbers and valid UTF-8.
 
-    Raises ValueError; the message continues a sentence that begins with the file's name.
+    Raises ValueError; the message, such as "is nested too deeply", must follow a file name.
     """
     try:
         content = json.loads(text)
@@ -175,7 +190,11 @@ def parse_json(text: str) -> Any:
 
 
 def check_plain(value: Any, depth: int = DEEPEST) -> None:
-    """Raise ValueError for a value that `parse_json` does not allow."""
+    """Raise ValueError for deep nesting, integers beyond 64 bits or invalid text in a value.
+
+    Args:
+        depth: maximum number of nested lists and mappings.
+    """
     if isinstance(value, dict | list):
         if not depth:
             raise ValueError("is nested too deeply")
@@ -191,9 +210,10 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
 
 
 def acquire(path: Path, wait: bool = True) -> FileLock:
-    """Lock a file until `release` or the end of this process; write the process id into the file.
+    """Lock a file until `release` or the end of this process, and store the process id in the file.
 
-    Raises Timeout if another process holds the lock and `wait` is false, and OSError.
+    If another process holds the lock, wait if `wait` is true, otherwise raise Timeout. Raises
+    OSError if the file cannot be locked.
     """
     if wrong := why_no_file(path):
         raise OSError(errno.EINVAL, f"its lock {wrong}", str(path))
@@ -211,7 +231,11 @@ def acquire(path: Path, wait: bool = True) -> FileLock:
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a file during the block; raises like `acquire`."""
+    """Lock a file in this context.
+
+    If another process holds the lock, wait if `wait` is true, otherwise raise Timeout. Raises
+    OSError if the file cannot be locked.
+    """
     lock = acquire(path, wait)
     try:
         yield
@@ -226,17 +250,21 @@ def sign(descriptor: int) -> None:
 
 
 def holder(path: Path) -> str:
-    """Describe the process that holds a lock: 'process 17 on node3', or 'another process'."""
+    """Describe the process that holds a lock file: 'process 17 on node3', or 'another process'."""
     with suppress(OSError, ValueError):
         return printable(read_text(path, most=1000)) or "another process"
     return "another process"
 
 
 def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
-    """Create and lock a directory until this process ends; raises ConfigError on failure.
+    """Create and lock a directory until this process ends; return the lock.
 
-    If another process holds the lock, wait if `wait` is true, otherwise raise InUseError. Messages
-    call the directory `kind`, such as "run directory", and suggest to change the key `instead`.
+    If another process holds the lock, wait if `wait` is true, otherwise raise InUseError. Raises
+    ConfigError if the directory cannot be written.
+
+    Args:
+        kind: name of the directory in messages, such as "run directory".
+        instead: key that the error message suggests to change, such as "run.dir=...".
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -258,12 +286,16 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
 
 
 def missing(path: Path) -> list[Path]:
-    """List the missing paths among a directory, its lock and its parents, innermost first."""
+    """List the missing paths among a directory, its lock file and its parents, innermost first."""
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
 def take_back(path: Path, made: list[Path]) -> None:
-    """Remove a directory, its lock and its empty parents, but only paths in `made`."""
+    """Remove a directory, its lock file and its empty parents, but only paths in `made`.
+
+    Args:
+        made: paths that this process has created.
+    """
     for part in made:
         with suppress(OSError):
             if part == path:
@@ -275,9 +307,9 @@ def take_back(path: Path, made: list[Path]) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, even if power fails; replace a link instead of following the link.
+    """Write a file atomically, even if power fails.
 
-    Raises OSError, and then leaves no partial file.
+    Replace a link instead of following the link. Raises OSError, and then leaves no partial file.
     """
     if path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
@@ -296,7 +328,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Open or create a file to append; return its descriptor."""
+    """Open or create a regular file to append; return the file descriptor. Raises OSError."""
     return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -307,7 +339,7 @@ def open_to_write(path: Path) -> int:
 
 
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
-    """Write a file of a run like `replace_file`; raises CheckpointError on failure.
+    """Write a file of a run atomically; raises CheckpointError on failure.
 
     Create the nearest `new_parents` parent directories if they are missing.
     """
@@ -320,9 +352,10 @@ def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None
 
 
 def build_once(final: Path, build: Callable[[Path], None]) -> None:
-    """Create the directory `final` by calling `build` on a scratch directory, then rename it.
+    """Create the directory `final` unless it exists.
 
-    One process builds; the other processes wait.
+    Call `build` on a scratch directory, then rename the scratch directory. If several processes
+    call this function, one builds and the others wait. Raises OSError.
     """
     if final.is_dir():
         return
@@ -335,9 +368,10 @@ def build_once(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """Yield an empty scratch directory; rename it to `final` if the block does not raise.
+    """Yield an empty scratch directory, and rename it to `final` after the context.
 
-    Raises OSError, also if `final` exists, and InUseError if another process is building `final`.
+    After an exception, remove the scratch directory instead. Raises OSError, also if `final`
+    exists. Raises InUseError if another process is building `final`.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     with scratch_directory(final) as scratch:
@@ -347,10 +381,10 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Create an empty hidden directory next to `final`; the block may rename the directory.
+    """Yield an empty hidden directory next to `final`, and remove it unless it was renamed.
 
-    A lock excludes other processes, which wait if `wait` is true, otherwise raise InUseError.
-    Remove the remains of a killed process. Raises OSError.
+    A lock excludes other processes: they wait if `wait` is true, otherwise they raise InUseError.
+    The scratch directory of a killed process is removed first. Raises OSError.
     """
     name = f".{final.name}"
     if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes
@@ -374,7 +408,11 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
 
 
 def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
-    """Rename a directory to `final`, which must not exist, after syncing its content."""
+    """Sync a directory to disk and rename it to `final`; raises FileExistsError if that exists.
+
+    Args:
+        files_synced: whether the content of the directory is already synced.
+    """
     for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)
     if os.path.lexists(final):
@@ -384,7 +422,7 @@ def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the names in a directory, to disk."""
+    """Sync the content of a file, or the names in a directory, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -397,6 +435,6 @@ def sync(path: Path) -> None:
 
 
 def fresh(path: Path) -> Path:
-    """Return an unused path: `path` itself, or `path` with the first free number appended."""
+    """Return `path` if it does not exist, otherwise the first missing path with a number."""
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     return next(p for name in names if not os.path.lexists(p := path.with_name(name)))

@@ -51,7 +51,10 @@ class Cell:
 
     @property
     def line(self) -> str:
-        """Text, small print and tag: "4.064 (4.027 to 4.102), 1 of 3 seeds diverged"."""
+        """The cell as one line, such as "4.064 (4.027 to 4.102), 1 of 3 seeds diverged".
+
+        `text` comes first, then `small` in brackets, then `tag`.
+        """
         words = " ".join(filter(None, [self.text, *(f"({part})" for part in self.small)]))
         return ", ".join(filter(None, [words, self.tag]))
 
@@ -80,7 +83,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equal length; the first column names the rows."""
+    """A table of columns with equally many cells; the cells of the first column name the rows."""
 
     columns: Sequence[TableColumn]
 
@@ -91,7 +94,12 @@ class Table:
         rows: Iterable[Sequence[str | Cell]],
         left: Collection[int] = (0,),
     ) -> "Table":
-        """Make a table from rows; `heads` are titles or (title, unit), `left` columns of text."""
+        """Make a table from rows.
+
+        Args:
+            heads: titles of the columns, or pairs (title, unit).
+            left: indices of the columns that contain text and are aligned left.
+        """
         cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
         columns = list(zip(*cells, strict=True)) or [()] * len(heads)
         titles = [head if isinstance(head, tuple) else (head, "") for head in heads]
@@ -111,7 +119,11 @@ class Table:
         return [heads, *([cell.line for cell in row] for row in self.rows)]
 
     def text(self, width: int | None = None) -> list[str]:
-        """Return aligned lines; above `width` characters, put first cells on separate lines."""
+        """Return the header and the rows as aligned lines of text.
+
+        If a line has more than `width` characters, put the first cell of each row on a separate
+        line.
+        """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         apart = width is not None and sum(widths) + len(APART) * (len(widths) - 1) > width
@@ -136,7 +148,7 @@ class Table:
         return "\n".join([head, "|---" * len(self.columns) + "|", *rows])
 
     def csv(self) -> str:
-        """Return a header line and one line per row, with numbers in full precision."""
+        """Return the table as CSV text, with numbers in full precision."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(column.title for column in self.columns)
@@ -147,7 +159,13 @@ class Table:
         return file.getvalue()
 
     def html(self, label: str, style: str = "cards", key: str = "") -> str:
-        """Return a <table> with class `style` and id `key`, in a scrollable region."""
+        """Return the table as HTML in a scrollable region.
+
+        Args:
+            label: accessible name of the region.
+            style: class of the <table> element.
+            key: id of the <table> element; "" for none.
+        """
         heads = ""
         for i, column in enumerate(self.columns):
             kind = attribute("class", "text" if i and column.left else "")
@@ -168,7 +186,7 @@ class Table:
 
 
 def breakable(text: str) -> str:
-    """Escape a text for HTML, and let long names break after an underscore."""
+    """Escape a text for HTML, and allow line breaks after underscores."""
     return escape(text).replace("_", "_<wbr>")
 
 

@@ -1,4 +1,4 @@
-"""Registries by name of config dataclasses and text sources; plugins register here too."""
+"""Registries of config dataclasses and text sources by name; plugins also register here."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,9 +15,14 @@ SOURCES: dict[str, Callable[..., Any]] = {}
 
 
 def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T]:
-    """Register the decorated dataclass as ``<group>/<name>_schema`` for YAML defaults lists.
+    """Return a class decorator that registers a config dataclass as ``<group>/<name>_schema``.
 
-    Raises ConfigError if another class has the same name.
+    YAML files name this schema in their defaults list. Raises ConfigError if another class has the
+    same name.
+
+    Args:
+        group: config group, such as "attention".
+        package: dotted key at which the values appear in the config; None: `group`.
     """
 
     def register(cls: T) -> T:
@@ -32,7 +37,7 @@ def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T
 
 
 def source(name: str) -> Callable[[Source], Source]:
-    """Register the decorated function as the text source ``data.source=<name>``.
+    """Return a decorator that registers a function as the text source ``data.source=<name>``.
 
     The function takes the DataConfig and the cache directory, and returns a Corpus of
     `diffllm.data.text.corpus`. Raises ConfigError if another function has the same name.
@@ -47,7 +52,12 @@ def source(name: str) -> Callable[[Source], Source]:
 
 
 def check_free(what: str, there: Any, new: Any) -> None:
-    """Raise ConfigError if a different class or function already has the name."""
+    """Raise ConfigError if another class or function is registered with the same name.
+
+    Args:
+        there: registered class or function, or None.
+        new: class or function to register.
+    """
     first, second = (f"{x.__module__}.{x.__qualname__}" for x in (there or new, new))
     if first != second:
         raise ConfigError(

@@ -30,10 +30,14 @@ def made(
     strict: bool = False,
     omit: tuple[str, ...] = (),
 ) -> T:
-    """Convert a mapping to a dataclass; raises ValueError with the key and the allowed type.
+    """Convert a mapping of plain values to the dataclass `cls`.
 
-    Ignore unknown keys unless `strict` is true. `content` must not set the fields in `omit`;
-    `where` is the key of `content`.
+    Raises ValueError with the key and the allowed type if a value is missing or has another type.
+    Ignore unknown keys unless `strict` is true; then they raise ValueError, too.
+
+    Args:
+        where: dotted key of `content`, for error messages.
+        omit: fields that `content` cannot set.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")
@@ -56,10 +60,14 @@ def made(
 
 
 def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
-    """Convert a value to a field's type `kind`; raises ValueError for a value of another type.
+    """Convert a plain value to the declared type `kind` of a dataclass field.
 
     Supported types: dataclasses, list[T], dict[str, T], T | None, text, booleans, finite numbers
-    and 64-bit whole numbers.
+    and 64-bit whole numbers. Raises ValueError for a value of another type.
+
+    Args:
+        where: dotted key of the value, for error messages.
+        strict: whether unknown keys of dataclasses raise ValueError.
     """
     if type(None) in (allowed := get_args(kind)):
         if value is None:

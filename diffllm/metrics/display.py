@@ -17,7 +17,7 @@ from diffllm.core.printing import KEPT
 
 
 class RunLog:
-    """Log file of a run. Text stays in memory until `open` names the file. Ignore write errors."""
+    """Log file of a run. Text stays in memory until `open`; write errors are ignored."""
 
     def __init__(self) -> None:
         self.waiting = ""
@@ -25,7 +25,7 @@ class RunLog:
         self.stderr: Any = None
 
     def copy_stderr(self, errors_only: bool = False) -> None:
-        """Log the text on standard error, or only text that starts with "error: ", until `close`."""
+        """Log standard error until `close`; with `errors_only`, only text after "error: "."""
         self.stderr = sys.stderr
         sys.stderr = Copied(sys.stderr, self.write_error if errors_only else self.write)
 
@@ -76,7 +76,7 @@ SAY_S = 30
 
 
 class Display:
-    """Show the progress of a run on standard output and in the run's log; only rank 0 is enabled."""
+    """Show the progress of a run on standard output and in the run's log; enabled on rank 0."""
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled

@@ -32,7 +32,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A figure of a metric over training tokens; the largest value if several layers have values."""
+    """A figure of a metric over training tokens; of several layers, the largest value."""
 
     smooth: bool = False
     clip: bool = False

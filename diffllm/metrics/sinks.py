@@ -101,7 +101,7 @@ class MetricsFile:
             to_stderr(f"warning: cannot write {self.path}, lines are kept in memory: {problem}")
 
     def _write_waiting(self) -> str | None:
-        """Write the lines kept in memory, in order; return the reason if a write fails, else None."""
+        """Write the lines kept in memory; return the reason of a failed write, else None."""
         while self.waiting:
             line = self.waiting[0]
             try:

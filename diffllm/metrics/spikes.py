@@ -45,7 +45,7 @@ class SpikeCounter:
         self.total = self.seen = 0
 
     def update(self, value: float) -> bool:
-        """Process the next value of the series; return whether it is a spike."""
+        """Process the next value of the series; return whether the value is a spike."""
         spike = self._is_spike(value)
         self.seen += 1
         self.total += spike
@@ -144,7 +144,7 @@ class EventCounter:
         """Step of the last spike."""
 
     def update(self, value: float) -> bool:
-        """Process the next value of the series; return whether it is a spike."""
+        """Process the next value of the series; return whether the value is a spike."""
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1
@@ -236,7 +236,7 @@ SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
 
 
 class SpikeMonitor:
-    """Count spikes of loss and gradient norm by three definitions, and skipped optimizer updates."""
+    """Count spikes of loss and gradient norm by three definitions, and skipped updates."""
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0

@@ -39,7 +39,7 @@ class VisibleKeys:
 
     @classmethod
     def of(cls, values: Any) -> "VisibleKeys":
-        """Restore the counts from a mapping; raises ValueError if the counts contradict each other."""
+        """Restore the counts from a mapping; raises ValueError for impossible counts."""
         found = made(cls, values)
         rises = 0 <= found.logged_keys <= found.keys
         if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:

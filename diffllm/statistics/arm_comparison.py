@@ -53,7 +53,7 @@ def p_more(own: Share, base: Share) -> float:
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Gap in final loss between the runs of two variants, with the share of diverged runs of both."""
+    """Gap in final loss between the runs of two variants, with their shares of diverged runs."""
 
     paired: Gap | None
     """Gap over the seeds with finite losses in both arms; None without such a seed."""
@@ -65,8 +65,9 @@ class ArmComparison:
 
     @property
     def favours_diverging(self) -> bool:
-        """Whether the variant with the lower mean loss diverged more often; False without a seed
-        pair.
+        """Whether the variant with the lower mean loss diverged more often.
+
+        The mean losses are over common seeds with finite losses; False without such seeds.
         """
         if self.paired is None:
             return False

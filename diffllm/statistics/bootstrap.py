@@ -46,12 +46,16 @@ class DrawnGaps:
     df: int
 
     def bounds(self, alpha: float) -> tuple[float, float]:
-        """Return a lower and an upper one-sided confidence bound of the gap, each at 1 - alpha."""
+        """Return a lower and an upper one-sided confidence bound of the gap.
+
+        Args:
+            alpha: probability that one bound is wrong.
+        """
         low, high = central(self.draws, expanded(alpha, self.df)).tolist()
         return low, high
 
     def p(self, bound: float, side: int) -> float:
-        """Return the one-sided p-value of "the gap is below `bound`" (side=-1) or "above" (side=1)."""
+        """Return the one-sided p-value of "the gap is below `bound`" (side -1) or "above" (1)."""
         from scipy.special import ndtri, stdtr
 
         beyond = int((side * (self.draws - bound) <= 0).sum())

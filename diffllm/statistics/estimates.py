@@ -29,7 +29,7 @@ class Estimate:
 
     @property
     def all_equal(self) -> bool:
-        """Whether all seeds have the same value, so that the 95% interval is a meaningless point."""
+        """Whether all seeds have the same value; the 95% interval is then a meaningless point."""
         return self.low is not None and self.low == self.high
 
     def within(self, low: float, high: float) -> "Estimate":

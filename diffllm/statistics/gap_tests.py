@@ -74,7 +74,7 @@ class Gap:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of "the gap is not 0"; None without a standard error (a single seed)."""
+        """Two-sided p-value of "the gap is not 0"; None for a single seed."""
         below, above = self.p_below(), self.p_above()
         return None if below is None or above is None else min(1.0, 2 * min(below, above))
 

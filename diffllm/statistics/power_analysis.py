@@ -133,7 +133,7 @@ def two_tests_power(
 
 
 def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation over seeds above which pairing makes the interval of a gap narrower."""
+    """Return the correlation over seeds above which pairing narrows the interval of a gap."""
     from scipy.special import stdtrit
 
     paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))
