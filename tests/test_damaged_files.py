@@ -102,7 +102,9 @@ FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_file_is_read_to_usable_values_or_refused(tmp_path: Path, name: str) -> None:
+def test_damaged_run_or_study_file_is_refused_or_gives_usable_content(
+    tmp_path: Path, name: str
+) -> None:
     (whole, read, usable), file = FILES[name], tmp_path / name
     lines = [json.dumps({**METRICS, "step": step}).encode() for step in (1, 3)]
 
@@ -137,7 +139,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_damaged_evaluation_result_is_unchanged_or_skipped(ended: Path) -> None:
+def test_damaged_evaluation_result_is_skipped_unless_damage_has_no_effect(ended: Path) -> None:
     file = ended / "evaluation" / "step-00000004" / "own.jsonl"
     whole, before = file.read_bytes(), read_result(file, KEY)
     first, *lines = whole.splitlines(keepends=True)
@@ -154,7 +156,9 @@ def test_damaged_evaluation_result_is_unchanged_or_skipped(ended: Path) -> None:
     try_all(check, damaged(whole) | other_first, 100)
 
 
-def test_damaged_losses_of_documents_are_unchanged_or_refused(ended: Path) -> None:
+def test_damaged_file_of_document_losses_is_refused_unless_damage_has_no_effect(
+    ended: Path,
+) -> None:
     file = ended / "heldout" / "step-00000004.npz"
 
     def check(content: bytes) -> None:

@@ -29,7 +29,7 @@ def test_without_cases():
 
 
 @pytest.mark.slow
-def test_drawn_cases_depend_only_on_seed(tmp_path):
+def test_random_test_cases_depend_only_on_fuzz_seed(tmp_path):
     """Cases do not depend on the hash seed, on imported modules or on constants in modules."""
     (tmp_path / "test_drawing.py").write_text(MODULE)
     (tmp_path / "constants.py").write_text(f"A = {list(range(1000, 1500))}\nB = 'not drawn'\n")

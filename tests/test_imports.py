@@ -75,7 +75,7 @@ def below(name: str, *allowed: str) -> bool:
     return any(name == a or name.startswith(f"{a}.") for a in allowed)
 
 
-def test_imported_finds_all_forms_of_imports():
+def test_import_scanner_finds_all_forms_of_imports():
     source = """
 import diffllm.data
 import os, diffllm.metrics.spikes as s
@@ -99,7 +99,7 @@ def f():
     ]
 
 
-def test_model_imports_only_model_and_core_from_package():
+def test_model_package_imports_only_model_and_core_packages():
     files = modules("model")
     assert len(files) > 10
     for path in files:
@@ -107,21 +107,21 @@ def test_model_imports_only_model_and_core_from_package():
             assert below(name, "diffllm.model", "diffllm.core"), f"{path} imports {name}"
 
 
-def test_core_imports_only_core_from_package():
+def test_core_package_imports_only_core_package():
     files = modules("core")
     assert len(files) > 5
     for path in files:
         assert all(below(name, "diffllm.core") for name in imports_of(path)), path
 
 
-def test_statistics_import_only_statistics_from_package():
+def test_statistics_package_imports_only_statistics_package():
     files = modules("statistics")
     assert len(files) > 5
     for path in files:
         assert all(below(name, "diffllm.statistics") for name in imports_of(path)), path
 
 
-def test_distributed_does_not_import_attention_classes():
+def test_distributed_package_does_not_import_attention_classes():
     files = modules("distributed")
     assert len(files) > 3
     for path in files:
@@ -156,7 +156,7 @@ def rooms() -> dict[str, set[str]]:
     return found
 
 
-def test_packages_import_only_lower_floors():
+def test_packages_import_only_packages_of_lower_layers():
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     imports = rooms()
     assert set(imports) == set(floor), "FLOORS must list every package, and no other"
@@ -177,7 +177,7 @@ TRAINING = (
 """Layers of modules in `training`; a module imports only from earlier layers."""
 
 
-def test_training_imports_no_reports_and_only_heldout_loss_of_evaluation():
+def test_training_package_imports_no_reports_and_only_heldout_loss_of_evaluation():
     files = modules("training")
     assert len(files) > 10
     for path in files:
@@ -188,7 +188,7 @@ def test_training_imports_no_reports_and_only_heldout_loss_of_evaluation():
             assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 
 
-def test_training_modules_import_only_earlier_layers():
+def test_training_modules_import_only_modules_of_earlier_layers():
     floor = {name: number for number, names in enumerate(TRAINING) for name in names}
     assert set(floor) == {path.stem for path in modules("training")} - {"__init__"}
     for path in modules("training"):
@@ -198,7 +198,7 @@ def test_training_modules_import_only_earlier_layers():
                 assert floor[other] < floor[path.stem], f"{path} imports {other}"
 
 
-def test_package_has_few_top_level_modules():
+def test_package_has_at_most_16_top_level_modules():
     assert len(list(ROOT.glob("*.py"))) <= 16
 
 
@@ -207,7 +207,7 @@ def reachable(imports: dict[str, set[str]], name: str) -> set[str]:
     return below_it.union(*(reachable(imports, other) for other in below_it))
 
 
-def test_architecture_diagram_shows_all_imports():
+def test_architecture_diagram_shows_all_imports_between_packages():
     """The diagram has one arrow per import, except imports that follow from other arrows."""
     imports = rooms()
     expected = {
@@ -228,18 +228,18 @@ def loaded_after(code: str) -> set[str]:
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
-def test_importing_the_package_loads_neither_torch_nor_hydra():
+def test_import_of_diffllm_loads_neither_torch_nor_hydra():
     names = "{'load_config', 'build_model', 'load_model', 'train'}"
     code = f"import diffllm\nassert {names} <= set(diffllm.__all__)"
     heavy = {"torch", "hydra", "omegaconf", "numpy", "wandb", "datasets", "sentencepiece", "rich"}
     assert not heavy & loaded_after(code)
 
 
-def test_console_script_without_command_loads_neither_torch_nor_hydra():
+def test_help_of_console_script_loads_neither_torch_nor_hydra():
     code = "from diffllm.cli import main\nassert main(['--help']) == 0"
     assert not {"torch", "hydra"} & loaded_after(code)
 
 
-def test_unknown_attribute_of_package_raises_attribute_error():
+def test_unknown_attribute_of_diffllm_raises_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = diffllm.nonsense

@@ -26,7 +26,9 @@ def rates(steps, **changes):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (11, 10), (20, 20)])
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
-def test_learning_rate_rises_to_lr_then_falls_to_floor_at_last_step(schedule, steps, warmup, ratio):
+def test_learning_rate_rises_in_warmup_then_falls_to_minimum_at_last_step(
+    schedule, steps, warmup, ratio
+):
     lrs = rates(steps, schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
     assert all(0 <= lr <= 0.5 + 1e-12 for lr in lrs)
     for step in range(warmup):
@@ -35,7 +37,7 @@ def test_learning_rate_rises_to_lr_then_falls_to_floor_at_last_step(schedule, st
     assert lrs[-1] == pytest.approx(0.5 if warmup == steps else ratio * 0.5, abs=1e-12)
 
 
-def test_cosine_schedule_equals_formula():
+def test_cosine_learning_rate_schedule_equals_formula():
     lrs = rates(110, warmup_steps=10, min_lr_ratio=0.2)
     for done in (1, 25, 50, 99, 100):  # of the 100 steps after warm-up
         half_wave = 0.5 * (1 + math.cos(math.pi * done / 100))
@@ -43,13 +45,13 @@ def test_cosine_schedule_equals_formula():
     assert lrs[9 + 50] == pytest.approx(0.3)  # halfway between lr and the minimum
 
 
-def test_wsd_stays_at_lr_then_decays_linearly():
+def test_wsd_learning_rate_is_constant_then_decays_linearly():
     lrs = rates(100, schedule=Schedule.wsd, decay_fraction=0.3, min_lr_ratio=0.0)
     assert lrs[9:70] == [0.5] * 61
     assert lrs[69:] == pytest.approx([0.5 * (1 - i / 30) for i in range(31)])
 
 
-def test_wsd_decay_begins_after_warmup():
+def test_wsd_learning_rate_decay_begins_after_warmup():
     lrs = rates(100, schedule=Schedule.wsd, decay_fraction=1.0, warmup_steps=60, min_lr_ratio=0.0)
     assert lrs[59] == 0.5
     assert lrs[59:] == pytest.approx([0.5 * (1 - i / 40) for i in range(41)])
@@ -76,7 +78,7 @@ def test_weight_decay_applies_only_to_tensors_with_two_or_more_dimensions():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-5)])
-def test_steps_equal_adamw_from_equations(dtype, tolerance):
+def test_optimizer_steps_equal_adamw_from_equations(dtype, tolerance):
     cfg = OptimConfig(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
     params = tensors(dtype)
     theta = {name: param.detach().double() for name, param in params.items()}
@@ -112,7 +114,7 @@ def test_steps_equal_adamw_from_equations(dtype, tolerance):
         )
 
 
-def test_optimizer_tensors_are_live_state_from_the_start():
+def test_optimizer_tensors_share_memory_with_optimizer_state_before_first_step():
     params = tensors(torch.float32)
     optimizer = build_optimizer(params, OptimConfig(lr=0.1))
     state = optimizer_tensors(optimizer, params)

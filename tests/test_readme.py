@@ -23,7 +23,7 @@ def test_readme_has_at_most_110_lines():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_point_to_existing_pages_and_anchors(page: Path):
+def test_markdown_links_point_to_existing_pages_and_anchors(page: Path):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     missing = []
@@ -43,7 +43,7 @@ def anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_every_guarantee_names_existing_tests():
+def test_row_of_guarantees_page_names_existing_test_files():
     """The second test of a row may be in the directory of the first test."""
     text = (ROOT / "docs" / "guarantees.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
@@ -56,7 +56,7 @@ def test_every_guarantee_names_existing_tests():
             assert (ROOT / name).exists() or (first / name).exists(), name
 
 
-def test_generated_pages_are_up_to_date():
+def test_generated_documentation_pages_are_up_to_date():
     """`make docs` writes both pages from the code."""
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)

@@ -82,14 +82,14 @@ def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], 
 
 
 @pytest.mark.slow
-def test_run_without_wandb_server_leaks_no_secret(tmp_path, environment, words):
+def test_training_with_unreachable_wandb_server_leaks_no_secret(tmp_path, environment, words):
     """The message about the refused connection must not contain the key."""
     online = train_command([*words, "wandb.mode=online", "run.name=a"])
     assert "wandb cannot go online" in output_without_secrets(online, tmp_path, environment, 0)
 
 
 @pytest.mark.slow
-def test_unreachable_hub_dataset_leaks_no_secret(tmp_path, environment, words):
+def test_training_with_unreachable_hub_dataset_leaks_no_secret(tmp_path, environment, words):
     hub = [word for word in words if not word.startswith("data")]
     hub = train_command([*hub, "data=hub", "data.dataset=nobody/nothing", "run.name=a"])
     output = output_without_secrets(hub, tmp_path, environment, 2)
@@ -100,7 +100,7 @@ def test_unreachable_hub_dataset_leaks_no_secret(tmp_path, environment, words):
 
 
 @pytest.mark.slow
-def test_sweep_and_report_leak_no_secret(tmp_path, environment, words):
+def test_sweep_and_report_commands_leak_no_secret(tmp_path, environment, words):
     swept = train_command(["-m", *words, "seed=0,1", "run.sweep=s", "wandb.mode=offline"])
     output_without_secrets(swept, tmp_path, environment, 0)
     assert len(list(tmp_path.glob("outputs/s/*/wandb/offline-run-*/*.wandb"))) == 2
@@ -135,13 +135,13 @@ def test_error_for_secret_in_overrides_omits_secret(word, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["-m", "seed=0,1"], []])
-def test_command_with_secret_in_overrides_leaks_no_secret(tmp_path, environment, words):
+def test_train_command_with_secret_in_overrides_leaks_no_secret(tmp_path, environment, words):
     given = train_command([*words, f"wandb.api_key={SECRET}"])
     output = output_without_secrets(given, tmp_path, environment, 2)
     assert output.startswith("error: wandb.api_key: set secrets in the environment")
 
 
-def test_keys_with_names_similar_to_secrets_are_accepted():
+def test_config_keys_with_names_similar_to_secrets_are_accepted():
     cfg = load_config(["data.tokenizer=token.model", "data.tokenizer_sample_bytes=7"])
     assert (cfg.data.tokenizer, cfg.data.tokenizer_sample_bytes) == ("token.model", 7)
     cfg = load_config(["data.sample_prompt='the secret: key=3, token: 4'"])

@@ -60,7 +60,7 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_counts_equal_counts_from_equations(size, variant):
+def test_parameter_and_flop_counts_equal_values_from_equations(size, variant):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -81,18 +81,18 @@ def test_counts_equal_counts_from_equations(size, variant):
         *(("dense_3b", 3e9), ("moe_mini", 30e6), ("moe_1b", 1e9)),
     ],
 )
-def test_parameter_counts_are_near_names_of_sizes(size, params):
+def test_parameter_count_is_within_5_percent_of_size_in_model_name(size, params):
     assert count(of_size(size))["total_params"] == pytest.approx(params, rel=0.05)
 
 
-def test_moe_30a3_has_published_parameter_counts():
+def test_moe_30a3_has_published_total_and_active_parameter_counts():
     """Qwen3-30B-A3B has 30.53B total and 3.35B active parameters, including embeddings."""
     counts = count(config("moe_30a3", "standard"))
     assert counts["total_params"] == pytest.approx(30.53e9, abs=0.005e9)
     assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
 
 
-def test_shared_experts_and_dense_layers_are_counted():
+def test_parameter_count_includes_shared_experts_and_dense_layers():
     extra = ("model.moe.n_shared=2", "model.moe.n_dense_layers=1", "model.tie_embeddings=true")
     cfg = config("moe_tiny", "diff_v2", *extra)
     counts = count(cfg)
@@ -105,7 +105,9 @@ def test_shared_experts_and_dense_layers_are_counted():
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_saves_expected_share_of_decoder_with_twice_the_heads(size):
+def test_diff_v2_saves_predicted_share_of_parameters_of_standard_with_2x_heads(
+    size,
+):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
     cfg = config(size, "diff_v2")
     h, k = cfg.model.n_heads, cfg.model.n_kv_heads
@@ -122,7 +124,7 @@ def test_diff_v2_saves_expected_share_of_decoder_with_twice_the_heads(size):
         assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
-def test_variants_add_parameters_stated_in_papers():
+def test_attention_variants_add_number_of_parameters_stated_in_papers():
     variants = ("standard", "gated", "diff_v1", "diff_v2")
     totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
@@ -132,7 +134,7 @@ def test_variants_add_parameters_stated_in_papers():
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_counts_equal_parameters_of_built_model(variant):
+def test_parameter_count_equals_parameters_of_built_model(variant):
     cfg = config("tiny", variant)
     params = dict(build_model(cfg.model).named_parameters())
     counts = count(cfg)
@@ -142,7 +144,7 @@ def test_counts_equal_parameters_of_built_model(variant):
 
 
 @pytest.mark.parametrize("variant", families(VARIANTS))
-def test_flops_of_masked_documents_follow_the_stated_visible_keys(variant):
+def test_flop_count_with_masked_documents_uses_given_visible_keys(variant):
     words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
     cfg = config("tiny", variant, *words)
     counts = count(cfg)
@@ -161,11 +163,11 @@ def test_flops_of_masked_documents_follow_the_stated_visible_keys(variant):
         ("moe_30a3", "diff_v1", 25499467776),
     ],
 )
-def test_flops_of_whole_sequences_equal_recorded_values(size, variant, flops):
+def test_flop_count_of_whole_sequences_equals_recorded_number(size, variant, flops):
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
-def test_title_of_count_names_the_visible_keys(capsys):
+def test_count_command_prints_number_of_visible_keys_in_title(capsys):
     masked = ["count", "model=tiny", "data.mask_documents=true"]
     assert tools.main(masked) == 0
     assert "FLOPs of whole sequences (set data.visible_keys=" in capsys.readouterr().out
@@ -175,14 +177,14 @@ def test_title_of_count_names_the_visible_keys(capsys):
     assert capsys.readouterr().out.startswith("tiny, seq_len 512\n")
 
 
-def test_count_prints_json(capsys):
+def test_count_command_with_json_prints_all_counts_as_json(capsys):
     argv = ["count", "model=dense_7b", "attention=diff_v1", "seq_len=2048", "--json"]
     assert tools.main(argv) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_prints_match_target_and_width(capsys):
+def test_count_command_prints_matched_width_and_target_of_match(capsys):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     assert tools.main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -242,12 +244,12 @@ def printed(capsys, *words):
     return out
 
 
-def test_compare_prints_values_and_changes_or_equals_sign(capsys):
+def test_count_compare_prints_counts_and_differences_or_equals_sign(capsys):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 
 
-def test_compare_with_json_maps_variants_to_counts(capsys):
+def test_count_compare_with_json_maps_variants_to_counts(capsys):
     overrides = ["model=tiny", "model.match_params_to=gated"]
     given = json.loads(printed(capsys, *overrides, "--compare", "standard,diff_v2", "--json"))
     assert list(given) == ["standard", "diff_v2"]
@@ -275,7 +277,9 @@ def test_compare_with_json_maps_variants_to_counts(capsys):
         ),
     ],
 )
-def test_wrong_comparison_prints_single_line_and_exits_with_2(capsys, words, named):
+def test_count_command_with_invalid_compare_prints_error_line_and_exits_with_2(
+    capsys, words, named
+):
     assert tools.main(["count", "model=tiny", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

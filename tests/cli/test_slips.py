@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["trian"], "did you mean train?"),
     ],
 )
-def test_error_after_typing_mistake_names_fix(place, monkeypatch, capsys, words, fix):
+def test_error_after_mistyped_command_line_names_fix(place, monkeypatch, capsys, words, fix):
     monkeypatch.chdir(place)
     assert main(words) == 2
     printed = capsys.readouterr()
@@ -106,11 +106,11 @@ def test_error_after_typing_mistake_names_fix(place, monkeypatch, capsys, words,
         (["steps=" + "[" * 2**17], "is nested too deeply to be read"),
     ],
 )
-def test_hint_is_empty_for_other_errors(words, error):
+def test_hint_is_empty_for_errors_without_typing_mistake(words, error):
     assert hint(words, error) == ""
 
 
-def test_legal_input_similar_to_typing_mistake_is_accepted():
+def test_valid_overrides_similar_to_typing_mistakes_are_accepted():
     cfg = load_config(
         ["data.paths=[a.txt, b.txt]", "data.sample_prompt='a, b'", "max_tokens=1_000_000"]
     )
@@ -118,7 +118,7 @@ def test_legal_input_similar_to_typing_mistake_is_accepted():
     assert (cfg.data.sample_prompt, cfg.max_tokens) == ("a, b", 1e6)
 
 
-def test_train_without_packages_prints_single_line(tmp_path):
+def test_train_without_installed_packages_prints_single_error_line(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-S", TRAIN], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -42,7 +42,7 @@ def plain_tree(node: object) -> bool:
     return isinstance(node, int | float | str | Enum | NoneType)
 
 
-def test_load_config_returns_typed_plain_values():
+def test_load_config_returns_dataclasses_with_plain_typed_fields():
     cfg = load_config(
         ["model=tiny", "attention=gated", "optim=wsd", "precision=bf16", "wandb.mode=offline"]
     )
@@ -59,7 +59,7 @@ def test_load_config_without_overrides_loads_quickstart():
     assert load_config([]) == load_config(["experiment=quickstart"]) == load_config()
 
 
-def test_changes_of_a_config_do_not_affect_next_load():
+def test_changes_of_a_loaded_config_do_not_affect_next_load_config():
     first = load_config(["model=tiny"])
     first.data.paths.append("changed")
     first.optim.lr = 99.0
@@ -73,7 +73,7 @@ def test_changes_of_a_config_do_not_affect_next_load():
 @pytest.mark.parametrize(
     "path", slow_but(NOT_VARIANTS, FILES), ids=lambda p: f"{p.parent.name}={p.stem}"
 )
-def test_every_yaml_composes(path: Path):
+def test_every_yaml_in_conf_composes_to_valid_config(path: Path):
     group, choice = path.parent.name, path.stem
     cfg = load_config([f"{group}={choice}", *NEEDED.get((group, choice), [])])
     assert cfg.run.choices[group] == choice
@@ -86,7 +86,7 @@ def of_variant(name: str) -> TrainConfig:
     return load_config(["model=tiny", f"attention={name}"])
 
 
-def test_every_variant_composes_to_class_of_same_module_name():
+def test_attention_variant_loads_config_class_of_module_with_same_name():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
         kind = type(variant_config(path.stem))
@@ -99,7 +99,7 @@ def test_every_variant_composes_to_class_of_same_module_name():
         assert name.startswith(module), f"attention={name} is {kind}"
 
 
-def test_variants_change_only_attention_config():
+def test_attention_variants_change_only_attention_section_of_config():
     base = of_variant("standard")
     for variant in variants():
         other = deepcopy(of_variant(variant))
@@ -109,13 +109,13 @@ def test_variants_change_only_attention_config():
 
 
 @pytest.mark.parametrize("name", slow_but(families(variants()), variants()))
-def test_variant_config_equals_attention_of_full_config(name):
+def test_variant_config_equals_attention_section_of_full_config(name):
     alone, composed = variant_config(name), load_config([f"attention={name}"]).model.attention
     assert type(alone) is type(composed)
     assert alone == composed
 
 
-def test_derived_values_follow_source_values(monkeypatch):
+def test_derived_config_keys_follow_their_source_keys(monkeypatch):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
     cfg = load_config(["model=tiny", "seq_len=96", "seed=5", "model.vocab_size=1000"])
     assert cfg.model.seq_len == 96
@@ -131,7 +131,7 @@ def test_derived_values_follow_source_values(monkeypatch):
 # Ranks (test_fuzz_config.py draws invalid numbers)
 
 
-def test_parallel_yamls_are_fsdp_and_a_replica_per_node():
+def test_fsdp_yaml_shards_over_all_ranks_and_hsdp_yaml_replicates_per_node():
     assert load_config(["parallel=fsdp"]).parallel.sizes(16) == (1, 16, 1)
     assert load_config(["parallel=hsdp"]).parallel.sizes(16) == (2, 8, 1)
 
@@ -148,7 +148,7 @@ def test_parallel_yamls_are_fsdp_and_a_replica_per_node():
         ("attention=diffv2", "does not exist; did you mean diff_v2? choose from"),
     ],
 )
-def test_error_for_key_without_section_names_full_key(word, answer):
+def test_error_for_key_without_section_suggests_full_key(word, answer):
     with pytest.raises(ConfigError, match=re.escape(answer)):
         load_config([word])
 
@@ -167,7 +167,9 @@ CORPORA = [
     ("words", "source", "paths", "dataset"),
     slow_but(CORPORA[::3], CORPORA),
 )
-def test_corpus_keys_imply_source_and_single_path_needs_no_brackets(words, source, paths, dataset):
+def test_data_paths_and_dataset_imply_data_source_and_single_path_needs_no_brackets(
+    words, source, paths, dataset
+):
     cfg = load_config(words)
     assert cfg.data.source == cfg.run.choices["data"] == source
     assert (cfg.data.paths, cfg.data.dataset) == (paths, dataset)
@@ -185,13 +187,13 @@ def test_corpus_keys_imply_source_and_single_path_needs_no_brackets(words, sourc
         (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),
     ],
 )
-def test_given_source_is_not_replaced(words, named):
+def test_corpus_keys_that_contradict_explicit_data_source_are_refused(words, named):
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)
 
 
-def test_error_for_field_of_different_variant_suggests_only_fields_of_chosen_variant():
+def test_error_for_key_of_another_variant_suggests_only_keys_of_chosen_variant():
     with pytest.raises(ConfigError, match=r"unknown key model\.attention\.pairing") as caught:
         load_config(["attention=diff_v1", "model.attention.pairing=halves"])
     assert "did you mean model.attention.pairing" not in str(caught.value)
@@ -212,7 +214,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_error_in_experiment_file_names_fault_and_similar_key(tmp_path, monkeypatch, text):
+def test_error_in_experiment_yaml_names_fault_and_similar_key(tmp_path, monkeypatch, text):
     file = tmp_path / "experiment" / "own.yaml"
     file.parent.mkdir()
     file.write_text(text)

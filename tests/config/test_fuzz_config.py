@@ -128,7 +128,7 @@ def wrong_values(key: str) -> list[str]:
 
 
 @few_or(many=60, few=5)
-def test_value_of_wrong_type_is_refused(rng, count):
+def test_override_with_value_of_wrong_type_is_refused(rng, count):
     keys = sorted(KEYS)
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
@@ -149,7 +149,7 @@ EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in E
 
 
 @few_or(many=len(EDGE_CASES), few=40)
-def test_extreme_numbers_are_usable_or_refused(rng, count):
+def test_config_with_extreme_number_is_usable_or_refused(rng, count):
     """Set single numbers in a typed config; the slow tier tries every case."""
     for key, value in rng.sample(EDGE_CASES, count):
         cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
@@ -233,7 +233,7 @@ def edited(rng: random.Random, name: str) -> str:
 
 
 @few_or(many=60, few=5)
-def test_key_with_a_wrong_letter_is_refused(rng, count):
+def test_override_with_misspelt_key_is_refused(rng, count):
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
         wrong = ".".join(filter(None, [section, edited(rng, name)]))
@@ -277,7 +277,7 @@ def test_override_valid_for_hydra_but_not_for_runs_is_refused(words, named):
     assert_refused([*BASE, *words], named)
 
 
-def test_last_value_of_repeated_key_counts():
+def test_last_override_of_repeated_key_applies():
     """Launch scripts put default overrides before the overrides of the user."""
     assert load_config([*BASE, "seed=1", "seed=2", "model=mini", "model=tiny"]).seed == 2
 
@@ -295,7 +295,7 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
     micro=st.one_of(st.none(), st.integers(0, 8)),
     cfg=st.sampled_from([DENSE, MIXTURE]),
 )
-def test_mesh_and_batch_are_accepted_only_if_world_size_fits(
+def test_mesh_and_batch_sizes_are_accepted_only_if_divisible_by_world_size(
     world, replicate, shard, expert, batch, micro, cfg
 ):
     """Accepted only if a mesh of positive integers fills the world and the batch is divisible."""
@@ -346,7 +346,7 @@ SHAPES = {
 
 @settings(max_examples=150)
 @given(st.fixed_dictionaries(SHAPES))
-def test_shapes_are_refused_or_can_be_built(shape):
+def test_model_shape_is_refused_or_model_can_be_built(shape):
     refused_or_built(replace(DENSE.model, **shape))
 
 
@@ -361,7 +361,7 @@ MIXTURES = {
 
 @settings(max_examples=150)
 @given(st.fixed_dictionaries(MIXTURES))
-def test_mixtures_are_refused_or_can_be_built(mixture):
+def test_mixture_of_experts_config_is_refused_or_model_can_be_built(mixture):
     refused_or_built(replace(MIXTURE.model, moe=replace(MIXTURE.model.moe, **mixture)))
 
 
@@ -400,7 +400,7 @@ FIELDS = {
         for scaling, own in FIELDS.items()
     )
 )
-def test_rope_scalings_are_refused_or_give_frequencies(changes):
+def test_rope_scaling_config_is_refused_or_gives_finite_frequencies(changes):
     rope = replace(DENSE.model.rope, **changes)
     line = line_of(lambda: (check_bounds("model.rope.", rope), rope.validate()))
     if line is None:
@@ -423,7 +423,7 @@ BOUNDS = [bound for bound in bounds_below(DENSE) if not bound[0].startswith(PART
 
 
 @pytest.mark.parametrize(("key", "rule", "bound"), BOUNDS)
-def test_first_value_beyond_bound_is_refused(key, rule, bound):
+def test_first_number_beyond_bound_of_config_key_is_refused(key, rule, bound):
     kind = base_type(KEYS[key][0])[0]
     step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
     value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)

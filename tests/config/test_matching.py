@@ -48,7 +48,7 @@ def by_trying(model, own, target):
 @pytest.mark.parametrize(
     "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
 )
-def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
+def test_parameter_match_of_every_variant_uses_largest_divisor_within_tolerance(size, target):
     model = shape(size)
     if not has_shape(model, target):
         with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
@@ -80,7 +80,7 @@ def test_every_variant_meets_the_target_with_the_largest_modulus(size, target):
 
 @pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
 @pytest.mark.parametrize("target", ["diff_v2", "standard"])
-def test_flops_match_uses_width_from_equations(size, target):
+def test_flop_match_solves_same_width_as_equations(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)
     for own in ("standard", "gated", "diff_v2", "standard_2x_heads"):
@@ -108,7 +108,7 @@ def test_flops_match_uses_width_from_equations(size, target):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_visible_keys_of_stated_lengths_equal_count_in_cut_documents(packing):
+def test_visible_keys_from_document_lengths_equal_count_in_token_sequences(packing):
     lengths, seq_len = {5: 3, 16: 2, 3: 2, 43: 1}, 16  # 96 tokens fill 6 sequences
     documents = [n for n, number in lengths.items() for _ in range(number)]
     tokens = torch.cat([torch.tensor([1] * (n - 1) + [0]) for n in documents])
@@ -122,7 +122,7 @@ def test_visible_keys_of_stated_lengths_equal_count_in_cut_documents(packing):
     assert cfg.visible_keys == pytest.approx(float(counted), rel=1e-6)
 
 
-def test_flops_match_is_equal_for_stated_lengths_and_derived_visible_keys():
+def test_flop_match_is_equal_for_document_lengths_and_their_visible_keys():
     words = ["model=tiny", "attention=standard", "seq_len=512", "data.mask_documents=true"]
     words.append("model.match_flops_to=diff_v2")
     stated = load_config([*words, "data.document_lengths={40: 3, 300: 1}"])
@@ -131,7 +131,7 @@ def test_flops_match_is_equal_for_stated_lengths_and_derived_visible_keys():
     assert 20.5 < keys < 256.5
 
 
-def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
+def test_flop_match_uses_same_visible_keys_for_both_variants():
     words = ["model=base_350m", "attention=standard", "model.match_flops_to=diff_v2"]
     masked = [*words, "seq_len=4096", "data.mask_documents=true"]
     found = {}
@@ -186,13 +186,13 @@ def test_flops_of_both_arms_are_matched_over_the_same_visible_keys():
         ),
     ],
 )
-def test_error_names_missing_or_impossible_visible_keys(words, message):
+def test_error_for_missing_or_impossible_visible_keys_names_key(words, message):
     with pytest.raises(ConfigError) as caught:
         load_config(["model=tiny", "attention=standard", "seq_len=64", *words])
     assert str(caught.value) == message
 
 
-def test_match_of_params_and_flops_together_is_refused():
+def test_match_of_parameters_and_flops_together_is_refused():
     both = ["model.match_params_to=diff_v2", "model.match_flops_to=diff_v2"]
     with pytest.raises(ConfigError, match="exclude each other"):
         load_config(["model=tiny", "attention=standard", *both])
@@ -201,7 +201,7 @@ def test_match_of_params_and_flops_together_is_refused():
     assert cfg.model.ffn_dim == cfg.run.matched.ffn_dim > 384
 
 
-def test_overridden_fields_of_variant_do_not_change_target():
+def test_attention_overrides_do_not_change_target_of_parameter_match():
     words = ["model=mini", "attention=gated", "model.match_params_to=gated"]
     cfg = load_config([*words, "model.attention.gate=headwise"])
     yaml = load_config(["model=mini", "attention=gated"]).model
@@ -210,7 +210,7 @@ def test_overridden_fields_of_variant_do_not_change_target():
     assert cfg.model.ffn_dim > yaml.ffn_dim
 
 
-def test_error_for_unreachable_match_names_key_totals_and_fix():
+def test_error_for_unreachable_parameter_match_names_key_totals_and_fix():
     words = ["model=tiny", "attention=diff_v2", "model.match_params_to=standard"]
     with pytest.raises(ConfigError) as caught:
         load_config([*words, "model.ffn_dim=8"])
@@ -231,7 +231,7 @@ MIXTURE = ("model=moe_tiny", "model.moe.n_experts=2", "model.moe.expert_dim=256"
     ("words", "key", "before"),
     [(["model=tiny"], "ffn_dim", 384), ([*MIXTURE], "moe.expert_dim", 256)],
 )
-def test_match_changes_only_the_width_of_loaded_config(words, key, before):
+def test_parameter_match_changes_only_feed_forward_width_of_config(words, key, before):
     plain = load_config([*words, "attention=standard"])
     target = build_model(load_config([*words, "attention=diff_v2"]).model)
     wanted = sum(p.numel() for p in target.parameters())

@@ -58,7 +58,7 @@ def version(directory: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
-def test_version_changes_with_every_imported_file(mine, name):
+def test_plugin_version_changes_with_edit_of_any_imported_file(mine, name):
     found = {}
     for file in FILES:
         before = version(mine, name)
@@ -71,7 +71,7 @@ def test_version_changes_with_every_imported_file(mine, name):
     }[name]
 
 
-def test_version_of_installed_plugin_covers_only_own_package(mine):
+def test_version_of_installed_plugin_depends_only_on_files_of_its_package(mine):
     (mine / "whole-1.0.dist-info").mkdir()
     before = version(mine, "whole")
     (mine / "beside.py").write_text("x = 1\n")
@@ -80,7 +80,7 @@ def test_version_of_installed_plugin_covers_only_own_package(mine):
     assert version(mine, "whole") != before
 
 
-def test_version_does_not_depend_on_other_plugins_or_the_directory(mine, tmp_path):
+def test_plugin_version_does_not_depend_on_other_plugins_or_directory(mine, tmp_path):
     alone = version(mine, "own")
     forget(mine)
     imported("whole")  # the package imports the same module
@@ -105,7 +105,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_plugin_that_raises_or_replaces_itself_gives_a_config_error(mine, name):
+def test_plugin_that_raises_on_import_or_has_no_source_gives_config_error(mine, name):
     source, said = ODD[name]
     (mine / "odd.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
@@ -166,13 +166,13 @@ def test_run_without_recorded_plugins_resumes_with_any_plugin(run):
         begun(run, "plugins=[own]").check()
 
 
-def test_diverged_run_resumes_with_other_plugin_code(run):
+def test_diverged_run_resumes_if_changed_plugin_code_is_allowed(run):
     directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_commands_warn_once_about_changed_plugin_code(run, capsys):
+def test_command_that_opens_a_run_warns_once_about_changed_plugin_code(run, capsys):
     for _ in range(2):
         warn_of_plugins(run)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"

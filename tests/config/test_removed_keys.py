@@ -40,7 +40,7 @@ def workplace(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("command", ["train", "prepare"])
-def test_removed_key_on_command_line_prints_single_line_and_exits_with_2(
+def test_train_and_prepare_with_removed_key_print_error_line_and_exit_with_2(
     word, key, command, capsys
 ):
     assert main([command, "model=tiny", word, "steps=1"]) == 2
@@ -48,7 +48,7 @@ def test_removed_key_on_command_line_prints_single_line_and_exits_with_2(
 
 
 @pytest.mark.parametrize("key", REAL)
-def test_removed_key_is_refused_on_command_line_and_loads_at_default(key):
+def test_removed_key_is_refused_as_override_and_ignored_in_saved_config_at_default(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
     run = saved(**{key.replace(".", "__"): REAL[key].default})
@@ -68,7 +68,7 @@ def test_error_for_removed_command_or_argument_names_replacement(words, said, ca
     assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
-def test_removed_key_in_experiment_names_key_and_experiment():
+def test_error_for_removed_key_in_experiment_yaml_names_key_and_experiment():
     file = Path("mine/experiment/x.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("# @package _global_\nprepare:\n  old: 2\n")
@@ -77,7 +77,7 @@ def test_removed_key_in_experiment_names_key_and_experiment():
         load_config(["experiment=x"], config_dir="mine")
 
 
-def test_removed_key_in_recipe_sweep_or_python_names_replacement():
+def test_error_for_removed_key_in_recipe_sweep_or_python_names_replacement():
     Path("r.yaml").write_text(json.dumps({"source": "files", "paths": ["a.txt"], "old": True}))
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
@@ -105,18 +105,18 @@ def saved(**changes: Any) -> Path:
     return Path()
 
 
-def test_saved_config_with_removed_keys_at_defaults_loads(capsys):
+def test_saved_config_with_removed_keys_at_default_values_loads(capsys):
     run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
     assert load_run_config(run) == load_config(["model=tiny"])
     assert capsys.readouterr() == ("", "")
 
 
-def test_saved_config_that_allowed_a_change_of_a_removed_key_loads():
+def test_saved_config_with_removed_key_in_allow_changes_loads():
     cfg = load_run_config(saved(run__allow_changes=["data.old"]))
     assert cfg.run.allow_changes == ["data.old"]
 
 
-def test_saved_config_with_removed_key_at_non_default_is_refused():
+def test_saved_config_with_removed_key_at_other_value_is_refused():
     said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
         load_run_config(saved(prepare__old=2))

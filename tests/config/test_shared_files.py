@@ -115,14 +115,16 @@ SOURCES: dict[str, Callable[[str, str], None]] = {
         ("sample_prompt", r"$\{oc.env\:HF_TOKEN\}"),
     ],
 )
-def test_file_with_resolver_is_refused_unresolved(source, key, value):
+def test_config_file_with_environment_variable_is_refused_without_reading_variable(
+    source, key, value
+):
     with pytest.raises(ConfigError, match="can be interpolated") as caught:
         SOURCES[source](key, value)
     assert (key if source != "sweeper" else "x.yaml: hydra") in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
-def test_interpolation_assembled_from_two_keys_is_refused_unresolved():
+def test_interpolation_of_environment_assembled_from_two_keys_is_refused():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")
@@ -130,7 +132,7 @@ def test_interpolation_assembled_from_two_keys_is_refused_unresolved():
         load_config(["experiment=x", "model=tiny"], config_dir="mine")
 
 
-def test_file_may_interpolate_keys_and_shares_of_the_steps():
+def test_experiment_yaml_may_interpolate_keys_and_shares_of_steps():
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text(
         "# @package _global_\nsteps: 40\noptim: {warmup_steps: '${of_steps:0.1, 200}'}\n"
@@ -150,14 +152,14 @@ def test_file_may_interpolate_keys_and_shares_of_the_steps():
         "seed=${oc.${a}:MY_VARIABLE}",
     ],
 )
-def test_command_line_with_other_or_escaped_resolver_is_refused(word):
+def test_override_with_forbidden_or_escaped_interpolation_is_refused(word):
     with pytest.raises(ConfigError, match=r"set secrets|cannot contain \${|can be interpolated"):
         load_config(["model=tiny", word])
 
 
 @pytest.mark.parametrize("load", [of_study, lambda word: of_study(arm=word), of_sweeper, of_sweep])
 @pytest.mark.parametrize("mark", ["", "+", "++"])
-def test_file_with_plugin_is_refused_without_import(load, mark):
+def test_study_or_sweep_file_that_sets_plugins_is_refused_without_import(load, mark):
     with pytest.raises(ConfigError, match=r"a file cannot set plugins"):
         load(f"{mark}plugins=[{PLUGIN}]")
     assert PLUGIN not in sys.modules
@@ -168,18 +170,18 @@ def test_file_with_plugin_is_refused_without_import(load, mark):
     ["plugins.0=x", "~plugins", "plugins@data=x", " plugins =[x]", "+plugins.x=1", "plugins/x=1",
      "hydra.launcher.setup=[ls]", "hydra/launcher=x", "+hydra.callbacks.x._target_=x"],
 )  # fmt: skip
-def test_override_of_plugins_or_hydra_is_refused_in_every_spelling(word):
+def test_override_of_plugins_or_hydra_keys_in_file_is_refused_in_every_spelling(word):
     with pytest.raises(ConfigError, match=r"^f: .*: a file cannot set plugins"):
         check_shared([word], "f")
 
 
-def test_config_of_planned_run_does_not_import_plugin():
+def test_config_of_planned_study_run_loads_without_importing_plugin():
     words = ["model=tiny", f"plugins=[{PLUGIN}]"]
     config_of_planned(Planned(DECIDING, "a", seed=0, lr=None, name="a-seed0", words=words))
     assert PLUGIN not in sys.modules
 
 
-def test_study_run_imports_plugins_of_command_line(capsys):
+def test_study_run_command_imports_plugins_named_on_command_line(capsys):
     Path("s.yaml").write_text(STUDY.format(base="steps=1", arm="steps=2"))
     words = ["s.yaml", "out=o", "--dry-run", f"plugins=[{PLUGIN}]"]
     try:
@@ -189,7 +191,7 @@ def test_study_run_imports_plugins_of_command_line(capsys):
         sys.modules.pop(PLUGIN, None)
 
 
-def test_launcher_in_a_named_directory_is_refused():
+def test_hydra_launcher_yaml_in_config_dir_is_refused():
     """The `setup` lines of a launcher would run as shell commands."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     for file, text in (("hydra/launcher/submitit_local", "setup: [ls]"), ("experiment/x", "")):
@@ -200,7 +202,7 @@ def test_launcher_in_a_named_directory_is_refused():
         ClusterLauncher.of(["hydra/launcher=submitit_local"], 1, "run.sweep=x")
 
 
-def test_weights_with_resolver_in_config_are_refused():
+def test_resume_from_weights_with_interpolation_in_config_is_refused():
     model = load_config(["model=tiny"]).model
     model.attention = variant_config("standard")
     model.match_params_to = None

@@ -32,7 +32,7 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_committed_yaml_loads_same_values_as_former_loaders(path: Path) -> None:
+def test_committed_yaml_files_load_like_with_omegaconf_or_pyyaml(path: Path) -> None:
     content, text = read_yaml(path)
     if path.parent in BY_PYYAML:
         former = with_numbers(yaml.safe_load(text))
@@ -58,14 +58,14 @@ KEYS = TEXT | SPELT
         max_size=3,
     )
 )
-def test_saved_config_loads_to_the_saved_values(saved: dict[str, Any]) -> None:
+def test_parse_yaml_of_saved_config_returns_saved_values(saved: dict[str, Any]) -> None:
     assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved))) == saved
 
 
 @pytest.mark.parametrize(
     "text", ["190:20:30", ":".join(["59"] * 3000), "2026-11-24", "2026-99-99", "08"]
 )
-def test_dates_and_sexagesimals_stay_text(text: str) -> None:
+def test_parse_yaml_returns_dates_and_base_60_numbers_as_text(text: str) -> None:
     assert parse_yaml(f"a: {text}") == {"a": text}
 
 
@@ -88,13 +88,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_yaml_beyond_plain_values_is_refused(text: str) -> None:
+def test_parse_yaml_refuses_tags_ambiguous_numbers_and_deep_nesting(text: str) -> None:
     with pytest.raises(ValueError, match=HOSTILE[text]) as caught:
         parse_yaml(f"a: {text}")
     assert len(str(caught.value)) < 300
 
 
-def test_yaml_file_above_size_limit_is_refused(tmp_path: Path) -> None:
+def test_read_yaml_refuses_file_above_size_limit(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
     file.write_text("a: " + "x" * LARGEST_YAML)
     with pytest.raises(ConfigError, match=r"large\.yaml has 1,048,579 bytes, more than 1,048,576"):

@@ -56,7 +56,7 @@ def test_replace_file_syncs_file_before_rename_and_directory_after(tmp_path, ord
 
 
 @pytest.mark.parametrize("name", ["file", ".file.{pid}"])
-def test_replace_file_replaces_link_and_keeps_target(tmp_path, name):
+def test_replace_file_replaces_link_and_does_not_change_link_target(tmp_path, name):
     name = name.format(pid=os.getpid())
     outside = tmp_path / "outside"
     outside.write_text("another's")
@@ -68,7 +68,7 @@ def test_replace_file_replaces_link_and_keeps_target(tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "outside"]
 
 
-def test_replace_and_append_refuse_pipe_directory_and_link(tmp_path):
+def test_replace_file_and_open_to_append_refuse_pipe_and_directory(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
@@ -108,7 +108,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     assert names(final) == ["whole"]
 
 
-def test_scratch_directory_in_use_is_refused_and_kept(tmp_path):
+def test_scratch_directory_in_use_by_live_process_raises_in_use_error(tmp_path):
     with scratch_directory(tmp_path / "out") as scratch:
         with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
@@ -116,7 +116,7 @@ def test_scratch_directory_in_use_is_refused_and_kept(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_link_in_place_of_scratch_directory_is_removed_and_target_kept(tmp_path):
+def test_link_at_path_of_scratch_directory_is_removed_without_change_of_link_target(tmp_path):
     (tmp_path / "mine" / "data").mkdir(parents=True)
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
     with scratch_directory(tmp_path / "out") as scratch:
@@ -126,7 +126,9 @@ def test_link_in_place_of_scratch_directory_is_removed_and_target_kept(tmp_path)
 
 
 @pytest.mark.parametrize("files_synced", [False, True])
-def test_publish_syncs_content_before_rename_and_parent_after(tmp_path, order, files_synced):
+def test_publish_syncs_content_before_rename_and_parent_directory_after(
+    tmp_path, order, files_synced
+):
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
     (tmp_path / "hidden" / "inner" / "file").write_text("")
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
@@ -135,7 +137,7 @@ def test_publish_syncs_content_before_rename_and_parent_after(tmp_path, order, f
     assert names(tmp_path) == ["final"]
 
 
-def test_publish_and_new_directory_refuse_and_keep_existing_path(tmp_path):
+def test_publish_and_new_directory_raise_if_final_path_exists(tmp_path):
     (tmp_path / "final").symlink_to("elsewhere")
     (tmp_path / "hidden").mkdir()
     with pytest.raises(FileExistsError):
@@ -146,7 +148,7 @@ def test_publish_and_new_directory_refuse_and_keep_existing_path(tmp_path):
     assert (tmp_path / "final").is_symlink()
 
 
-def test_new_directory_appears_after_block_but_not_after_error(tmp_path):
+def test_new_directory_appears_after_context_but_not_after_exception(tmp_path):
     final = tmp_path / "parent" / "final"
     with pytest.raises(FileNotFoundError), new_directory(final) as scratch:
         (scratch / "half").rename(scratch / "missing" / "half")
@@ -159,7 +161,9 @@ def test_new_directory_appears_after_block_but_not_after_error(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_hold_without_flock_raises_and_removes_created_paths(tmp_path, monkeypatch, number):
+def test_hold_on_file_system_without_flock_raises_and_removes_created_paths(
+    tmp_path, monkeypatch, number
+):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -169,7 +173,7 @@ def test_hold_without_flock_raises_and_removes_created_paths(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_waiting_acquire_gets_lock_after_release_and_removal_of_file(tmp_path):
+def test_waiting_acquire_gets_lock_after_release_and_removal_of_lock_file(tmp_path):
     file, acquired, end = tmp_path / "lock", threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -203,7 +207,7 @@ def hold_until_killed(path: str) -> None:
     held.release()
 
 
-def test_killed_process_releases_directory_while_child_is_alive(tmp_path):
+def test_killed_process_releases_lock_of_directory_while_its_child_is_alive(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"
@@ -217,14 +221,14 @@ def test_killed_process_releases_directory_while_child_is_alive(tmp_path):
         os.kill(int(holds.read_text()), signal.SIGKILL)
 
 
-def test_hold_refuses_directory_of_live_process(tmp_path):
+def test_hold_refuses_directory_that_a_live_process_has_locked(tmp_path):
     held = hold(tmp_path, "run directory", "run.dir=...")
     with pytest.raises(ConfigError, match=f"is in use by {ME}"):
         hold(tmp_path, "run directory", "run.dir=...")
     held.release()
 
 
-def test_hold_with_wait_gets_directory_after_release(tmp_path, capsys):
+def test_hold_with_wait_locks_directory_after_other_process_releases_lock(tmp_path, capsys):
     held, said = hold(tmp_path, "run directory", "run.dir=..."), []
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(hold, tmp_path, "run directory", "run.dir=...", wait=True)

@@ -33,13 +33,13 @@ def test_echo_escapes_every_control_character(text):
     assert not acted_on(file.getvalue())
 
 
-def test_echo_keeps_lines_tabs_and_joined_letters(capsys):
+def test_echo_prints_line_breaks_tabs_and_joined_letters_unchanged(capsys):
     echo("a\tb\n中\u3000文 \u200c\u200d é\u00a0!")
     echo(HOSTILE, end="")
     assert capsys.readouterr().out == f"a\tb\n中\u3000文 \u200c\u200d é\u00a0!\n{ESCAPED}"
 
 
-def test_to_stderr_prints_a_single_escaped_line(capsys):
+def test_to_stderr_prints_text_as_single_line_with_escapes(capsys):
     to_stderr("warning: one\n two \x1b[0m")
     assert capsys.readouterr().err == "warning: one two \\x1b[0m\n"
 
@@ -62,7 +62,7 @@ def line_above_bar(screen: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("show", [rich_line, line_above_bar])
-def test_console_escapes_untrusted_text(show):
+def test_rich_console_escapes_control_characters_and_markup(show):
     screen = io.StringIO()
     show(screen)
     assert not acted_on(OWN.sub("", screen.getvalue()))
@@ -80,7 +80,7 @@ WORDS = TableColumn("State", [Cell("finished"), Cell("")], left=True)
 TABLE = Table([LABELS, LOSSES, WORDS])
 
 
-def test_text_aligns_numbers_right_and_words_left():
+def test_table_text_aligns_numbers_right_and_text_left():
     assert TABLE.text() == [
         f"Row        {'Loss, nats':>25}  State",
         "stan_dard  4.1 (4.0 to 4.2) (5 bits)  finished",
@@ -88,13 +88,13 @@ def test_text_aligns_numbers_right_and_words_left():
     ]
 
 
-def test_text_above_width_puts_first_cells_on_separate_lines():
+def test_table_text_wider_than_limit_has_first_cells_on_separate_lines():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
 
 
-def test_markdown_has_a_rule_and_escapes_bars():
+def test_table_markdown_has_header_rule_and_escaped_bars():
     assert TABLE.markdown().splitlines() == [
         "| Row | Loss, nats | State |",
         "|---|---|---|",
@@ -103,7 +103,7 @@ def test_markdown_has_a_rule_and_escapes_bars():
     ]
 
 
-def test_csv_has_full_precision_values_or_text_without_value():
+def test_table_csv_has_full_precision_or_text_of_cells_without_number():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],
@@ -113,7 +113,7 @@ def test_csv_has_full_precision_values_or_text_without_value():
     assert values.csv() == 'a,b,c\n"[1, ""x""]",true,\n'
 
 
-def test_html_escapes_texts_and_keeps_icons():
+def test_table_html_escapes_text_but_not_icons():
     html = TABLE.html("Losses & more", "cards", key="main")
     assert 'aria-label="Losses &amp; more"' in html
     assert '<table class="cards" id="main">' in html

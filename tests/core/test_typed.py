@@ -32,7 +32,7 @@ PLAIN = st.recursive(
 )
 
 
-def test_made_fills_nested_dataclasses_and_defaults():
+def test_made_converts_nested_mappings_to_dataclasses_with_defaults():
     assert made(Outer, GOOD) == Outer(1.0, [Inner(2)], {"a": Inner(3)})
 
 
@@ -49,7 +49,7 @@ def test_made_fills_nested_dataclasses_and_defaults():
         ({"done": 1}, "done=1 must be true or false"),
     ],
 )
-def test_made_names_key_value_and_type(change, message):
+def test_error_of_made_names_key_value_and_allowed_type(change, message):
     with pytest.raises(ValueError, match=message):
         made(Outer, {**GOOD, **change})
 
@@ -64,7 +64,7 @@ def test_made_ignores_unknown_keys_unless_strict():
 
 
 @given(st.dictionaries(st.sampled_from(["loss", "parts", "by_name", "done"]), PLAIN))
-def test_made_of_any_plain_value_returns_or_raises_value_error(content):
+def test_made_with_any_plain_content_returns_dataclass_or_raises_value_error(content):
     try:
         found = made(Outer, content)
     except ValueError:
@@ -73,7 +73,7 @@ def test_made_of_any_plain_value_returns_or_raises_value_error(content):
     assert all(isinstance(part, Inner) for part in [*found.parts, *found.by_name.values()])
 
 
-def test_read_typed_names_damaged_key(tmp_path):
+def test_error_of_read_typed_names_key_with_wrong_type(tmp_path):
     file = tmp_path / "record.json"
     file.write_text(json.dumps({**GOOD, "loss": "x"}))
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):

@@ -42,7 +42,7 @@ def staying(screen: str) -> list[int]:
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
-def test_past_losses_remain_on_terminal():
+def test_display_leaves_about_a_screen_of_past_losses_on_terminal():
     """About one screen of lines remains, including first and last, with more at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
@@ -54,7 +54,7 @@ def test_past_losses_remain_on_terminal():
     assert max(gaps) <= STEPS // 20 + 10
 
 
-def test_every_evaluated_step_remains_on_terminal():
+def test_display_leaves_line_of_evaluated_step_on_terminal():
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())
@@ -62,7 +62,7 @@ def test_every_evaluated_step_remains_on_terminal():
     assert "held-out 9.000" in screen.getvalue()
 
 
-def test_log_contains_every_logged_step_and_warning(tmp_path, capsys):
+def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     """While the bar is shown, rich replaces standard error."""
     log = RunLog()
     log.copy_stderr()
@@ -86,7 +86,7 @@ def test_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_stages_share_a_line_on_terminal_and_have_separate_lines_in_file(monkeypatch, capsys):
+def test_progress_stages_share_a_line_on_terminal_and_print_lines_elsewhere(monkeypatch, capsys):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)

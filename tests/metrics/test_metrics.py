@@ -36,7 +36,7 @@ def write(path: Path, steps: Iterator[int] | range, last_step: int = 0) -> None:
     file.close()
 
 
-def test_line_is_in_file_after_write(tmp_path):
+def test_metrics_file_contains_complete_line_after_each_write(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
         file.write({"step": step, "train/loss": 0.5, "note": "ünïcode\n"})
@@ -49,7 +49,7 @@ def test_line_is_in_file_after_write(tmp_path):
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_nan_and_infinity_become_null(tmp_path):
+def test_metrics_file_writes_nan_and_infinity_as_null(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     values = {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1e308, "e": None}
     file.write(values)
@@ -60,7 +60,7 @@ def test_nan_and_infinity_become_null(tmp_path):
     assert math.isnan(values["a"])
 
 
-def test_start_from_step_0_truncates_file(tmp_path):
+def test_metrics_file_is_emptied_if_run_starts_from_step_0(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 5))
     write(path, range(1, 3))
@@ -68,7 +68,7 @@ def test_start_from_step_0_truncates_file(tmp_path):
 
 
 @pytest.mark.parametrize("last", [1, 3, 9])
-def test_resume_removes_later_lines_and_appends(tmp_path, last):
+def test_metrics_file_on_resume_removes_lines_of_later_steps_and_appends(tmp_path, last):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     before = lines(path)
@@ -82,7 +82,7 @@ def test_resume_removes_later_lines_and_appends(tmp_path, last):
     "junk",
     [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'],
 )
-def test_resume_ignores_invalid_bytes_at_end_of_file(tmp_path, junk):
+def test_metrics_file_on_resume_ignores_invalid_bytes_at_end(tmp_path, junk):
     """A kill can truncate the last line; a power failure can leave invalid bytes."""
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
@@ -91,7 +91,7 @@ def test_resume_ignores_invalid_bytes_at_end_of_file(tmp_path, junk):
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
 
 
-def test_lines_on_full_disk_are_written_when_space_is_free(tmp_path, capfd):
+def test_metrics_lines_on_full_disk_are_written_when_space_is_free(tmp_path, capfd):
     with small_disk(tmp_path / "disk", "64k") as disk:
         file = MetricsFile(disk / "metrics.jsonl")
         file.write({"step": 1})
@@ -112,7 +112,7 @@ def test_lines_on_full_disk_are_written_when_space_is_free(tmp_path, capfd):
         assert "only partly written" in said or "No space left" in said
 
 
-def test_unwritten_lines_are_counted_in_warning_at_close(tmp_path, monkeypatch):
+def test_metrics_file_warns_at_close_with_number_of_unwritten_lines(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr("diffllm.metrics.sinks.to_stderr", said.append)
     file = MetricsFile(tmp_path / "metrics.jsonl")
@@ -141,7 +141,7 @@ def has_total(metric):
     return metric.name.endswith("/*") and metric.quantity in NAMES
 
 
-def test_full_name_belongs_to_row_with_matching_pattern():
+def test_metric_name_matches_exactly_one_row_of_metrics_table():
     for metric in METRICS:
         for name in examples(metric.name):
             assert metric_of(name) is metric
@@ -151,7 +151,7 @@ def test_full_name_belongs_to_row_with_matching_pattern():
 
 
 @pytest.mark.parametrize("name", ["train/los", "hidden_top2/layer_00", "attn_entropy_2/layer_01"])
-def test_name_without_row_raises_key_error(name):
+def test_metric_name_without_row_in_metrics_table_raises_key_error(name):
     with pytest.raises(KeyError, match=r"no row in diffllm/metrics/table\.py"):
         metric_of(name)
     sinks = Sinks(None, None)

@@ -65,7 +65,7 @@ def recomputed(values):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_spike_events_equal_plain_recomputation(seed):
+def test_event_counter_finds_same_loss_spikes_as_independent_implementation(seed):
     rng = np.random.default_rng(seed)
     values = 2.5 + 6 * np.exp(-np.arange(700) / 60) + rng.normal(0, 0.05, 700)
     for at, jump in ((40, 1.0), (200, 0.4), (201, 0.35), (300, -2.0), (450, 0.35), (600, 0.8)):
@@ -83,12 +83,12 @@ def test_spike_events_equal_plain_recomputation(seed):
 
 @pytest.mark.parametrize("degrees", [16, 40, 256])
 @pytest.mark.parametrize("t", [0.5, 3.0, 6.0])
-def test_as_normal_approximates_tail_of_students_t(degrees, t):
+def test_as_normal_approximates_tail_probability_of_students_t(degrees, t):
     assert as_normal(t, degrees) == pytest.approx(-ndtri(stdtr(degrees, -t)), rel=0.003)
     assert as_normal(-t, degrees) == -as_normal(t, degrees)
 
 
-def test_spikes_with_fewer_than_eight_quiet_steps_between_are_single_event():
+def test_spikes_with_fewer_than_eight_steps_between_count_as_single_event():
     rng = np.random.default_rng(0)
     values = rng.normal(0, 1, 300)
     values[[100, 105, 113]] = 50  # one event: 4 and 7 quiet steps between spikes
@@ -101,13 +101,13 @@ def test_spikes_with_fewer_than_eight_quiet_steps_between_are_single_event():
     assert counter.metrics() == {"total": 4, "judged": 300 - 24, "score": 4 / 276}
 
 
-def test_consecutive_nan_are_single_event_and_all_judged():
+def test_consecutive_nan_losses_count_as_single_spike_event():
     spikes, counter = flags([3.0, 2.9, *[NAN] * 50])
     assert spikes == list(range(2, 52))
     assert (counter.total, counter.judged) == (1, 50)
 
 
-def test_gradient_norms_use_logarithms():
+def test_event_counter_takes_logarithms_of_gradient_norms():
     rng = np.random.default_rng(2)
     norms = np.exp(rng.normal(0, 0.3, 200))
     norms[100] *= 8
@@ -118,12 +118,12 @@ def test_gradient_norms_use_logarithms():
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 2.302585092994046, 1e-12])
-def test_constant_series_has_no_event_and_later_rise_is_an_event(value):
+def test_constant_series_has_no_spike_event_until_first_rise(value):
     assert flags([value] * 400)[0] == []
     assert flags([*[value] * 100, value + 0.1])[0] == [100]
 
 
-def test_descending_loss_is_no_spike_and_hides_no_spike():
+def test_falling_loss_is_no_spike_event_and_hides_no_spike():
     """Both published definitions miss a spike of 3 nats at step 200 of this series."""
     losses, _ = series("micro_standard")
     planted = [*losses[:200], losses[200] + 3, *losses[201:400]]
@@ -154,7 +154,7 @@ def share_found(run_names, definition, height, kind="loss"):
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
 @pytest.mark.parametrize("noise", slow_but(["0.4 nats"], NOISE))
-def test_planted_loss_spikes_are_found_at_documented_rates(noise, definition):
+def test_loss_spikes_added_to_runs_are_found_at_documented_rates(noise, definition):
     lines = table("Losses")
     column = lines["Spike"].index(f"{definition}, noise {noise}")
     told = {first: cells[column] for first, cells in lines.items() if first[0].isdigit()}
@@ -174,14 +174,14 @@ RATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("definition", DEFINITIONS)
-def test_planted_gradient_spikes_are_found_at_known_rates(definition):
+def test_gradient_spikes_added_to_runs_are_found_at_recorded_rates(definition):
     for factor, rates in RATES.items():
         found = share_found(NOISE["0.4 nats"], definition, float(factor), "grad")
         assert found == rates[definition]
 
 
 @pytest.mark.slow
-def test_noise_gives_documented_rates_of_false_alarms():
+def test_spikes_in_pure_noise_occur_at_documented_rates():
     told = {
         first: float(cells[0]) for first, cells in table("False alarms").items() if first in LAWS
     }
@@ -191,7 +191,7 @@ def test_noise_gives_documented_rates_of_false_alarms():
         assert law == "t(5)" or told[law] < 0.1
 
 
-def test_real_runs_have_known_numbers_of_events():
+def test_recorded_runs_have_known_numbers_of_spike_events():
     expected = {"micro_standard": [0, 3], "micro_diff_v2": [0, 5], "tiny_gated": [0, 39]}
     for names, known in expected.items():
         counts = [

@@ -71,7 +71,7 @@ def training_like(steps=1500, seed=0):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_spikes_equal_plain_recomputation(seed):
+def test_spike_counters_find_same_steps_as_independent_implementation(seed):
     series = training_like(seed=seed)
     found = counted(series)
     assert found["spikes"] == spikes_window128(series)
@@ -84,7 +84,7 @@ def test_spikes_equal_plain_recomputation(seed):
 
 
 @pytest.mark.parametrize(("definition", "window"), [("spikes", 128), ("spikes_olmo2", 1000)])
-def test_rolling_counts_cover_last_window(definition, window):
+def test_rolling_spike_total_covers_last_window_of_steps(definition, window):
     series = training_like()
     found = {"spikes": spikes_window128, "spikes_olmo2": spikes_olmo2}[definition](series)
     so_far = np.isin(np.arange(len(series)), found).cumsum()
@@ -100,7 +100,7 @@ def test_rolling_counts_cover_last_window(definition, window):
     assert counts[-1] < so_far[-1], "all spikes are in the last window"
 
 
-def test_skipped_updates_are_counted_in_total_and_consecutively():
+def test_spike_monitor_counts_all_and_consecutive_skipped_updates():
     monitor = SpikeMonitor()
     for skipped in (True, True, False, True):
         monitor.update(1.0, 1.0, skipped)
@@ -128,7 +128,7 @@ def alternating(count):
         (-50.0, False, True),
     ],
 )
-def test_spike_thresholds_and_sides(value, window128, olmo2):
+def test_spike_definitions_differ_in_threshold_and_in_negative_spikes(value, window128, olmo2):
     found = counted([*alternating(128), value])
     assert found == {
         "spikes": [128] if window128 else [],
@@ -137,23 +137,23 @@ def test_spike_thresholds_and_sides(value, window128, olmo2):
 
 
 @pytest.mark.parametrize(("before", "counts"), [(126, False), (127, False), (128, True)])
-def test_no_finite_value_is_a_spike_before_128_values(before, counts):
+def test_finite_loss_is_no_spike_before_128_losses(before, counts):
     series = [*alternating(128)[:before], 100.0]
     expected = [before] if counts else []
     assert counted(series) == {"spikes": expected, "spikes_olmo2": expected}
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 2.302585092994046, 1e-12, 3e38])
-def test_constant_series_has_no_spikes(value):
+def test_constant_loss_has_no_spikes(value):
     assert counted([value] * 1200) == {"spikes": [], "spikes_olmo2": []}
 
 
-def test_rise_after_constant_series_is_a_spike():
+def test_rise_after_constant_loss_is_a_spike():
     found = counted([*([2.0] * 128), 2.1])
     assert found == {"spikes": [128], "spikes_olmo2": [128]}
 
 
-def test_loss_and_gradient_norm_are_counted_separately():
+def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     monitor = SpikeMonitor()
     quiet = alternating(200)
     loss, grad = list(quiet), list(quiet)
@@ -174,7 +174,7 @@ def test_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_judged_counts_steps_that_could_be_spikes_and_score_divides_by_all_steps():
+def test_spike_score_divides_by_all_steps_and_judged_excludes_first_128_losses():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)
@@ -190,7 +190,7 @@ def test_judged_counts_steps_that_could_be_spikes_and_score_divides_by_all_steps
 
 
 @pytest.mark.parametrize("cut", slow_but([0, 128, 701], [0, 64, 128, 600, 601, 701, 1000, 1499]))
-def test_state_restored_from_json_continues_series(cut):
+def test_spike_monitor_restored_from_json_state_continues_without_difference(cut):
     series = training_like()
     whole, first = SpikeMonitor(), SpikeMonitor()
     for value in series:

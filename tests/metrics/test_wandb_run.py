@@ -62,7 +62,9 @@ OWN = {"WANDB_BASE_URL": "https://wandb.example.org:8080"}
         ("api.wandb.ai", {"WANDB_MODE": "disabled"}, "disabled"),
     ],
 )
-def test_auto_is_online_with_api_key_of_server(home, monkeypatch, machine, variables, mode):
+def test_wandb_mode_auto_is_online_only_with_api_key_of_server(
+    home, monkeypatch, machine, variables, mode
+):
     """The API key is in the environment or in netrc; WANDB_MODE overrides both."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -87,7 +89,7 @@ def a_run(
     return WandbRun(cfg, directory, CHOICES, sweep, config, run_id)
 
 
-def test_history_and_summary_skip_values_that_are_not_finite(tmp_path, capfd):
+def test_wandb_history_and_summary_omit_nan_and_infinite_losses(tmp_path, capfd):
     run = a_run(tmp_path / "run", tags=["first", "second"], sweep="third")
     for step, loss in enumerate((2.5, 1.5, math.nan, -math.inf), start=1):
         run.log({"step": step, "tokens": 100 * step, "train/loss": loss})
@@ -101,7 +103,7 @@ def test_history_and_summary_skip_values_that_are_not_finite(tmp_path, capfd):
     assert "wandb" not in capfd.readouterr().err
 
 
-def test_second_start_with_id_resumes_run(tmp_path):
+def test_wandb_run_with_id_of_earlier_run_resumes_earlier_run(tmp_path):
     first = a_run(tmp_path / "first", group="my-group")
     first.log({"step": 1, "tokens": 10, "train/loss": 2.0})
     first.finish()
@@ -115,7 +117,7 @@ def test_second_start_with_id_resumes_run(tmp_path):
     assert [h.run_group for h in headers] == ["my-group", "my-group", "diff_v2"]
 
 
-def test_disabled_run_writes_no_file_and_starts_no_service(tmp_path, home, monkeypatch):
+def test_disabled_wandb_run_writes_no_file_and_starts_no_service(tmp_path, home, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("wandb.init was called"))
     run = a_run(tmp_path, WandbMode.disabled)
     run.log({"step": 1})
@@ -174,7 +176,7 @@ def test_failing_wandb_import_prints_single_line_and_never_raises(tmp_path, monk
     assert run.id
 
 
-def test_full_backlog_prints_single_line(tmp_path, monkeypatch, capfd):
+def test_full_wandb_queue_prints_single_line_and_does_not_wait(tmp_path, monkeypatch, capfd):
     released = threading.Event()
     fake = Broken()
     fake.log = lambda values: released.wait()
@@ -253,7 +255,7 @@ def refusing_server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("mode", [WandbMode.auto, WandbMode.online])
-def test_wrong_api_key_gives_offline_run(tmp_path, monkeypatch, capfd, mode):
+def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch, capfd, mode):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with refusing_server() as address:
         monkeypatch.setenv("WANDB_BASE_URL", address)
@@ -282,7 +284,7 @@ run.finish()
 """
 
 
-def test_missing_api_key_causes_no_prompt_on_terminal(tmp_path):
+def test_missing_wandb_api_key_causes_no_prompt_on_terminal(tmp_path):
     terminal, side = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", ASK, str(tmp_path)], stdin=side, stdout=side, stderr=side

@@ -30,7 +30,7 @@ def by_seed(values):
 OWN, BASE = [3.8, 3.9, 4.3, 4.0], [4.0, 4.2, 4.4, 4.1]
 
 
-def test_paired_and_welch_equal_scipy():
+def test_paired_and_welch_t_tests_equal_scipy():
     found = paired(by_seed(OWN), by_seed(BASE))
     expected = stats.ttest_rel(OWN, BASE)
     assert (found.p, found.df) == (pytest.approx(expected.pvalue), 3)
@@ -44,7 +44,7 @@ def test_paired_and_welch_equal_scipy():
     assert (other.seeds, other.base_seeds) == (4, 5)
 
 
-def test_equal_seeds_have_zero_variance_and_p_1():
+def test_t_test_of_losses_without_variance_over_seeds_has_p_1():
     for own in ([3.8, 4.0], [3.8, 4.0, 4.1]):
         base = [x + 0.2 for x in own]
         found = paired(by_seed(own), by_seed(base))
@@ -60,7 +60,7 @@ def test_equal_seeds_have_zero_variance_and_p_1():
     assert one.df == pytest.approx(2)
 
 
-def test_single_seed_has_gap_without_test():
+def test_single_seed_gives_gap_without_p_value():
     for found in (paired({0: 4.0}, {0: 4.5}), welch({0: 4.0}, {0: 4.5, 1: 4.6})):
         assert found.mean < 0
         assert found.p is found.p_below() is found.low is found.interval() is None
@@ -68,12 +68,12 @@ def test_single_seed_has_gap_without_test():
     assert welch({}, {0: 1.0}) is None
 
 
-def test_loss_that_is_not_finite_is_refused():
+def test_paired_t_test_refuses_loss_that_is_not_finite():
     with pytest.raises(ValueError, match="diverged"):
         paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
 
 
-def test_correlation_needs_three_common_seeds():
+def test_seed_correlation_needs_three_common_seeds():
     assert seed_correlation(by_seed([1.0, 2.0]), by_seed([1.0, 2.0])) is None
     assert seed_correlation(by_seed([1.0, 2, 4]), by_seed([3.0, 5, 9])) == pytest.approx(1)
     assert seed_correlation(by_seed([1.0, 2, 3]), {9: 0.0, **by_seed([3.0, 1, 2])}) == (
@@ -82,7 +82,7 @@ def test_correlation_needs_three_common_seeds():
     assert seed_correlation(by_seed([1.0, 1, 1]), by_seed([3.0, 1, 2])) is None
 
 
-def test_holm_equals_values_by_hand():
+def test_holm_correction_equals_p_values_computed_by_hand():
     """Holm (1979): the smallest p times m, the next times m - 1, never decreasing."""
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.005, 0.011, 0.02, 0.04, 0.13]) == pytest.approx([0.025, 0.044, 0.06, 0.08, 0.13])
@@ -91,7 +91,7 @@ def test_holm_equals_values_by_hand():
     assert holm([0.2]) == [0.2]
 
 
-def test_equivalence_equals_scipy_on_both_sides():
+def test_equivalence_test_equals_two_one_sided_t_tests_of_scipy():
     found = paired(by_seed(OWN), by_seed(BASE))
     made = equivalence(found, 0.4)
     assert (made.low, made.high) == found.interval(0.9)
@@ -108,7 +108,7 @@ def test_equivalence_equals_scipy_on_both_sides():
         equivalence(found, 0.0)
 
 
-def test_diverged_shares_have_exact_intervals():
+def test_share_of_diverged_runs_has_exact_confidence_interval():
     """0 of 10: upper end 1 - 0.025^(1/10); 1 of 3: 0.8% to 90.6%, from printed tables."""
     assert Share(0, 10).interval == (0, pytest.approx(1 - 0.025**0.1))
     assert Share(10, 10).interval == (pytest.approx(0.025**0.1), 1)
@@ -119,7 +119,7 @@ def test_diverged_shares_have_exact_intervals():
     assert not diverged_more(Share(1, 3), Share(1, 3))
 
 
-def test_wilson_intervals_are_in_range_and_have_nominal_coverage():
+def test_wilson_interval_is_within_0_and_1_and_has_95_percent_mean_coverage():
     """The mean coverage over p is 95%; the coverage at one p can be lower (Brown et al., 2001)."""
     for n in (1, 5, 20, 50):
         intervals = [wilson(k / n, n) for k in range(n + 1)]
@@ -137,7 +137,7 @@ def test_wilson_intervals_are_in_range_and_have_nominal_coverage():
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=5), st.booleans())
-def test_limited_interval_is_in_range_and_contains_mean(shares, gap):
+def test_confidence_interval_limited_to_possible_values_contains_mean(shares, gap):
     values = [2 * x - 1 for x in shares] if gap else shares
     found = estimate(values).within(-1.0 if gap else 0.0, 1.0)
     assert (-1 if gap else 0) <= found.low <= found.mean <= found.high <= 1
@@ -166,13 +166,13 @@ def test_gap_that_favours_arm_with_more_diverged_runs_has_p_1():
     assert both.p == both.paired.p
 
 
-def test_arm_with_only_diverged_runs_has_share_and_no_gap():
+def test_arm_with_only_diverged_runs_has_p_value_of_divergence_and_no_gap():
     found = compare_arms({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
     assert found.paired is found.welch is found.correlation is found.p is None
     assert found.p_diverged == pytest.approx(0.1)
 
 
-def test_seed_spread_is_pooled_over_arms():
+def test_standard_deviation_between_seeds_is_pooled_over_arms():
     found = pooled([by_seed([1.0, 3.0]), by_seed([1.0, 2.0, 3.0]), {0: 9.0}])
     assert found == SeedSpread(pytest.approx(math.sqrt(4 / 3)), 3)
     assert pooled([{0: 1.0}]) is None
@@ -181,7 +181,7 @@ def test_seed_spread_is_pooled_over_arms():
     assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
 
 
-def test_spread_of_pairs_equals_paired_differences():
+def test_standard_deviation_of_pairs_equals_paired_differences():
     own, base = by_seed(OWN), by_seed(BASE)
     found = pairs([own, base])
     assert found.differences.sd == pytest.approx(np.subtract(OWN, BASE).std(ddof=1))
@@ -195,7 +195,7 @@ def test_spread_of_pairs_equals_paired_differences():
 # Documents and seeds
 
 
-def test_bootstrap_is_unbiased_and_withheld_for_few_seeds_or_documents():
+def test_bootstrap_gap_is_unbiased_and_hidden_with_few_seeds_or_documents():
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 100, 40)
     gaps = rng.normal(0.1, 0.02, (LEAST_SEEDS, 40)) * tokens
@@ -258,7 +258,7 @@ def excess_events(own, base):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 5), (4, 4)])
-def test_log_rank_p_equals_enumeration_of_labels(sizes):
+def test_log_rank_p_value_equals_enumeration_of_all_labels(sizes):
     rng = np.random.default_rng(0)
     for _ in range(10):
         sides = [
@@ -274,7 +274,7 @@ def test_log_rank_p_equals_enumeration_of_labels(sizes):
         )
 
 
-def test_log_rank_p_agrees_with_scipy():
+def test_log_rank_p_value_agrees_with_scipy():
     rng = np.random.default_rng(1)
     own, base = (Times((rng.permutation(9) + 1.0).tolist(), [True] * 9) for _ in range(2))
     sides = [[*zip(side.tokens, side.reached, strict=True)] for side in (own, base)]
@@ -283,7 +283,7 @@ def test_log_rank_p_agrees_with_scipy():
     assert log_rank(own, base) == pytest.approx(found.pvalue, abs=0.02)
 
 
-def test_permutation_tests_enumerate_or_draw_assignments():
+def test_permutation_tests_enumerate_few_or_draw_many_permutations():
     rng = np.random.default_rng(2)
     own, base = rng.normal(0.5, 1, 5), rng.normal(0, 1, 4)
     assert label(own, base) == pytest.approx(
@@ -305,7 +305,7 @@ def test_permutation_tests_enumerate_or_draw_assignments():
     )
 
 
-def test_median_of_times_equals_kaplan_meier():
+def test_median_tokens_to_target_loss_equals_kaplan_meier_estimate():
     assert Times([3, 1, 2], [True, True, True]).median == 2
     assert Times([1, 2, 3, 4], [True, False, True, True]).median == 3
     assert Times([1, 9, 9], [True, False, False]).median is None
@@ -329,7 +329,7 @@ T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
         (list(range(10)), 4.5, math.sqrt(82.5 / 9)),
     ],
 )
-def test_interval_is_mean_plus_minus_t_times_standard_error(values, mean, deviation):
+def test_confidence_interval_of_mean_is_t_times_standard_error(values, mean, deviation):
     found = estimate(values)
     half = T_TABLE[len(values)] * deviation / math.sqrt(len(values))
     assert found.mean == pytest.approx(mean)
@@ -338,14 +338,14 @@ def test_interval_is_mean_plus_minus_t_times_standard_error(values, mean, deviat
     assert found.mean - found.low == pytest.approx(half, rel=2e-4)
 
 
-def test_single_value_has_no_interval_and_equal_values_have_point_interval():
+def test_estimate_of_single_seed_has_no_confidence_interval():
     assert estimate([4.5]) == Estimate(4.5, None, None, 1)
     assert estimate([4.5, 4.5, 4.5]) == Estimate(4.5, 4.5, 4.5, 3)
     with pytest.raises(ValueError, match="at least one"):
         estimate([])
 
 
-def test_paired_gap_uses_common_seeds():
+def test_paired_gap_uses_only_seeds_of_both_arms():
     own = {(0, 0): 4.0, (1, 1): 5.0, (2, 2): 100.0}
     base = {(9, 9): -100.0, (1, 1): 5.5, (0, 0): 4.3}
     found = paired(own, base)

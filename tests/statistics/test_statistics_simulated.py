@@ -52,7 +52,7 @@ def within_chance(found, expected, draws):
 
 
 @pytest.mark.parametrize("seeds", slow_but([5], [3, 5, 8]))
-def test_paired_and_welch_intervals_cover_95_of_100(seeds):
+def test_paired_and_welch_confidence_intervals_cover_true_gap_in_95_percent(seeds):
     for test, correlation in ((paired, 0.6), (welch, 0.0)):
         found = [test(*both) for both in arms(seeds, correlation=correlation)]
         assert 0.93 <= rate(each.low <= GAP <= each.high for each in found) <= 0.97
@@ -61,7 +61,9 @@ def test_paired_and_welch_intervals_cover_95_of_100(seeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 @pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
-def test_intervals_cover_95_of_100_at_any_correlation_and_ratio(seeds, correlation, ratio):
+def test_gap_intervals_cover_95_percent_at_any_seed_correlation_and_sd_ratio(
+    seeds, correlation, ratio
+):
     both = list(arms(seeds, 6000, correlation, ratio=ratio))
     tests = [paired, welch] if correlation == 0 else [paired]
     for test in tests:
@@ -70,7 +72,7 @@ def test_intervals_cover_95_of_100_at_any_correlation_and_ratio(seeds, correlati
 
 
 @pytest.mark.parametrize("seeds", slow_but([3], [3, 5, 8]))
-def test_planted_gap_of_2_sd_is_found_at_predicted_power(seeds):
+def test_simulated_gap_of_2_sd_is_found_with_predicted_power(seeds):
     both = list(arms(seeds, gap=2 * SD))
     found = rate(welch(*each).p < 0.05 for each in both)
     assert within_chance(found, welch_power(2 * SD, SD, seeds), DRAWS)
@@ -94,12 +96,12 @@ def student_power(gap: float, sd: float, seeds: int) -> float:
         (0.008, 0.010, 8, 0.64), (0.008, 0.010, 12, 0.83),
     ],
 )  # fmt: skip
-def test_student_power_equals_published_table(sd, gap, seeds, power):
+def test_power_of_students_t_test_equals_published_table(sd, gap, seeds, power):
     assert student_power(gap, sd, seeds) == pytest.approx(power, abs=0.005)
     assert welch_power(gap, sd, seeds) <= student_power(gap, sd, seeds)
 
 
-def test_documented_powers_and_smallest_p_are_current():
+def test_documented_tables_of_power_and_smallest_p_value_equal_code():
     text = PAGE.read_text() + PAGE.with_name("power.md").read_text()
     rows = re.findall(r"^\| ([\d.]+)[^|]* \| (0.*) \| (\d+) seeds \|$", text, re.M)
     assert len(rows) == 4
@@ -117,7 +119,7 @@ def test_documented_powers_and_smallest_p_are_current():
         assert f"| {unit} | {smallest} |" in text
 
 
-def test_least_seeds_are_smallest_number_with_power():
+def test_least_seeds_returns_smallest_number_with_wanted_power():
     for gap in (0.005, 0.02, 0.1):
         n = least_seeds(lambda seeds, gap=gap: welch_power(gap, SD, seeds), 0.8)
         assert welch_power(gap, SD, n) >= 0.8
@@ -125,7 +127,7 @@ def test_least_seeds_are_smallest_number_with_power():
     assert least_seeds(lambda _: 0.1, 0.8) is None
 
 
-def test_power_rises_with_gap_and_seeds():
+def test_power_of_t_tests_rises_with_gap_and_seeds():
     for test in (welch_power, paired_power):
         for sides in (1, 2):
             table = np.array(
@@ -141,7 +143,7 @@ def test_power_rises_with_gap_and_seeds():
     assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
 
 
-def test_holm_limits_false_gaps_to_5_percent_of_families():
+def test_holm_correction_limits_false_gaps_to_5_percent_of_test_families():
     """Eight equal arms are compared with the same base, so their gaps are correlated."""
     rng, draws = np.random.default_rng(0), 400
     false = 0
@@ -153,7 +155,7 @@ def test_holm_limits_false_gaps_to_5_percent_of_families():
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
-def test_false_equivalence_at_margin_is_limited_to_5_percent(seeds):
+def test_equivalence_at_true_gap_of_margin_is_shown_in_at_most_5_percent(seeds):
     both = list(arms(seeds, gap=0.04))
     wrong = rate(equivalence(welch(*each), 0.04).p < 0.05 for each in both)
     assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / DRAWS)

@@ -48,7 +48,7 @@ def share_of_pilots_asking_for_less(power, upper, less):
         (lambda sd, n: paired_power(1.0, sd, n), 0.5, 0.16, 0.04),
     ],
 )
-def test_pilot_of_three_seeds_recommends_too_few_seeds_at_predicted_rate(
+def test_pilot_with_4_degrees_of_freedom_recommends_too_few_seeds_as_predicted(
     power, less, by_sd, by_upper
 ):
     pilot = SeedSpread(1.0, 4)
@@ -61,7 +61,7 @@ def test_pilot_of_three_seeds_recommends_too_few_seeds_at_predicted_rate(
 
 @pytest.mark.parametrize("df", [1, 4, 10])
 @pytest.mark.parametrize("unit", [1e-9, 1.0, 1e9])
-def test_upper_limit_recommends_too_few_seeds_in_at_most_a_fifth_of_pilots(df, unit):
+def test_upper_limit_of_sd_recommends_too_few_seeds_in_at_most_20_percent_of_pilots(df, unit):
     """Small gaps have the largest share, because their numbers of seeds are nearly continuous."""
     shares = []
     for gap in (0.1, 0.7, 1.3, 2.0, 3.0):
@@ -76,14 +76,14 @@ def test_upper_limit_recommends_too_few_seeds_in_at_most_a_fifth_of_pilots(df, u
     assert min(shares) >= 0
 
 
-def test_chance_of_less_without_possible_seeds_returns_none():
+def test_chance_of_less_returns_none_if_power_is_unreachable():
     assert chance_of_less(lambda sd, n: 0.06, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) is None
     assert chance_of_less(lambda sd, n: 0.99, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) == 0
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
 @pytest.mark.parametrize("margin", [0.8, 1.2])
-def test_equivalence_of_equal_arms_is_shown_at_predicted_power(seeds, margin):
+def test_equivalence_of_equal_arms_is_shown_with_predicted_power(seeds, margin):
     rng = np.random.default_rng([seeds, int(10 * margin)])
     for test, predicted in (
         (paired, paired_equivalence_power(margin, math.sqrt(2), seeds)),
@@ -103,11 +103,11 @@ def test_equivalence_of_equal_arms_is_shown_at_predicted_power(seeds, margin):
         ("paired", 1, 1, 2, 1.0), ("paired", 0, 0, 2, 1.0), ("welch", 1000, 1000, 1, 1 / 20_001),
     ],
 )  # fmt: skip
-def test_smallest_p_is_inverse_number_of_assignments(test, own, base, sides, expected):
+def test_smallest_p_value_is_inverse_number_of_permutations(test, own, base, sides, expected):
     assert smallest_p(test, own, base, sides) == pytest.approx(expected)
 
 
-def test_clearest_results_have_smallest_p():
+def test_permutation_test_of_clearest_result_gives_smallest_p_value():
     early, late = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0, 7.0])
     assert sign_flip(late) == smallest_p("paired", 4, 4)
     assert label(late, early) == smallest_p("welch", 4, 3)
@@ -115,7 +115,7 @@ def test_clearest_results_have_smallest_p():
     assert log_rank(own, base) == smallest_p("log_rank", 3, 4)
 
 
-def test_seeds_for_p_are_smallest_number_below_alpha():
+def test_seeds_for_p_returns_fewest_seeds_with_smallest_p_value_below_alpha():
     for test, tests, sides in itertools.product(("paired", "welch", "log_rank"), (1, 4), (1, 2)):
         n = seeds_for_p(test, 0.05, tests, sides)
         assert smallest_p(test, n, n, sides) * tests < 0.05

@@ -29,7 +29,7 @@ def planted(seeds, slope=SLOPE, noise=0.0, correlation=0.0, rng=None, x=TOKENS):
 
 @pytest.mark.parametrize("test", [paired, welch])
 @pytest.mark.parametrize("slope", [0.004, -0.02, 0.0])
-def test_planted_slope_is_found_exactly(test, slope):
+def test_gap_trend_without_noise_recovers_slope_exactly(test, slope):
     found = gap_trend(TOKENS, *planted(3, slope), test)
     assert found.slope.mean == pytest.approx(slope, abs=1e-13)
     assert found.start == pytest.approx(-0.03)
@@ -37,7 +37,7 @@ def test_planted_slope_is_found_exactly(test, slope):
     assert (found.points, found.first, found.last, found.slope.seeds) == (10, 1e5, 1e6, 3)
 
 
-def test_slope_is_independent_of_unit_of_x():
+def test_gap_trend_slope_does_not_depend_on_unit_of_x():
     curves = planted(4, noise=0.01)
     one = gap_trend(TOKENS, *curves, paired).slope
     for unit in (1e-6, 2.0, 12_345.678):
@@ -45,7 +45,7 @@ def test_slope_is_independent_of_unit_of_x():
         assert (other.mean, other.error) == pytest.approx((one.mean, one.error), rel=1e-9)
 
 
-def test_slope_on_uneven_points_equals_numpy():
+def test_line_fit_over_uneven_x_equals_numpy_polyfit():
     rng = np.random.default_rng(1)
     x = np.sort(rng.uniform(1e3, 1e9, 7))
     y = rng.normal(size=7)
@@ -56,7 +56,7 @@ def test_slope_on_uneven_points_equals_numpy():
     assert (found.start, found.end) == pytest.approx(tuple(ends))
 
 
-def test_single_seed_has_slope_without_interval_and_equal_seeds_have_p_1():
+def test_gap_trend_of_single_seed_has_slope_without_confidence_interval():
     alone = gap_trend(TOKENS, *planted(1), paired).slope
     assert alone.mean == pytest.approx(SLOPE)
     assert alone.interval() is alone.p is alone.p_below() is None
@@ -66,12 +66,12 @@ def test_single_seed_has_slope_without_interval_and_equal_seeds_have_p_1():
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], [1.0, 2.0, 2.0], [0.0, 1.0, 2.0]])
-def test_fit_of_two_points_or_x_of_zero_is_refused(x):
+def test_line_fit_with_two_different_x_or_x_of_zero_is_refused(x):
     with pytest.raises(ValueError, match="at least 3 different x"):
         fit_line(np.array(x), np.zeros(len(x)))
 
 
-def test_trend_uses_common_finite_points_after_a_tenth_of_training():
+def test_common_points_are_finite_in_all_curves_and_after_a_tenth_of_training():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
     x, (first, second) = common_points([(every, hole), (every[::2], 2.0 * every[::2])], WINDOW)
@@ -85,7 +85,7 @@ def test_trend_uses_common_finite_points_after_a_tenth_of_training():
 @pytest.mark.slow
 @pytest.mark.parametrize("test", [paired, welch])
 @pytest.mark.parametrize(("seeds", "correlation"), [(3, 0.9), (5, 0.0), (5, 0.9), (8, 0.9)])
-def test_slope_intervals_cover_95_of_100_under_autocorrelated_noise(test, seeds, correlation):
+def test_gap_slope_intervals_cover_95_percent_under_autocorrelated_noise(test, seeds, correlation):
     rng = np.random.default_rng([seeds, int(10 * correlation)])
     hits = [
         found.low <= SLOPE <= found.high
@@ -96,7 +96,7 @@ def test_slope_intervals_cover_95_of_100_under_autocorrelated_noise(test, seeds,
     assert 0.93 <= sum(hits) / DRAWS <= 0.97
 
 
-def test_p_above_and_below_find_sign_of_slope():
+def test_one_sided_p_values_of_gap_slope_find_sign():
     rising = gap_trend(TOKENS, *planted(5, 0.01, 0.005), paired).slope
     assert rising.p_above() < 0.01 < 0.99 < rising.p_below()
     assert rising.p == pytest.approx(2 * rising.p_above())
