@@ -52,7 +52,7 @@ def plugins_argument() -> Any:
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """Shared arguments of all commands that open a run."""
+    """Base class with the arguments of every command that opens a run: run= and plugins=."""
 
     run: str = argument("run directory", path=True)
     plugins: str = plugins_argument()
@@ -138,7 +138,7 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
 
 
 def write_out(out: str | Path, content: str | bytes) -> None:
-    """Write the file named by the argument `out`; raises ConfigError on failure."""
+    """Write a file to the path `out`; raises ConfigError, which begins with out=, on failure."""
     try:
         replace_file(Path(out), content)
     except OSError as error:

@@ -107,7 +107,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Describe the number of visible keys in the FLOPs; "" unless document masks are on."""
+    """Describe how many keys a query sees in the FLOP count; "" unless document masks are on."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:

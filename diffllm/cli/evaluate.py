@@ -115,7 +115,7 @@ def without_empty(table: Table) -> Table:
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
-    """Print a table per unit: scores by variant or other row, with gaps to the baseline.
+    """Print scores by variant or other row, with gaps to the baseline, as one table per unit.
 
     Args:
         runs: run directories.

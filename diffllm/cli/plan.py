@@ -28,7 +28,7 @@ class PlanArguments(Cluster):
 
 
 def plan_command(argv: list[str]) -> None:
-    """Print each part of the plan when the part is ready, or the whole plan as JSON at the end."""
+    """Print the estimated memory, speed and fit of a planned run, or JSON with --json."""
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
     if not args.json:

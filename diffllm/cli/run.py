@@ -44,8 +44,8 @@ def train(cfg: TrainConfig) -> dict[str, Any]:
 
     Returns:
         The content of summary.json: "heldout_loss", "heldout_bits_per_byte", "train_loss", "steps",
-            "diverged", "sample" and others. A finished run returns the stored summary. After
-            divergence, None replaces losses that are not finite.
+        "diverged", "sample" and others. A finished run returns the stored summary. After
+        divergence, None replaces losses that are not finite.
 
     Raises:
         UserError: an error outside the code, such as an invalid config.

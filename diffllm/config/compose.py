@@ -177,10 +177,10 @@ OmegaConf.register_new_resolver(
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Set to null the YAML's max_tokens and epochs if the overrides set another length of the run.
+    """Remove the run length in a YAML, max_tokens or epochs, if an override sets another length.
 
-    The keys steps, max_tokens and epochs are such lengths. Raises ConfigError if two of them are
-    set.
+    The keys steps, max_tokens and epochs set the length. Raises ConfigError if the overrides or the
+    YAML set two of them.
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
@@ -194,8 +194,8 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
 def steps_to_train(cfg: TrainConfig) -> int:
     """Convert max_tokens or epochs of a config to a number of optimizer steps.
 
-    epochs prepares the corpus to know its number of sequences. Raises ConfigError if the result is
-    less than one step.
+    For epochs, prepare the corpus to count its sequences. Raises ConfigError if the result is less
+    than one step.
     """
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)

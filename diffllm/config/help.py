@@ -105,7 +105,7 @@ def rows(pairs: Any) -> str:
 
 
 def choices() -> dict[str, dict[str, str]]:
-    """Map each config group to {name of a YAML: first sentence of the comment at its top}."""
+    """Map config group and YAML name to the first sentence of its top comment."""
     return {
         group: {
             name: first_sentence(yaml_comment(group, name)).rstrip(".:")
@@ -116,7 +116,7 @@ def choices() -> dict[str, dict[str, str]]:
 
 
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
-    """Iterate over the nested dataclasses of a composed config, outer dataclasses first.
+    """Yield the keys of a composed config, one KeySection per dataclass, outer dataclasses first.
 
     Args:
         name: dotted key of `cfg`; "" for the whole config.

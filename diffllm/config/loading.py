@@ -49,10 +49,10 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
     """Convert and validate a composed config; compute its number of steps and its matched width.
 
     max_tokens or epochs determine the steps. match_params_to or match_flops_to determine the width.
-    Raises ConfigError.
+    Raises ConfigError for an invalid value or an impossible match.
 
     Args:
-        words: overrides of the composed config; only they may name plugins.
+        words: overrides of the composed config; a YAML must not add plugins to them.
     """
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:

@@ -38,7 +38,7 @@ OF_A_RUN = (
 class Origin:
     """A trained model that provides the initial weights of a run.
 
-    It is a run of diffllm, or a model directory of transformers.
+    The model is a run of diffllm, or a model directory of transformers.
     """
 
     path: Path
@@ -55,10 +55,10 @@ class Origin:
 
     @cached_property
     def attention(self) -> str:
-        """Name of the attention YAML of a run.
+        """Name of the attention YAML of the model.
 
-        For other models, the YAML with equal values, or the variant's base YAML if no values are
-        equal.
+        For a model directory, this is the first YAML with equal values, or the base YAML of the
+        variant if no YAML has equal values.
         """
         if self.chosen:
             return self.chosen
@@ -92,7 +92,7 @@ class Origin:
 
 
 def origin_of(path: Path) -> Origin:
-    """Read the model at PATH of `resume=weights:PATH`; raises CheckpointError otherwise."""
+    """Read the model of `resume=weights:PATH`; raises CheckpointError if `path` has no model."""
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)

@@ -89,7 +89,7 @@ def check_choice(word: str, name: str, options: list[str]) -> None:
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
-    """Raise ConfigError for an override that Hydra accepts and a run does not.
+    """Raise ConfigError for an override that Hydra would accept but a run does not allow.
 
     Args:
         choices: function that lists the names of a config group.
@@ -114,7 +114,7 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
 
 
 def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Raise ConfigError if the value of a boolean key is a number other than 0 and 1."""
+    """Raise ConfigError if an override sets a boolean key to a number other than 0 and 1."""
     for override in overrides:
         value = override.value()
         # OmegaConf converts any integer to a boolean without an error.
@@ -198,7 +198,7 @@ def explain(error: Exception, words: list[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's text on one line, without internals of Hydra and OmegaConf."""
+    """Return the message of an exception on one line, without internals of Hydra and OmegaConf."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     internal = (
         "object_type=", "reference_type=", "full_key:", "See https://hydra.cc", "Config search",

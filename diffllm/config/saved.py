@@ -136,9 +136,9 @@ def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise UserError for an unregistered attention class or text source.
+    """Raise UserError if a saved config needs an attention class or text source that is missing.
 
-    The message names the plugins; only a user may decide to import them.
+    The message names the plugins to import; only a user may decide to import them.
 
     Args:
         saved: content of config.yaml.

@@ -201,7 +201,10 @@ class TrainConfig:
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """Return (sequences per forward pass, forward passes per step) of one rank."""
+        """Return the sequences per forward pass and the forward passes per step of one rank.
+
+        Raises ConfigError if world_size or micro_batch_size does not divide the batch.
+        """
         batch = self.global_batch_size
         if batch % world_size:
             raise ConfigError(f"global_batch_size={batch} must be a multiple of {world_size} ranks")

@@ -257,14 +257,14 @@ def holder(path: Path) -> str:
 
 
 def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
-    """Create and lock a directory until this process ends; return the lock.
+    """Create and lock a directory until this process ends; return its lock.
 
     If another process holds the lock, wait if `wait` is true, otherwise raise InUseError. Raises
     ConfigError if the directory cannot be written.
 
     Args:
         kind: name of the directory in messages, such as "run directory".
-        instead: key that the error message suggests to change, such as "run.dir=...".
+        instead: setting that the error message suggests to change, such as "run.dir=...".
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -435,6 +435,6 @@ def sync(path: Path) -> None:
 
 
 def fresh(path: Path) -> Path:
-    """Return `path` if it does not exist, otherwise the first missing path with a number."""
+    """Return `path` if nothing exists there, otherwise the first unused `path`-2, `path`-3, ..."""
     names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
     return next(p for name in names if not os.path.lexists(p := path.with_name(name)))

@@ -38,7 +38,7 @@ APART = "  "
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table."""
+    """One cell of a table: a text, and optionally a number, small print, a warning and an icon."""
 
     text: str = ""
     value: Any = None
@@ -68,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A table column: header, unit, and one cell per row."""
+    """A table column: title, unit, and one cell per row; `left` aligns the cells left."""
 
     title: str
     cells: Sequence[Cell]

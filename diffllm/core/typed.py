@@ -15,7 +15,10 @@ TYPES = {str: "text", float: "a number", int: "a whole number", bool: "true or f
 
 
 def read_typed(file: Path, cls: type[T], follow: bool = False) -> T:
-    """Read a JSON file as a dataclass, ignoring unknown keys; raises OSError or ValueError."""
+    """Read a JSON file as the dataclass `cls`, ignoring unknown keys.
+
+    Follow a link only if `follow` is true. Raises OSError, or ValueError for invalid content.
+    """
     content = read_json(file, follow=follow)
     try:
         return made(cls, content)

@@ -140,7 +140,11 @@ class Display:
             self.print(f"{line}  ETA {duration(eta_s)}")
 
     def evaluate(self, done: int, total: int) -> None:
-        """Show the progress of a held-out evaluation: in the bar, or in a line every `SAY_S` s."""
+        """Show the progress of a held-out evaluation: in the bar, or in a line every `SAY_S` s.
+
+        Args:
+            done, total: numbers of tokens.
+        """
         now = time.monotonic()
         began, said = self.evaluating = self.evaluating or (now, now)
         text = f"held-out loss: {done:,} of {total:,} tokens"

@@ -33,7 +33,7 @@ LARGEST = 1e40
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; None if the run has not completed all steps."""
+    """Read a run's summary.json; None if the run is not complete or has diverged."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 

@@ -124,7 +124,7 @@ class MetricsFile:
 
 
 class Sinks(NamedTuple):
-    """The metrics file, wandb run and event files that rank 0 writes to."""
+    """Destinations of metrics on rank 0: metrics.jsonl, a wandb run and TensorBoard files."""
 
     file: MetricsFile
     wandb: WandbRun
