@@ -43,7 +43,7 @@ def anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_row_of_guarantees_page_names_existing_test_files():
+def test_every_row_of_guarantees_page_names_existing_test_files():
     """The second test of a row may be in the directory of the first test."""
     text = (ROOT / "docs" / "guarantees.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]

@@ -34,14 +34,16 @@ def test_parse_accepts_flag_with_dashes_or_equals_sign(word):
     assert parse(Composing, [word, "gpus=2"], "") == Composing(2, json=True)
 
 
-def test_parse_collects_words_without_key_and_existing_directories_in_a_list(tmp_path, monkeypatch):
+def test_parse_collects_positional_arguments_and_existing_directories_in_a_list(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     words = ["a", "run=b", "lr=1", "out/c=d*", "lambda=0.5", "--dry-run"]
     assert parse(Plain, words, "") == Plain(["a", "b", "lr=1", "out/c=d*"], 0.5, dry_run=True)
 
 
-def test_parse_collects_unknown_words_as_overrides_in_order():
+def test_parse_collects_unknown_arguments_as_overrides_in_order():
     words = ["model=tiny", "gpus=2", "--compare", "a,b", "--compare=c", "~x", "--other", "seed=0"]
     expected = Composing(2, False, ["a,b", "c"], ["model=tiny", "~x", "--other", "seed=0"])
     assert parse(Composing, words, "") == expected
@@ -57,7 +59,7 @@ def test_parse_collects_unknown_words_as_overrides_in_order():
         (["lambda=2"], "lambda=2.0 must be at most 1"),
     ],
 )
-def test_error_for_unknown_argument_or_wrong_value_names_argument(words, message):
+def test_parse_error_for_unknown_argument_or_wrong_type_names_argument(words, message):
     with pytest.raises(ConfigError) as caught:
         parse(Plain, words, "")
     assert str(caught.value).startswith(message)

@@ -60,7 +60,7 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameter_and_flop_counts_equal_values_from_equations(size, variant):
+def test_parameter_and_flop_counts_equal_results_of_written_equations(size, variant):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -244,7 +244,7 @@ def printed(capsys, *words):
     return out
 
 
-def test_count_compare_prints_counts_and_differences_or_equals_sign(capsys):
+def test_count_compare_prints_differences_between_variants_or_equals_sign(capsys):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 

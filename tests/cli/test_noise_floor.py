@@ -73,7 +73,7 @@ def optimum(noise1, noise2, signal):
 
 @pytest.mark.parametrize("signal", [0.5, 2.0, 9.0])
 @pytest.mark.parametrize("lam", [0.0, 0.35, 0.8, 1.0])
-def test_signal_weight_and_snr_equal_computation_from_full_attention_maps(signal, lam):
+def test_attention_weight_and_snr_of_signal_equal_direct_computation(signal, lam):
     expected = explicit(NOISE1, NOISE2, signal, lam)
     assert library(NOISE1, NOISE2, signal, lam) == pytest.approx(expected, rel=1e-10)
 

@@ -62,7 +62,7 @@ def line_above_bar(screen: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("show", [rich_line, line_above_bar])
-def test_rich_console_escapes_control_characters_and_markup(show):
+def test_rich_console_escapes_control_characters_of_untrusted_text(show):
     screen = io.StringIO()
     show(screen)
     assert not acted_on(OWN.sub("", screen.getvalue()))

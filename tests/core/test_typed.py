@@ -49,7 +49,7 @@ def test_made_converts_nested_mappings_to_dataclasses_with_defaults():
         ({"done": 1}, "done=1 must be true or false"),
     ],
 )
-def test_error_of_made_names_key_value_and_allowed_type(change, message):
+def test_made_with_wrong_type_raises_error_with_key_and_allowed_type(change, message):
     with pytest.raises(ValueError, match=message):
         made(Outer, {**GOOD, **change})
 
@@ -73,7 +73,7 @@ def test_made_with_any_plain_content_returns_dataclass_or_raises_value_error(con
     assert all(isinstance(part, Inner) for part in [*found.parts, *found.by_name.values()])
 
 
-def test_error_of_read_typed_names_key_with_wrong_type(tmp_path):
+def test_read_typed_with_wrong_type_raises_error_with_key(tmp_path):
     file = tmp_path / "record.json"
     file.write_text(json.dumps({**GOOD, "loss": "x"}))
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):

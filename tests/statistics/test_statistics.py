@@ -44,7 +44,7 @@ def test_paired_and_welch_t_tests_equal_scipy():
     assert (other.seeds, other.base_seeds) == (4, 5)
 
 
-def test_t_test_of_losses_without_variance_over_seeds_has_p_1():
+def test_t_test_of_gap_without_variance_over_seeds_has_p_value_1():
     for own in ([3.8, 4.0], [3.8, 4.0, 4.1]):
         base = [x + 0.2 for x in own]
         found = paired(by_seed(own), by_seed(base))
@@ -145,7 +145,7 @@ def test_confidence_interval_limited_to_possible_values_contains_mean(shares, ga
     assert found.all_equal or len({*values}) > 1
 
 
-def test_gap_that_favours_arm_with_more_diverged_runs_has_p_1():
+def test_gap_that_favours_arm_with_more_diverged_runs_has_p_value_1():
     base = by_seed([4.0, 4.1, 4.2, 4.15])
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
     found = compare_arms(better, base)
@@ -216,7 +216,7 @@ def test_bootstrap_gap_is_unbiased_and_hidden_with_few_seeds_or_documents():
     assert withheld(LEAST_SEEDS, LEAST_DOCUMENTS) == ""
 
 
-def test_bootstrap_interval_includes_variance_of_documents():
+def test_bootstrap_confidence_interval_includes_variance_between_documents():
     """If gaps vary between documents, the interval is as wide as predicted by theory."""
     rng = np.random.default_rng(0)
     tokens = np.full(200, 50)
