@@ -1,4 +1,4 @@
-"""The config of the ``data`` group."""
+"""Config of the `data` group: text sources, mixtures, tokenizer, packing and data loading."""
 
 import re
 from dataclasses import dataclass, field, fields, replace
@@ -93,8 +93,11 @@ class TextConfig:
     """Branch, tag or commit of the hub dataset; null: the newest commit at first use."""
 
     def check_source(self, where: str) -> None:
-        """Raise ConfigError for missing keys and for keys that the source does not read; messages
-        prefix keys with `where`."""
+        """Raise ConfigError for an unknown source, a missing key, or a key that the source does not
+        read.
+
+        In messages, `where` precedes the keys, for example "data.sources.web.".
+        """
         if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
             raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
         if self.prompt_column == self.text_column:
@@ -180,7 +183,7 @@ class DataConfig(TextConfig):
         return replace(self, **text, sources={}, curriculum=[])
 
     def validate(self) -> None:
-        """Raise ConfigError for values that no corpus can satisfy."""
+        """Raise ConfigError for values that are invalid for every corpus."""
         check_bounds("data.", self)
         self.check_source("data.")
         if self.source == MIXTURE:
@@ -189,7 +192,10 @@ class DataConfig(TextConfig):
             raise ConfigError("data.curriculum needs a mixture: data.sources={...}")
 
     def check_current(self) -> None:
-        """Raise ConfigError for settings that only configs of older versions may contain."""
+        """Raise ConfigError for settings of older versions that a new run cannot use.
+
+        This base implementation accepts all settings.
+        """
 
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))

@@ -1,6 +1,6 @@
-"""Held-out sequences, measured during training, and documents, measured at the end of a run.
+"""Held-out sequences for evaluation during training, held-out documents for the end of a run.
 
-Shapes: n documents, N tokens in total, r sequences of T tokens, b per batch, W ranks.
+Symbols in shapes: n documents, r sequences, T tokens per sequence, b sequences per batch.
 """
 
 import hashlib
@@ -39,7 +39,8 @@ class HeldoutDocuments:
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """Number of predicted tokens (not context) of each document, (n,) int64."""
+        """Number of predicted tokens of each document, (n,) int64; context tokens are not
+        predicted."""
         if not self.stream.masked:
             return self.lengths
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
@@ -47,7 +48,7 @@ class HeldoutDocuments:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Tokens up to the end of each document, (n,) int64."""
+        """End of each document in the concatenation of all n documents, in tokens, (n,) int64."""
         return np.cumsum(self.lengths)
 
     def __len__(self) -> int:
@@ -56,10 +57,12 @@ class HeldoutDocuments:
     def batches(
         self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[OwnedBatch]:
-        """Yield this rank's share of all sequences. Every rank gets the same number of batches, all
-        of one shape; every token is a target once.
+        """Yield this rank's batches of all held-out documents, cut into sequences of `seq_len`.
 
-        The first input is an EOS. The targets of padding and context are -1.
+        A batch is (inputs, targets, document index of each target), (b, T) int64 each. Over all
+        ranks, every token is a target exactly once. Every rank gets the same number of batches, so
+        the last batches may contain padding. Padding and context tokens have target -1. The first
+        input of all is an EOS.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -72,7 +75,7 @@ class HeldoutDocuments:
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
-        """Return the starts of all sequences and the end of the last sequence, (r + 1,) int64."""
+        """Return where sequences begin in the joined documents, and their end, (r + 1,) int64."""
         total = int(self.ends[-1])
         if not self.whole:
             return np.append(np.arange(0, total, seq_len), total)
@@ -84,7 +87,11 @@ class HeldoutDocuments:
         return np.array([*found, total])
 
     def read(self, borders: np.ndarray, rows: np.ndarray, seq_len: int) -> OwnedBatch:
-        """Read the sequences `rows` (b,); rows beyond the last have no targets."""
+        """Read the sequences with indices `rows` (b,) as (inputs, targets, document indices).
+
+        Each result is (b, T) int64. `borders` is the result of the method `borders`. Indices beyond
+        the last sequence give rows of padding, with target -1.
+        """
         inputs, targets, owners = np.full((3, len(rows), seq_len), [[[0]], [[-1]], [[0]]], np.int64)
         for i, row in enumerate(rows.tolist()):
             if row >= len(borders) - 1:
@@ -106,8 +113,12 @@ class HeldoutDocuments:
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of UTF-8 bytes of each document's predicted tokens, and the first 8
-        bytes of the SHA-256 of its whole text: (n,) int64 each, 0 for documents of other ranks."""
+        """Return two arrays (n,) int64: text size and text hash of each held-out document.
+
+        The size is the number of UTF-8 bytes of the predicted tokens. The hash is the first 8 bytes
+        of the SHA-256 of the whole text. Each rank computes every world_size-th document; the
+        entries of all other documents are 0.
+        """
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
         for i in range(rank, len(self), world_size):
@@ -129,11 +140,16 @@ def heldout_documents(
     most: int | None = None,
     whole: bool = False,
 ) -> HeldoutDocuments:
-    """Choose documents of a split with about `tokens` tokens, or at most `most` documents, or all.
+    """Choose held-out documents from `stream`; by default all documents.
 
-    Chosen documents follow places that are spread evenly over the split, independent of document
-    lengths. The choice is deterministic; a larger choice contains every smaller choice. `whole` is
-    a field of `HeldoutDocuments`. Raises ConfigError unless `tokens` and `most` are positive.
+    Documents are chosen at positions spread evenly over the stream, independent of their lengths.
+    The choice is deterministic, and a larger choice contains every smaller choice. Raises
+    ConfigError unless `tokens` and `most` are positive.
+
+    Args:
+        tokens: stop when the chosen documents have this many tokens in total.
+        most: maximum number of documents.
+        whole: if true, a document that fits in one sequence is not cut at evaluation.
     """
     if tokens is not None and not tokens > 0:
         raise ConfigError(f"tokens={tokens} must be positive")
@@ -161,7 +177,10 @@ def heldout_documents(
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the predicted tokens of `heldout_documents`; raises DataError if all are context."""
+    """Count the predicted tokens of the documents that `heldout_documents` chooses.
+
+    Context tokens, such as prompts, are not predicted. Raises DataError if all tokens are context.
+    """
     if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
     else:
@@ -181,12 +200,14 @@ def heldout_batches(
     world_size: int = 1,
     eos_id: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield this rank's share of at most `sequences` sequences spread evenly over `stream`.
+    """Yield this rank's batches of at most `sequences` sequences, spread evenly over `stream`.
 
-    Batches are (inputs, targets), (m, T) int64 with m <= batch_size. Ranks share the sequences
-    without overlap; the last batch may be smaller and a rank may get none. With `eos_id`, documents
-    that fit in a sequence are kept whole. Raises as `sequences_in`, and ConfigError for impossible
-    counts and ranks.
+    A batch is (inputs, targets), (m, T) int64 each, with m <= batch_size and T = seq_len. Ranks
+    share the sequences without overlap; the last batch of a rank may be smaller, and a rank may get
+    no batch. With `eos_id`, documents that fit in a sequence are not cut.
+
+    Raises DataError if the stream is shorter than a sequence, ConfigError for an invalid rank or a
+    count below 1.
     """
     check_counts(least=1, batch_size=batch_size, sequences=sequences)
     check_rank(rank, world_size)

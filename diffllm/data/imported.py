@@ -1,4 +1,4 @@
-"""Token files of other libraries as a corpus, read in place."""
+"""Use token files of other libraries (Megatron, datatrove) as a corpus, without a copy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -33,8 +33,10 @@ from diffllm.data.verified import usable
 
 @dataclass(eq=False)
 class FilesStream:
-    """A range of the tokens of several files; cheap to pickle. Raises DataError for unusable files
-    and for a changed index."""
+    """The tokens [start, stop) of several concatenated token files; cheap to pickle.
+
+    The constructor raises DataError for an unusable file or a changed index file.
+    """
 
     split: str
     paths: Sequence[str]
@@ -68,13 +70,16 @@ class FilesStream:
 
 @dataclass(frozen=True)
 class ImportedData(TokenData):
-    """Files of tokens; `directory` contains tokenizer and manifest."""
+    """A corpus of token files; `directory` contains only the tokenizer and the manifest."""
 
     paths: tuple[str, ...]
     indexes: dict[str, FileFacts]
 
     def split(self, name: str) -> FilesStream:
-        """Open "train" or "heldout"; raises DataError if files have changed."""
+        """Open the tokens of the split `name`, "train" or "heldout".
+
+        Raises DataError if the number of tokens or an index file has changed.
+        """
         manifest = self.manifest
         manifest.split(name)  # raises ConfigError for an unknown name
         train = manifest.splits["train"].tokens
@@ -91,7 +96,11 @@ class ImportedData(TokenData):
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Open the tokens of data.paths, or one directory of diffllm shards; raises DataError."""
+    """Open the token files of data.paths, or a single directory of diffllm shards.
+
+    The first call counts the tokens and stores the counts in `cache_dir`. Raises DataError for
+    missing or unusable files, or without data.tokenizer.
+    """
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())
     if cfg.tokenizer is None:
@@ -126,7 +135,15 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
 def counted(
     paths: Sequence[Path], prints: Sequence[str], tokenizer: Tokenizer, fraction: float, corpus: str
 ) -> Manifest:
-    """Count the tokens and documents of files, and hold out the last documents."""
+    """Return the manifest of token files: counts per split, with the last documents held out.
+
+    Raises DataError if no document begins in the held-out share of the tokens.
+
+    Args:
+        prints: fingerprint of the content of each file.
+        fraction: held-out share of the tokens; a small corpus holds out more.
+        corpus: hash that identifies the corpus.
+    """
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
     length = len(whole)

@@ -1,6 +1,6 @@
-"""Batches of token sequences, in an order that depends only on seed and step.
+"""Training batches of token sequences, in an order that depends only on the seed and the step.
 
-Shapes: T sequence length, m micro batch (sequences per rank and micro-step).
+Symbols in shapes: T tokens per sequence, m sequences per micro-batch.
 """
 
 import atexit
@@ -25,11 +25,12 @@ from diffllm.data.sequences import Batch
 
 
 class TrainLoader:
-    """Yields (inputs, targets), (m, T) int64, endlessly, and resumes at any step.
+    """Infinite iterator over training micro-batches, which can resume at any step.
 
-    Step s reads the global samples [s * G, (s + 1) * G); its micro-step k on rank r reads m samples
-    from s * G + k * W * m + r * m. So the data of a step does not depend on the world size W, the
-    micro batch or the workers.
+    A micro-batch is (inputs, targets), (m, T) int64 each. Step s reads the global samples [s * G,
+    (s + 1) * G), where G is the global batch size. Micro-step k of step s reads m samples from s *
+    G + k * W * m + r * m on, where W is the world size and r the rank. So the data of a step does
+    not depend on the world size, the micro-batch size or the number of loader processes.
     """
 
     def __init__(
@@ -43,8 +44,15 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample; raises ConfigError unless the micro batches of all ranks
-        divide the global batch, and for impossible counts and ranks."""
+        """Start at the first sample; data is read at the first iteration.
+
+        Raises ConfigError for an invalid rank or count, or unless global_batch_size is a multiple
+        of micro_batch_size times world_size.
+
+        Args:
+            num_workers: loader processes; 0 reads in this process.
+            prefetch_factor: micro-batches that each loader process prepares ahead.
+        """
         sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
         check_counts(least=1, **sizes)
         check_counts(least=0, num_workers=num_workers)
@@ -78,7 +86,8 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro batch; raises DataError for unreadable data or a dead worker."""
+        """Return the next micro-batch; raise DataError for unreadable data or a dead loader
+        process."""
         if not self._ahead:
             if self.failed:
                 raise self.failed
@@ -87,7 +96,10 @@ class TrainLoader:
         return self._ahead.popleft()
 
     def read_ahead(self, steps: int) -> DataError | None:
-        """Read ahead up to `steps` steps; return the first error."""
+        """Read micro-batches into a buffer until the buffer contains `steps` steps.
+
+        Returns the first DataError, or None if all reads succeed.
+        """
         begun = time.perf_counter()
         while not self.failed and len(self._ahead) < steps * self._micro_steps:
             try:
@@ -119,8 +131,11 @@ class TrainLoader:
         return self.samples.state(self.sample)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`, independent of world size, micro batch and workers; raises
-        CheckpointError for other samples."""
+        """Resume at `state`, a result of `state_dict`.
+
+        World size, micro-batch size and number of loader processes may differ from the saved run.
+        Raises CheckpointError if `state` belongs to another sample order.
+        """
         self._stop_workers()
         self._start = self.samples.sample_of(state)
         self._consumed = 0
@@ -132,8 +147,11 @@ class TrainLoader:
         atexit.unregister(self.close)
 
     def _started(self) -> Iterator[Any]:
-        """Start the workers and remove torch's SIGCHLD handler, which would raise at any point of
-        the main thread; `_read` detects dead workers."""
+        """Start the loader processes; return the iterator over their batches.
+
+        Restores the previous SIGCHLD handler: torch's handler would raise at any point of the main
+        thread. Instead, `_read` detects dead loader processes.
+        """
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         m = self._micro_batch_size
@@ -169,7 +187,10 @@ class TrainLoader:
 
 
 class _Stacked(Dataset[Tensor | DataError]):
-    """Samples as one tensor (2, m, T), because every tensor is one message between processes."""
+    """Dataset that returns inputs and targets stacked into one tensor (2, m, T).
+
+    Loader processes send every tensor as a separate message, so one tensor needs only one message.
+    """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples

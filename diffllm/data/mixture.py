@@ -1,4 +1,4 @@
-"""The prepared sources of a mixture, with one tokenizer."""
+"""A mixture of prepared sources that share one tokenizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,10 @@ from diffllm.data.tokenizer import Tokenizer
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """Prefix ConfigError and DataError with a source's name; also a decorator."""
+    """In this context, prefix ConfigError and DataError messages with "data.sources.NAME: ".
+
+    The result can also be used as a decorator.
+    """
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -35,8 +38,10 @@ class MixtureData:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Counts of all sources, a hash of their names and corpora, and the mean unigram entropy
-        over held-out tokens."""
+        """Manifest of the mixture: summed counts, and one hash over all source names and corpora.
+
+        The unigram entropy is the mean over the sources, weighted by their held-out tokens.
+        """
         named = {name: data.manifest for name, data in self.sources.items()}
         each = list(named.values())
         entropies = [manifest.heldout_unigram_entropy for manifest in each]
@@ -60,7 +65,8 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError unless all sources are complete, with one tokenizer."""
+        """Raise DataError if prepared files of a source are missing or tokenizers of sources
+        differ."""
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()

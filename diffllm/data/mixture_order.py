@@ -1,10 +1,12 @@
-"""Compute the source of a mixture's sample from the sample number, by weights that may change.
+"""Compute which source of a mixture provides a sample, for weights that may change during a run.
 
-A run is cut into segments of constant weights, a segment into blocks. The samples per source before
-a block are the weights times the samples, rounded by largest remainders. Within a block, sources
-are laid out evenly by the algorithm of R. Tijdeman ("The chairman assignment problem", Discrete
-Mathematics 32, 1980): with K sources, every count is within 1 - 1/(2K - 2) of its share after any
-number of samples. Integer arithmetic only: equal on every platform.
+A run is divided into segments of constant weights, and each segment into blocks. Before a block,
+each source has provided its share of the samples, rounded by largest remainders. Within a block,
+the sources alternate evenly by the algorithm of R. Tijdeman ("The chairman assignment problem",
+Discrete Mathematics 32, 1980): with K sources, after any number of samples, the count of a source
+differs from its share by at most 1 - 1/(2K - 2).
+
+Only integer arithmetic is used, so the order is equal on every platform.
 """
 
 import heapq
@@ -49,14 +51,21 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Count the samples of each source before a block of this segment."""
+        """Return the number of samples of each source before sample `start + samples` of the run.
+
+        Valid only if a block of this segment starts at that sample, or if the segment ends there.
+        """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
 
 
 class MixtureOrder:
-    """The order of sources: a pure function of the sample number. Segments have ascending starts;
-    `before` counts earlier samples of each source."""
+    """Assigns each sample of a mixture to a source; depends only on the sample number.
+
+    Args:
+        segments: (first sample, one weight per source) of each segment, ascending.
+        before: number of samples of each source before the first segment; default 0.
+    """
 
     def __init__(
         self, segments: Sequence[tuple[int, Sequence[float]]], before: Sequence[int] = ()
@@ -70,7 +79,10 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sample (n,), and its number among that source's samples."""
+        """Return the source index of each sample, and the sample's number within that source.
+
+        `samples` (n,) contains sample numbers of the mixture; both results have the same shape.
+        """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
             start, (order, ranks), before = self._at(sample)
@@ -84,7 +96,10 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the sample after which a source would exceed `most` samples, or None."""
+        """Return the sample number at which `source` has provided `most` samples, or None if never.
+
+        The number follows from the weights alone and is rounded down.
+        """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
             weight = segment.weights[source]
@@ -97,7 +112,11 @@ class MixtureOrder:
         return None
 
     def _at(self, sample: int) -> tuple[int, tuple[np.ndarray, np.ndarray], tuple[int, ...]]:
-        """Return the start of a sample's block, the block, and the earlier samples per source."""
+        """Find the block that contains the sample number `sample`.
+
+        Returns the first sample of the block, the result of `block_of`, and the number of samples
+        of each source before the block.
+        """
         number = bisect_right(self._starts, sample) - 1
         segment = self.segments[number]
         size = segment.block
@@ -112,7 +131,11 @@ class MixtureOrder:
 
 @lru_cache(maxsize=8)
 def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source of each place of a block, and its number among that source's samples."""
+    """Order a block that contains `counts[k]` samples of each source k.
+
+    Returns two arrays (sum(counts),): the source index of each sample, and how many earlier samples
+    of the block have the same source.
+    """
     order = laid_out(counts)
     ranks = np.empty(len(order), np.int64)
     for source, count in enumerate(counts):
@@ -121,7 +144,11 @@ def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Round weights to parts of about `WHOLE`; raises ValueError for invalid weights."""
+    """Convert weights to integers with a sum of about `WHOLE`.
+
+    Raises ValueError for a negative weight, a sum of 0, or a positive weight below LEAST_WEIGHT of
+    the sum.
+    """
     exact = [Fraction(weight) for weight in weights]
     if min(exact) < 0 or not (total := sum(exact)):
         raise ValueError(f"weights={list(weights)} must be at least 0, and one above 0")
@@ -135,7 +162,10 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
-    """Distribute samples by weights with largest remainders; ties go to the first sources."""
+    """Return the number of samples per source, in proportion to `weights`; the sum is `samples`.
+
+    Shares are rounded by largest remainders; ties go to the first sources.
+    """
     whole = sum(weights)
     shares = [samples * weight // whole for weight in weights]
     left = samples - sum(shares)
@@ -146,16 +176,19 @@ def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def laid_out(counts: Sequence[int]) -> np.ndarray:
-    """Lay out the samples of each source evenly; return the source of each place, int16.
+    """Spread `counts[k]` samples of each source k evenly over a block.
 
-    The n-th sample of a source with share w may come at place p if w * p - (n - 1) is at least
-    1 / (2K - 2), and must come before 1 - 1 / (2K - 2) is exceeded; the most urgent sample comes.
+    Returns the source index of each place, (sum(counts),) int16. Places p and the samples n of a
+    source count from 1; w is the source's share of the block, K the number of sources. A sample may
+    take place p if w * p - (n - 1) is at least 1 / (2K - 2), and must take a place before this
+    value exceeds 1 - 1 / (2K - 2). Among the allowed samples, the sample with the earliest deadline
+    takes the place.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
 
     def first_place(count: int, n: int, part: int) -> int:
-        """Return the first place at which count * place / size - n is at least part / parts."""
+        """Return the first place p at which count * p / size - n is at least part / parts."""
         return -(-size * (parts * n + part) // (parts * count))
 
     waiting = [(first_place(counts[k], 0, 1), k, 0) for k in used]
@@ -174,8 +207,11 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
 
 
 def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
-    """Return the segments of a run of `samples` samples of `seq_len` tokens. A slope has at most
-    STAIRS steps, each with the weights at its midpoint."""
+    """Return the segments of constant weights for a run of `samples` samples of `seq_len` tokens.
+
+    Linear interpolation between two points of the curriculum becomes at most STAIRS segments; each
+    segment has the interpolated weights at its midpoint.
+    """
     points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
     for point in cfg.curriculum:
         place = round(point.at * samples) if point.at <= 1 else round(point.at / seq_len)
@@ -203,9 +239,15 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """Return the segments from sample `first` on. After `most` samples, the weight of a source goes
-    to the other sources. Raises ConfigError if all sources reach `most` before `last`, the end of
-    the run."""
+    """Return the segments of `plan` from sample `first` on, adapted to the limits `most`.
+
+    When a source reaches its maximum number of samples, its weight goes to the other sources.
+    Raises ConfigError if no source is left before sample `last`, the end of the run.
+
+    Args:
+        before: number of samples of each source before `first`.
+        most: maximum number of samples of each source.
+    """
     plan = from_sample(plan, first)
     spent: set[int] = set()
     while True:
@@ -279,7 +321,7 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless `state` is a valid EpochPlace or MixturePlace, or empty."""
+    """Raise ValueError unless `state` is empty or has valid fields of EpochPlace or MixturePlace."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

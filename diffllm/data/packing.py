@@ -1,14 +1,16 @@
-"""Packing by best fit: whole documents, several per sequence; longer documents are cut.
+"""Pack whole documents into sequences by best fit; cut documents longer than a sequence.
 
-Items go into bins largest first, each into the fullest bin that still has room for it, as in "Fewer
-Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830). All items of one size
-go into all bins of one room at once: the number of steps depends on the distinct sizes and rooms,
-not on the number of items.
+Documents are packed in order of decreasing length, each into the fullest sequence with enough free
+space, as in "Fewer Truncations Improve Language Modeling" (Ding et al., 2024, arXiv 2404.10830).
+All documents of one length are packed at once into all sequences with the same free space: the
+number of steps depends on the number of distinct lengths and free spaces, not on the number of
+documents.
 
-The plan of a split, on disk, maps sequences to pieces of documents. Documents are packed window by
-window, to bound memory; the plan depends only on the tokens and the sequence length.
+The result for a split is stored on disk as a plan, which lists the pieces of documents in each
+sequence. Documents are packed in windows of limited size, to bound memory. The plan depends only on
+the tokens and the sequence length.
 
-Shapes: T sequence length, n sequences, k pieces.
+Symbols in shapes: T tokens per sequence, n sequences, k pieces.
 """
 
 import json
@@ -38,10 +40,14 @@ sequence, then k, (n + 1,)."""
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Pack items of `sizes` (n,), integers from 1 to `capacity`, into bins.
+    """Pack items into bins: largest items first, each into the fullest bin with enough room.
 
-    Ties go to the first item and to the oldest bin. Returns the bin of each item, (n,) int64, and
-    the number of bins, numbered by age.
+    Returns the bin number of each item, (n,) int64, and the number of bins. Bins are numbered in
+    the order of their creation. Ties go to the first item and to the oldest bin.
+
+    Args:
+        sizes: (n,) integers from 1 to `capacity`.
+        capacity: size of an empty bin.
     """
     assert not len(sizes) or (sizes.min() >= 1 and sizes.max() <= capacity)
     bins = np.empty(len(sizes), np.int64)
@@ -77,8 +83,11 @@ class Bins:
         """Bins by room, in arrays that are ascending."""
 
     def take(self, size: int) -> tuple[int, np.ndarray]:
-        """Remove and return the smallest room for `size` and its bins, ascending; room 0 without
-        such a bin."""
+        """Remove and return all bins with the smallest free space that is at least `size`.
+
+        Returns the free space and the bin numbers, ascending; 0 and an empty array if there are
+        none.
+        """
         place = bisect_left(self._rooms, size)
         if place == len(self._rooms):
             return 0, np.empty(0, np.int64)
@@ -86,7 +95,7 @@ class Bins:
         return room, np.sort(np.concatenate(self._bins.pop(room)), kind="stable")
 
     def put(self, room: int, bins: np.ndarray) -> None:
-        """Add `bins`, ascending, which have this room; drop full bins."""
+        """Add bins with the same free space `room`, by ascending bin number; ignore full bins."""
         if not room or not len(bins):
             return
         if room not in self._bins:
@@ -96,9 +105,10 @@ class Bins:
 
 
 def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
-    """Cut the documents of a stream into pieces of at most T tokens, in corpus order.
+    """Cut each document of a stream into pieces of at most `seq_len` tokens, in stream order.
 
-    Yields (3, k) int64 per block: first token, length, and preceding tokens of the document.
+    Yields (3, k) int64 arrays with three values per piece: its first token in the stream, its
+    length, and the number of earlier tokens of its document.
     """
     document = place = 0  # start of the unfinished document, and of its next piece
     for stop, ends in document_ends(stream, eos_id):
@@ -116,7 +126,7 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Join parts (r, any) and cut the result into windows (r, size); the last may be shorter."""
+    """Join arrays (r, any) along axis 1 and yield pieces (r, size); the last may be smaller."""
     held: list[np.ndarray] = []
     for part in parts:
         held.append(part)
@@ -180,7 +190,7 @@ class PlanRecord:
 
 
 def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
-    """Pack the documents of a stream; write the plan into a directory."""
+    """Pack the documents of a stream into sequences; write the packing plan to `directory`."""
     started = time.monotonic()
     to_stderr(f"packing documents into sequences of {seq_len:,} tokens")
     documents = cut = sequences = packed = 0
@@ -218,7 +228,10 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
 
 
 class PackingPlan:
-    """A plan on disk; checksums are compared at the first read."""
+    """A packing plan on disk: the pieces of documents in each sequence.
+
+    The first read verifies the checksums of the files.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -228,7 +241,10 @@ class PackingPlan:
         self.counts, self._files = record.counts, record.files
 
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
-        """Return (first token, length) of each piece of a sequence; raises DataError if damaged."""
+        """Return (first token, length) of each document piece in the sequence with this index.
+
+        Raises DataError if the files of the plan are damaged.
+        """
         starts, lengths, firsts = self._arrays
         here = slice(*firsts[sequence : sequence + 2].tolist())
         return list(zip(starts[here].tolist(), lengths[here].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Progress bars, and messages about waits, on stderr."""
+"""Progress bars, status lines and messages about waiting for a lock, on stderr."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from diffllm.core.printing import to_stderr
 
 @contextmanager
 def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on a terminal and nothing elsewhere; yields `advance(steps)`."""
+    """Show a progress bar if stderr is a terminal; yield a function that advances the bar."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(escape(printable(description)), total=total)
@@ -25,7 +25,10 @@ def track(description: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current stage: in place on a terminal, else on a line."""
+    """Yield a function that shows the name of the current stage on stderr.
+
+    On a terminal, each name replaces the previous name; otherwise each name is a new line.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield to_stderr

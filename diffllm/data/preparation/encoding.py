@@ -1,4 +1,4 @@
-"""Encode one part of a corpus to token shards, with a record of these shards."""
+"""Encode one part of a corpus to token shards, and record their counts and hashes."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ class PartRecord:
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read a record; raises OSError or ValueError."""
+        """Read the record of part `number`; raises OSError if unreadable, ValueError if invalid."""
         record = read_typed(record_path(directory, number), cls)
         check_split_counts(record.splits)
         return record
@@ -65,8 +65,11 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encodes parts; with `cut` the last part is held out, else documents with a hash below
-    `heldout_below`. `partial` contains the records of finished parts."""
+    """Encodes parts of a corpus to token shards, and chooses the held-out documents.
+
+    With `cut`, the last part is held out; otherwise documents with a hash below `heldout_below`.
+    The directory `partial` contains the shards and the records of finished parts.
+    """
 
     corpus: Corpus
     tokenizer: Tokenizer
@@ -79,7 +82,8 @@ class Encoding:
         return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
-        """Return whether the shards of a part are complete and hold out the right documents."""
+        """Return whether the shards of part `number` are complete, with the current held-out
+        documents."""
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
             record = PartRecord.load(self.partial, number)
@@ -102,7 +106,10 @@ class Encoding:
         counts.state[number] = DONE
 
     def encode(self, number: int, counts: Counts, threads: int) -> None:
-        """Write a part's shards (overwriting earlier attempts), then its record."""
+        """Write the token shards of part `number`, then its record; overwrite earlier attempts.
+
+        `counts` receives the progress. `threads` is the number of tokenizer threads.
+        """
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of tokenizers per process
         # Never "true": a process that is forked later would inherit this setting and wait forever
         # for threads that exist only in its parent.
@@ -152,8 +159,12 @@ class Encoding:
     def tokens_of(
         self, documents: Sequence[Document], threads: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode documents, each with its EOS. With prompts, also return the tokens per piece of
-        each document, alternately context and predicted. No token spans context and text."""
+        """Encode documents to token ids, each followed by an EOS.
+
+        Returns the token ids of each document, and the number of tokens in each piece of each
+        document; pieces are alternately context and predicted. Without prompts, the second list is
+        empty. Pieces are encoded separately, so no token spans two pieces.
+        """
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
         for ids in tokens:
@@ -174,8 +185,11 @@ def record_path(partial: Path, number: int) -> Path:
 
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents of a part in lists of about BATCH_BYTES or BATCH_DOCUMENTS, each with the
-    number of blank documents, which are skipped; raises DataError."""
+    """Yield the documents of a part in lists of about BATCH_BYTES or BATCH_DOCUMENTS.
+
+    Each list comes with the number of blank documents skipped since the previous list. Raises
+    DataError for an unreadable part or a text that UTF-8 cannot encode.
+    """
     batch: list[Document] = []
     empty = size = 0
     for some in part.read():
@@ -196,15 +210,25 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
-    """Return SHA-256[:8] - HALF of documents, (n,) int64; zero bytes separate pieces."""
+    """Return a hash of each document, (n,) int64: the first 8 bytes of the SHA-256, minus HALF.
+
+    The pieces of a document are joined by zero bytes before hashing.
+    """
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
     return np.fromiter(hashes, np.int64, len(documents))
 
 
 def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Sum `rows` of hash, documents and tokens, (n, 3) int64, over equal hashes, and sort by hash.
-    Keep the first rows with which `held`, (2,) documents and tokens, reaches the minimum."""
+    """Return the rows with the lowest hashes that the held-out split needs to reach its minimum.
+
+    The minimum is LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. The result is sorted by hash,
+    and rows with equal hashes are merged.
+
+    Args:
+        rows: (n, 3) int64, a hash with its number of documents and of tokens.
+        held: (2,) int64, number of documents and of tokens that are held out already.
+    """
     hashes, places = np.unique(rows[:, 0], return_inverse=True)
     counts = np.zeros((len(hashes), 2), np.int64)
     np.add.at(counts, places, rows[:, 1:])
@@ -214,6 +238,10 @@ def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the (n,) bool loss mask for `sizes` of alternately context and predicted tokens."""
+    """Return the loss mask of some documents, (number of tokens,) bool, True for predicted tokens.
+
+    `sizes` contains, for each document, the number of tokens in each piece; pieces are alternately
+    context and predicted.
+    """
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)

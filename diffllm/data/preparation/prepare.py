@@ -1,4 +1,4 @@
-"""Prepare the tokenizer and token shards of a data config, in a cache."""
+"""Prepare the tokenizer and the token shards of a data config, and store them in a cache."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -54,11 +54,12 @@ TRAINING: dict[str, Any] = {
 
 
 def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
-    """Return the token shards of a corpus, prepared unless the cache contains them.
+    """Return the token shards of a corpus; prepare the shards first if the cache lacks them.
 
-    Safe to call in several processes at once: one prepares, the others wait. Call it before process
-    groups exist, because preparing can outlast their timeout. Raises ConfigError for a value that
-    no corpus can satisfy, DataError for an unusable corpus, tokenizer or cache directory.
+    Safe to call in several processes at once: one prepares, the others wait. Call this before
+    process groups exist, because preparation can outlast their timeout. Raises ConfigError for a
+    value that is invalid for every corpus, DataError for an unusable corpus, tokenizer or cache
+    directory.
     """
     cfg.validate()
     how = how or PrepareConfig()
@@ -75,8 +76,11 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
 
 
 def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
-    """Prepare the sources of a mixture with one tokenizer, by default trained on an equal number of
-    bytes of each source, independent of the weights."""
+    """Prepare all sources of a mixture with one tokenizer.
+
+    Without data.tokenizer, the tokenizer is trained on an equal number of bytes of each text
+    source, independent of the weights.
+    """
     each = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
     texts = {
         name: of_source(name)(open_corpus)(own, cache_dir)
@@ -132,11 +136,12 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Divide a corpus of a single document into pieces to train on and pieces to hold out. Held-out
-    pieces are spread evenly and have about `fraction` of the text, or more to fulfil the minimum.
+    """Divide a corpus of a single document into training pieces and held-out pieces.
 
-    Returns None for several documents. Raises DataError if all documents are equal, or if a single
-    document is too short.
+    Held-out pieces are spread evenly over the text. Together they have about `fraction` of the
+    text, or more to reach the minimum of the held-out split. Returns None for a corpus with prompts
+    or with distinct documents. Raises DataError if there is no text, if all documents are equal, or
+    if the single document is too short.
     """
     too_few = DataError(
         "the corpus has fewer than two distinct documents, so none can be held out; "
@@ -165,8 +170,11 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
 
 
 def places_of_pieces(text: str, share: float) -> list[int]:
-    """Return the starts and stops of the held-out pieces, without the last stop. At most
-    LEAST_DOCUMENTS pieces are held out; their stops are near evenly spaced places."""
+    """Return the starts and stops of the held-out pieces of a text, without the last stop.
+
+    `share` is the held-out share of the text. At most LEAST_DOCUMENTS pieces are held out; they end
+    near evenly spaced positions. Starts and stops are in characters.
+    """
     end = len(text.rstrip())
     number = min(LEAST_DOCUMENTS, max(1, int(share * end) // PIECE))
     size = max(1, round(share * end / number))
@@ -183,8 +191,10 @@ def places_of_pieces(text: str, share: float) -> list[int]:
 
 
 def beginning_of_line(text: str, earliest: int, latest: int) -> int:
-    """Return the last line start in (earliest, latest], else the last word start there, else
-    `latest`."""
+    """Return the last position in (earliest, latest] at which a line of `text` starts.
+
+    If no line starts there, return the last start of a word; if no word starts there, `latest`.
+    """
     cuts = (text.rfind(mark, max(0, earliest), latest) + 1 for mark in "\n ")
     return next((cut for cut in cuts if cut), latest)
 
@@ -196,8 +206,10 @@ def trained_tokenizer(cache_dir: Path, what: list[Any]) -> Path:
 def build_tokenizer(
     cfg: DataConfig, sample: Iterator[str], path: Path, corpora: Sequence[Corpus]
 ) -> None:
-    """Train a tokenizer on a sample of `corpora`, unless it exists; raises DataError if a corpus
-    has changed meanwhile."""
+    """Train a tokenizer on the texts `sample` and save the model to `path`, unless `path` exists.
+
+    Raises DataError if one of `corpora`, the origin of `sample`, changes during training.
+    """
     say = partial(to_stderr, f"training the tokenizer {path}")
 
     def train(directory: Path, _: int) -> None:
@@ -215,8 +227,11 @@ def build_tokenizer(
 
 
 def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> bytes:
-    """Return a serialised sentencepiece model of exactly `vocab_size` pieces, which depend only on
-    `sample` and `vocab_size`; raises DataError if the corpus does not fit the size."""
+    """Train a sentencepiece model with exactly `vocab_size` pieces; return the serialised model.
+
+    The pieces depend only on `sample` and `vocab_size`. Raises DataError if `sample` does not allow
+    this vocabulary size.
+    """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -238,7 +253,10 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
 
 
 def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
-    """Yield about `sample_bytes` of text, in windows spread evenly over the beginnings of parts."""
+    """Yield short texts from a corpus, about `sample_bytes` in total, to train a tokenizer.
+
+    The texts are spread evenly over the corpus: over the first bytes of at most MOST_SAMPLED parts.
+    """
     number = min(len(corpus.parts), MOST_SAMPLED)
     parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]
     limit = -(-READ_FOR_SAMPLE * sample_bytes // max(number, 1))

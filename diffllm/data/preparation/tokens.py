@@ -1,5 +1,8 @@
-"""Encode all parts of a corpus into one directory of shards. Finished parts stay in a ".partial-"
-directory until all parts are finished; a later start resumes from the records of parts."""
+"""Encode all parts of a corpus into one directory of token shards.
+
+Until all parts are finished, their shards are in a ".partial-" directory with one record per
+finished part. A later start skips the parts that have a record.
+"""
 
 import math
 import shutil
@@ -35,7 +38,11 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 
 @dataclass(frozen=True)
 class TokensJob:
-    """A corpus that becomes tokens in one directory; with `cut`, its last part is held out."""
+    """Encodes a corpus to token shards in the directory `final`.
+
+    With `cut`, the last part of the corpus is held out; otherwise about `heldout_fraction` of the
+    documents.
+    """
 
     corpus: Corpus
     tokenizer: Path
@@ -49,8 +56,11 @@ class TokensJob:
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
     def build(self, how: PrepareConfig) -> None:
-        """Encode the remaining parts and join all parts. Raises DataError or OSError; finished
-        parts are kept."""
+        """Encode the unfinished parts of the corpus, then join all parts in the final directory.
+
+        Does nothing if that directory exists. Raises DataError or OSError; finished parts stay on
+        disk.
+        """
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
             if self.final.is_dir():
@@ -67,7 +77,10 @@ class TokensJob:
             self.join(encoding, how, started)
 
     def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
-        """Encode the remaining parts; raises as `build`, and DataError for a killed process."""
+        """Encode the unfinished parts of the corpus in parallel processes.
+
+        Raises DataError for an unreadable corpus or a killed process, OSError for a failed write.
+        """
         parts = self.corpus.parts
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
@@ -146,10 +159,11 @@ class TokensJob:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Return the hash below which documents are held out: `below`, or a larger hash that fulfils
-    the minimum of the held-out split, up to LARGEST_SHARE of all documents and tokens.
+    """Return the hash limit of the held-out split: documents with a smaller hash are held out.
 
-    Each split gets at least one document; raises DataError if all documents are equal.
+    The limit is `below`, changed only where necessary: each split gets at least one document, and
+    the held-out split its minimum size, up to LARGEST_SHARE of all documents and tokens. Raises
+    DataError if the corpus has fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)

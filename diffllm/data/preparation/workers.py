@@ -1,4 +1,4 @@
-"""Processes that encode the parts of a corpus, and the report of their progress."""
+"""Run the processes that encode the parts of a corpus, and report their progress."""
 
 import contextlib
 import gc
@@ -38,7 +38,7 @@ class PrepareConfig:
 
 
 class Counts:
-    """Counts and state of each part, in memory that workers and parent share."""
+    """Text bytes, tokens and state of each part, in memory shared by the parent and its workers."""
 
     def __init__(self, parts: int) -> None:
         self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
@@ -51,9 +51,12 @@ def work_through(
     tick: Callable[[], None],
     reading: Callable[[], str],
 ) -> None:
-    """Call `do` with each number, in forked processes, and `tick` every EVERY seconds. All workers
-    end before the return. Raises the error of a worker, or DataError for a killed worker, which
-    names the files of `reading()`."""
+    """Call `do(number)` for each number in worker processes, and `tick()` every EVERY seconds.
+
+    Workers are forked, and all workers have ended when this function returns or raises. Raises the
+    first error of a worker, or DataError if a worker is killed; the message of the DataError
+    contains `reading()`, the files in progress.
+    """
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, fork, start_worker, (do, os.getpid()))
@@ -98,14 +101,20 @@ def start_worker(do: Callable[[int], None], parent: int) -> None:
 
 
 def ignore_signals(*_: object) -> None:
-    """Ignore signals that reach the whole process group."""
+    """Ignore the signals that a terminal or scheduler sends to the whole process group.
+
+    Arguments are ignored, so that this function can initialise loader processes.
+    """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals, so that processes started here receive none before they ignore signals."""
+    """In this context, block the signals that `ignore_signals` ignores.
+
+    A process that starts in this context receives no signal before it calls `ignore_signals`.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         yield
@@ -122,7 +131,13 @@ def available_cores() -> int:
 
 
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
-    """Write the finished share to stderr, with rates; `before` is the share `seconds` ago."""
+    """Print the finished share of the corpus to stderr, with throughput and remaining time.
+
+    Args:
+        share: finished share, from 0 to 1.
+        before: share that was finished `seconds` ago.
+        reading: names of the files in progress.
+    """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
     said += f"{text_bytes / 1e6 / seconds:,.1f} MB/s, {tokens / seconds:,.0f} tokens/s"
