@@ -93,8 +93,7 @@ class TextConfig:
     """Branch, tag or commit of the hub dataset; null: the newest commit at first use."""
 
     def check_source(self, where: str) -> None:
-        """Raise ConfigError for an unknown source, a missing key, or a key that the source does not
-        read.
+        """Raise ConfigError for an unknown source, a missing key or a key that the source ignores.
 
         In messages, `where` precedes the keys, for example "data.sources.web.".
         """

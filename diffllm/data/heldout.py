@@ -39,8 +39,7 @@ class HeldoutDocuments:
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """Number of predicted tokens of each document, (n,) int64; context tokens are not
-        predicted."""
+        """Number of predicted tokens (all except context) of each document, (n,) int64."""
         if not self.stream.masked:
             return self.lengths
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)

@@ -65,8 +65,7 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError if prepared files of a source are missing or tokenizers of sources
-        differ."""
+        """Raise DataError if files of a source are missing or tokenizers of sources differ."""
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()

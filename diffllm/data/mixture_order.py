@@ -321,7 +321,7 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless `state` is empty or has valid fields of EpochPlace or MixturePlace."""
+    """Raise ValueError unless `state` is empty, a valid EpochPlace or a valid MixturePlace."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

@@ -1,7 +1,6 @@
-"""The samples of training by their global number, in a seeded order.
+"""Map global sample numbers to training sequences, in a seeded random order.
 
-Shapes: T sequence length, m micro batch (sequences per rank and micro-step), n sequences of a
-source.
+Symbols in shapes: T tokens per sequence, m sequences per micro-batch, n sequences of a source.
 """
 
 import hashlib
@@ -33,14 +32,20 @@ ROUNDS = 8
 
 
 class ShuffledSequences:
-    """Infinite samples of one source: sample g is sequence `permute(g % n)` of epoch g // n. `bits`
-    is the number of bits per byte of text that equals 1 nat per token."""
+    """Infinite training samples of one source, shuffled again in every epoch.
+
+    The source has n sequences. Sample g is sequence `permute(g % n)` of epoch g // n. `bits` is the
+    number of bits per byte of text that equals a loss of 1 nat per token; None if unknown.
+    """
 
     def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
         self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return (inputs, targets), (m, T) int64 each, or an error; workers wrap raised errors."""
+        """Return the samples as (inputs, targets), (m, T) int64 each.
+
+        A DataError is returned, because a loader process would wrap a raised error.
+        """
         places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
         try:
             return self.sequences.read(places)
@@ -51,7 +56,7 @@ class ShuffledSequences:
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte that equal 1 nat per token; None if unknown."""
+        """Return the bits per byte of text that equal 1 nat of loss per token; None if unknown."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
@@ -59,7 +64,10 @@ class ShuffledSequences:
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample of a state; raises CheckpointError for another order."""
+        """Return the sample number of a saved `state`.
+
+        Raises CheckpointError if the seed differs or the state does not fit the corpus.
+        """
         check_seed(state, self.seed)
         count = len(self.sequences)
         if state["sample"] >= count:
@@ -73,7 +81,10 @@ class ShuffledSequences:
 
 
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:
-    """Return the sequence of each sample (m,), each epoch in its own order."""
+    """Return the sequence index of each sample number (m,), shuffled anew in every epoch.
+
+    `sequences` is the number of sequences per epoch.
+    """
     epochs, positions = np.divmod(samples, sequences)
     places = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
@@ -90,13 +101,15 @@ def check_seed(state: dict[str, Any], seed: int) -> None:
 
 
 def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndarray:
-    """Map `indices` (any shape, integers in [0, n)) to their places in the order of (seed, epoch).
+    """Map indices in [0, n) by a random permutation that depends only on n, seed and epoch.
 
-    The shuffle is never stored: a Feistel network permutes the smallest 4**k >= n, and values that
-    fall outside [0, n) are sent through again until they land inside (cycle walking), which keeps
-    it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    The permutation is never stored: a Feistel network permutes the smallest 4**k >= n integers.
+    Results outside [0, n) pass the network again until all results are inside (cycle walking),
+    which keeps the map a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002).
 
-    Returns int64 of the same shape. Integer arithmetic only: equal on every platform.
+    `indices` may have any shape; the result is int64 of the same shape. Only integer arithmetic is
+    used, so the result is equal on every platform.
     """
     digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
@@ -108,7 +121,10 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """Permute uint64 values below 2**(2 * half) once; keys (ROUNDS,) uint64."""
+    """Permute uint64 values below 2**(2 * half) by one pass of a Feistel network.
+
+    `keys`, (ROUNDS,) uint64, contains one key per round.
+    """
     mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> bits, values & mask
     for key in keys:
@@ -117,18 +133,18 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64."""
+    """Hash uint64 values by the last steps (finaliser) of the splitmix64 generator."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class MixedSequences:
-    """Samples of a mixture: sample g is the next sequence of the source at place g of the mixture's
-    order; each source has a separate shuffled order.
+    """Training samples of a mixture of sources.
 
-    Raises DataError for a source shorter than a sequence, ConfigError if no source is left before
-    the end of `total` samples.
+    Sample g is the next sequence of the source that a MixtureOrder assigns to g. The sequences of
+    each source are shuffled independently. The constructor raises DataError for a source shorter
+    than a sequence, and ConfigError if all sources reach epochs_at_most before `total` samples.
     """
 
     def __init__(
@@ -184,8 +200,11 @@ class MixedSequences:
         }
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample of a state and resume there, in the same order if the weights are
-        equal; raises CheckpointError for another seed or other sources."""
+        """Return the sample number of a saved `state`, and resume the mixture there.
+
+        With the same weights, the order of sources continues; other weights apply from this sample
+        on. Raises CheckpointError for another seed, other sources or an invalid state.
+        """
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]
         if known != self.names:
@@ -214,8 +233,11 @@ class MixedSequences:
 
 
 def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
-    """Return the bits per byte that equal 1 nat per token, if `tokens` were read from each split;
-    None if nothing was read or the text of a split is unknown."""
+    """Return the bits per byte of text that equal a loss of 1 nat per token, over several splits.
+
+    `tokens` is the number of tokens read from each split. Returns None if no predicted token was
+    read, or if the text size of a read split is unknown.
+    """
     read = [
         (count * split.share_predicted, split.bits_per_byte(1.0))
         for split, count in zip(splits, tokens, strict=True)
@@ -232,7 +254,11 @@ Samples = ShuffledSequences | MixedSequences
 def training_samples(
     data: Prepared, cfg: DataConfig, seq_len: int, seed: int, total: int
 ) -> Samples:
-    """Return the samples of a run of `total` samples; raises as `training_sequences`."""
+    """Return the samples of a training run that reads `total` samples.
+
+    Raises ConfigError for an invalid count, DataError for unusable tokens or a source that is
+    shorter than a sequence.
+    """
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):
         return MixedSequences(data, cfg, seq_len, seed, total)

@@ -1,6 +1,6 @@
-"""The training sequences of a source: cut from a stream, or packed.
+"""Training sequences of a source: cut from a token stream, or packed from whole documents.
 
-Shapes: T sequence length, m sequences that are read at once.
+Symbols in shapes: T tokens per sequence, m sequences that are read at once.
 """
 
 from functools import partial, reduce
@@ -26,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class StreamSequences:
-    """Sequences cut from a stream: sequence i starts at token i * T."""
+    """Sequences of T tokens cut from a token stream; sequence i starts at token i * T."""
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -36,7 +36,10 @@ class StreamSequences:
         return self.count
 
     def read(self, places: np.ndarray) -> Batch:
-        """Read the sequences at `places` (m,); raises DataError."""
+        """Read the sequences with indices `places` (m,) as (inputs, targets), (m, T) int64 each.
+
+        Raises DataError for unreadable tokens.
+        """
         inputs, targets = [], []
         for start in (places * self.seq_len).tolist():
             tokens = self.stream.tokens(start, start + self.seq_len + 1)
@@ -46,8 +49,10 @@ class StreamSequences:
 
 
 def sequences_in(stream: Stream, seq_len: int) -> int:
-    """Count the sequences of seq_len inputs and targets in `stream`; raises DataError for none,
-    ConfigError for an impossible length."""
+    """Return the number of sequences of `seq_len` inputs and targets that fit in a stream.
+
+    Raises DataError if none fits, ConfigError unless `seq_len` is positive.
+    """
     check_counts(least=1, seq_len=seq_len)
     n = (len(stream) - 1) // seq_len
     if n < 1:
@@ -59,10 +64,11 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 
 
 class PackedSequences:
-    """Whole documents, several per sequence, in the order of the corpus, with padding.
+    """Sequences of whole documents and padding, as listed in a packing plan.
 
-    The input of a document's first token is the EOS before the document. So every token except
-    context is a target once. Padding has EOS as inputs and -1 as targets.
+    Documents keep their corpus order within a sequence. The input before a document's first token
+    is an EOS, so every token except context is a target exactly once. Padding has EOS as input and
+    -1 as target.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -94,11 +100,12 @@ Sequences = StreamSequences | PackedSequences
 
 
 def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:
-    """Return the sequences of one source's training split; raises as `sequences_in`, and DataError
-    for unreadable tokens or an unusable cache.
+    """Return the sequences in the training split of one source.
 
-    Plans packed sequences unless the cache contains the plan. Safe to call in several processes at
-    once, and before process groups exist.
+    With data.packing=best_fit, documents are packed first, unless the cache contains the packing
+    plan. Safe to call in several processes at once, and before process groups exist. Raises
+    DataError for unreadable tokens, a split shorter than a sequence or an unusable cache, and
+    ConfigError for an invalid `seq_len`.
     """
     stream = data.split("train")
     if cfg.packing is Packing.stream:
@@ -124,7 +131,10 @@ def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
 
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
-    """Sum the packing counts over all sources; None without packing."""
+    """Return the numbers of packed documents, sequences and padding tokens over all sources.
+
+    Returns None unless data.packing=best_fit.
+    """
     if cfg.packing is Packing.stream:
         return None
     if isinstance(data, MixtureData):
@@ -138,5 +148,5 @@ def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCoun
 
 
 def ignores_targets(data: Prepared, cfg: DataConfig) -> bool:
-    """Whether some training targets are padding or context."""
+    """Return whether the loss ignores some training targets: padding or context tokens."""
     return cfg.packing is Packing.best_fit or data.manifest.splits["train"].masked

@@ -38,7 +38,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of one split: UTF-8 bytes of its text; tokens with one EOS per document."""
+    """Counts and shard files of one split of a corpus.
+
+    `bytes` is the size of the predicted text in UTF-8, 0 if unknown. `tokens` includes one EOS per
+    document.
+    """
 
     documents: int
     tokens: int
@@ -48,7 +52,7 @@ class Split:
     """Predicted tokens, whose text has `bytes` bytes; None: all tokens."""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert nats per token to bits per byte of text; None if unknown."""
+        """Convert a loss in nats per token to bits per byte; None if the text size is unknown."""
         tokens = self.tokens * self.share_predicted
         return loss / math.log(2) * tokens / self.bytes if self.bytes else None
 
@@ -96,7 +100,12 @@ class Manifest:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, heldout: np.ndarray, **more: Any) -> "Manifest":
-        """Describe tokens; heldout (vocab_size,) counts the held-out tokens."""
+        """Make the manifest of a corpus that was encoded with `tokenizer`.
+
+        Args:
+            heldout: (vocab_size,) number of occurrences of each token in the held-out split.
+            more: values of the other manifest fields.
+        """
         return cls(
             format_version=FORMAT_VERSION,
             pieces_hash=tokenizer.pieces_hash,
@@ -109,7 +118,10 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
-        """Read a manifest; raises DataError if it is unreadable or of another version."""
+        """Read the manifest in `directory`.
+
+        Raises DataError for a missing or invalid manifest, or for another format version.
+        """
         with usable(directory / MANIFEST, directory):
             content = read_json(directory / MANIFEST, follow=True)
             if (version := content.get("format_version")) != FORMAT_VERSION:
@@ -159,8 +171,11 @@ def together(splits: Sequence[Split]) -> Split:
 
 
 def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fraction") -> str:
-    """Return a warning about too little held-out text, which advises to increase `key`; empty for
-    enough text. With `tokens=None`, only documents count."""
+    """Return a warning if the held-out split is below its minimum size, else an empty string.
+
+    With `tokens=None`, only the number of documents is checked. The warning advises to increase the
+    config key `key`.
+    """
     if documents >= LEAST_DOCUMENTS and (tokens is None or tokens >= LEAST_TOKENS):
         return ""
     counted = f"{documents:,} document{'s' * (documents != 1)}"
@@ -173,7 +188,7 @@ def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fr
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Return the entropy in nats of counts (vocab_size,)."""
+    """Return the entropy in nats of the token distribution with `counts` (vocab_size,)."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -183,8 +198,11 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter:
-    """Writes one split in shards of at most SHARD_TOKENS tokens, in files that begin with `name`,
-    with optional loss masks next to the shards."""
+    """Writes the tokens of one split to shard files of at most SHARD_TOKENS tokens.
+
+    File names begin with `name`. If `masked` is true, a file with the loss mask accompanies each
+    shard.
+    """
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:
         self._directory, self._name, self._masked = directory, name, masked
@@ -196,9 +214,14 @@ class ShardWriter:
     def add(
         self, tokens: np.ndarray, text_bytes: int, documents: int, mask: np.ndarray | None = None
     ) -> None:
-        """Append whole documents, each with its EOS: tokens (n,) of any integer type, the number of
-        predicted bytes of text, the number of documents, and for masked splits a mask (n,) bool,
-        True for predicted tokens."""
+        """Append whole documents to the shards.
+
+        Args:
+            tokens: (n,) token ids of any integer type, with one EOS per document.
+            text_bytes: UTF-8 bytes of the predicted text.
+            documents: number of documents.
+            mask: (n,) bool, True for predicted tokens; only for a writer with loss masks.
+        """
         if not len(tokens):
             return
         self._tokens += len(tokens)
@@ -221,7 +244,7 @@ class ShardWriter:
                 self._close()
 
     def finish(self) -> Split:
-        """Close and sync the last shard, and describe the split."""
+        """Close the last shard and sync it to disk; return the counts and shards of the split."""
         self._close()
         predicted = self._predicted if self._masked else None
         return Split(self._documents, self._tokens, self._bytes, self._shards, predicted)
@@ -244,7 +267,7 @@ class HashedFile:
         self._digest.update(content.data)
 
     def close(self) -> tuple[str, str]:
-        """Sync the file; return its name and SHA-256."""
+        """Close the file and sync it to disk; return its name and the SHA-256 of its content."""
         self._file.close()
         sync(self._path)
         return self._path.name, self._digest.hexdigest()

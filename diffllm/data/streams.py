@@ -1,5 +1,8 @@
-"""Streams of tokens. Files are read, not memory-mapped: a truncated mapped file or a failing disk
-would kill the process, without saving."""
+"""Streams of tokens that are read from files.
+
+Files are not memory-mapped: a truncated file or a failing disk would then kill the process before a
+checkpoint is saved.
+"""
 
 import os
 import weakref
@@ -22,13 +25,23 @@ STEP = 2**12
 
 
 class FileArray:
-    """The numbers of a file, (n,), read on access; forked processes share only the open file."""
+    """A file of numbers that is used like an array (n,); numbers are read on access.
+
+    Forked processes may use the same object: reads do not move a shared file position.
+    """
 
     def __init__(
         self, path: Path, dtype: Any, offset: int = 0, count: int | None = None, advice: str = ""
     ) -> None:
-        """Open the file; raises DataError for a file that is too short or ends inside a number.
-        `offset` is in bytes, `advice` ends error messages."""
+        """Open a file of numbers of type `dtype`.
+
+        Raises DataError if the file is too short, or (without `count`) ends inside a number.
+
+        Args:
+            offset: bytes before the first number.
+            count: number of numbers; None for all numbers up to the end of the file.
+            advice: text at the end of error messages.
+        """
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
         with usable(path):
             stream = open_regular(path, 2**63, follow=True)
@@ -54,7 +67,7 @@ class FileArray:
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        """Read one number, a slice without a step, or the numbers at places (m,)."""
+        """Read one number by index, a slice without a step, or the numbers at indices (m,)."""
         if isinstance(place, slice):
             start, stop, _ = place.indices(self._count)
             return self._read(start, max(start, stop))
@@ -87,7 +100,7 @@ class FileArray:
 
 
 def checked_array(path: Path, dtype: Any, sha256: str) -> FileArray:
-    """Open a file of the cache; raises DataError unless its SHA-256 is `sha256`."""
+    """Open a cache file of numbers; raise DataError unless its SHA-256 is `sha256`."""
     array = FileArray(path, dtype, advice=f"; {again(path.parent)}")
     with usable(path):
         if not matches(path, sha256) or identity_of(path) != array.identity:
@@ -104,7 +117,7 @@ def check_size(path: Path, expected: int) -> None:
 
 class Readable(Protocol):
     def __len__(self) -> int:
-        """Count the tokens."""
+        """Return the number of tokens."""
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), (stop - start,) int64."""
@@ -115,14 +128,20 @@ class Stream(Readable, Protocol):
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens may be context."""
+        """Whether the stream may contain context tokens, which the loss ignores."""
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read the loss mask of tokens [start, stop), (stop - start,) bool, False for context."""
+        """Read the loss mask of tokens [start, stop).
+
+        The mask is (stop - start,) bool: True for predicted tokens, False for context tokens.
+        """
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return the tokens from `start` on, (n,) int64, as targets: -1 for context."""
+    """Return tokens with context tokens replaced by -1, which the loss ignores.
+
+    `tokens`, (n,) int64, are the tokens of `stream` from position `start` on.
+    """
     if not stream.masked:
         return tokens
     return np.where(stream.loss_mask(start, start + len(tokens)), tokens, -1)
@@ -131,7 +150,10 @@ def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
 def token_counts(
     read: Callable[[int, int], np.ndarray], start: int, stop: int, vocab_size: int
 ) -> np.ndarray:
-    """Count each token that `read` returns for [start, stop), -1 ignored, (vocab_size,) int64."""
+    """Return how often each token id occurs in [start, stop), (vocab_size,) int64.
+
+    `read(a, b)` must return the token ids in [a, b); negative ids are not counted.
+    """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(start, stop, BLOCK):
         targets = read(begin, min(begin + BLOCK, stop))
@@ -142,15 +164,21 @@ def token_counts(
 def document_ends(
     stream: Readable, eos_id: int, start: int = 0, block: int = BLOCK
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """For each block from `start` on, yield the end of the block and the document ends inside,
-    (n,). A document ends at the place after its EOS."""
+    """Find the ends of documents in a stream from `start` on, by blocks of `block` tokens.
+
+    Yields the end of each block, and the document ends in the block, (n,) int64. A document ends at
+    the position after its EOS.
+    """
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
         yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
 
 
 def end_behind(stream: Readable, eos_id: int, place: int) -> int:
-    """Return the place after the EOS of the document that contains the token at `place`."""
+    """Return the end of the document that contains the token at `place`.
+
+    The end is the position after the next EOS, or the length of the stream if no EOS follows.
+    """
     found = (ends for _, ends in document_ends(stream, eos_id, place, STEP) if len(ends))
     return int(next(found, [len(stream)])[0])
 
@@ -161,8 +189,11 @@ def check_range(start: int, stop: int, length: int) -> None:
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Divide [start, stop) into pieces of consecutive parts, which end at `ends` (parts,). Yields a
-    part's number, and the first token and end of its piece, relative to the part."""
+    """Divide the range [start, stop) of concatenated parts into one piece per part.
+
+    Yields (part index, start, stop) of each piece, with start and stop relative to the part.
+    `ends`, (number of parts,), contains the end of each part; empty parts are skipped.
+    """
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
         begin, end = int(ends[number - 1]) if number else 0, int(ends[number])
@@ -174,8 +205,10 @@ def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, i
 def read_joined(
     ends: np.ndarray, start: int, stop: int, dtype: Any, read: Callable[[int, int, int], np.ndarray]
 ) -> np.ndarray:
-    """Read [start, stop) of consecutive parts, (stop - start,), with `ends` as for `spans`; `read`
-    takes a part number, first token and end."""
+    """Read the range [start, stop) of concatenated parts, (stop - start,) of type `dtype`.
+
+    `ends` contains the end of each part. `read(i, a, b)` must return [a, b) of part i.
+    """
     check_range(start, stop, int(ends[-1]) if len(ends) else 0)
     out, filled = np.empty(stop - start, dtype), 0
     for number, first, last in spans(ends, start, stop):
@@ -185,7 +218,7 @@ def read_joined(
 
 
 class JoinedTokens:
-    """Several streams or files in sequence."""
+    """Concatenates the tokens of several streams or token files."""
 
     def __init__(self, parts: Sequence[Readable]) -> None:
         self.parts = list(parts)
@@ -214,8 +247,10 @@ class JoinedStream(JoinedTokens):
 
 
 class TokenStream:
-    """The tokens of one split's shards; cheap to pickle. File sizes are checked at opening,
-    checksums at the first read."""
+    """The tokens of one split of a prepared corpus, read from shards; cheap to pickle.
+
+    The constructor checks the file sizes; the first read of a shard verifies its checksum.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest, split: str) -> None:
         self._made_of = directory, manifest, split

@@ -1,4 +1,4 @@
-"""A prepared corpus on disk."""
+"""A prepared corpus on disk: manifest, tokenizer and token shards."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +25,14 @@ class TokenData:
         return Tokenizer.from_file(tokenizer_in(self.directory))
 
     def check(self) -> None:
-        """Raise DataError unless manifest, tokenizer and every shard exist with their sizes."""
+        """Raise DataError if manifest, tokenizer or a shard is missing or has a wrong size."""
         for name in self.manifest.splits:
             self.split(name)
         check_tokenizer(tokenizer_in(self.directory))
 
     def split(self, name: str) -> Stream:
-        """Open "train" or "heldout"; raises DataError if a shard is damaged."""
+        """Open the tokens of the split `name`, "train" or "heldout".
+
+        Raises DataError if a shard is missing or has a wrong size.
+        """
         return TokenStream(self.directory, self.manifest, name)

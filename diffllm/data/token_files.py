@@ -1,12 +1,13 @@
 """Token files of other libraries: Megatron and datatrove.
 
-Megatron's indexed dataset: NAME.bin has the tokens. NAME.idx has the magic MMIDIDX and two zeros,
-the version (uint64) 1, a code of the tokens' type (uint8), numbers of sequences and of document
-places (uint64 each), then lengths of sequences (int32), their places in bytes (int64), the first
-sequence of each document, then the number of sequences (int64).
+Megatron's indexed dataset: NAME.bin contains the tokens. NAME.idx contains the magic MMIDIDX and
+two zeros, the version (uint64) 1, a code of the token type (uint8), the number of sequences and the
+number of document positions (uint64 each), then the lengths of sequences (int32), their positions
+in bytes (int64), the first sequence of each document, then the number of sequences (int64).
 
-Datatrove's token files, which Nanotron reads: NAME.ds has the tokens, NAME.ds.index the ends of
-documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per token.
+Datatrove's token files, which Nanotron reads: NAME.ds contains the tokens, NAME.ds.index the ends
+of documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per
+token.
 """
 
 import hashlib
@@ -47,7 +48,10 @@ class TokenFile:
         return len(self.content)
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens, (stop - start,) int64; raises DataError for ids outside the vocabulary."""
+        """Read tokens [start, stop) of the file, (stop - start,) int64.
+
+        Raises DataError for a token id outside the vocabulary.
+        """
         tokens: np.ndarray = self.content[start:stop].astype(np.int64)
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
             wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
@@ -59,7 +63,7 @@ class TokenFile:
 
 
 class WithEnds:
-    """Reads a file without EOS tokens as if every document ended with an EOS."""
+    """Adds an EOS after every document of a token file that contains no EOS."""
 
     def __init__(self, file: TokenFile, eos_id: int) -> None:
         self.file, self.eos_id = file, eos_id
@@ -91,8 +95,11 @@ Tokens = TokenFile | WithEnds
 
 
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
-    """Open a .bin or .ds file, with an EOS after every document; raises DataError, also if only
-    some documents end with `eos_id`."""
+    """Open a Megatron (.bin) or datatrove (.ds) token file, with an EOS after every document.
+
+    If no document ends with `eos_id`, the EOS is added at reading. Raises DataError for an unusable
+    file, or if only some documents end with `eos_id`.
+    """
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
     ends = [file.end_of(int(i)) for i in looked_at]
@@ -113,7 +120,10 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
 
 
 def open_megatron(path: Path, vocab_size: int) -> TokenFile:
-    """Open NAME.bin and NAME.idx; raises DataError."""
+    """Open a Megatron token file NAME.bin and its index NAME.idx.
+
+    Raises DataError if a file is unusable or the documents are not contiguous.
+    """
     index = path.with_suffix(".idx")
     with usable(index), open_regular(index, 2**63, follow=True) as file:
         head = file.read(HEADER.size)
@@ -140,7 +150,10 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
 
 
 def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
-    """Open NAME.ds; raises DataError. Without metadata, `vocab_size` decides the size of tokens."""
+    """Open a datatrove token file NAME.ds and its index; raise DataError for an unusable file.
+
+    Without NAME.ds.metadata, a token has 2 bytes if `vocab_size` is at most 2**16, else 4 bytes.
+    """
     size = "2" if vocab_size <= 2**16 else "4"
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.is_file():

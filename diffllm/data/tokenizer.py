@@ -1,4 +1,4 @@
-"""Encode and decode text with sentencepiece models and Hugging Face tokenizers; tokenizer files."""
+"""Tokenizers: sentencepiece models and Hugging Face tokenizer.json files."""
 
 import hashlib
 import json
@@ -38,8 +38,10 @@ USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Tokenizer:
-    """A sentencepiece model with an EOS piece. Decoding is exact for models trained here; other
-    models normalise text as they were trained to."""
+    """A sentencepiece model with an EOS piece.
+
+    Models that diffllm trains decode to exactly the encoded text; other models may normalise text.
+    """
 
     def __init__(self, processor: "SentencePieceProcessor", source: str) -> None:
         self._processor = processor
@@ -53,8 +55,10 @@ class Tokenizer:
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
-        """Load a .model or tokenizer.json, named as for `located`; raises DataError for an unusable
-        file or a tokenizer without an EOS."""
+        """Load a tokenizer from a file, a directory or a hub repository.
+
+        Raises DataError for a missing or unusable file, or for a tokenizer without an EOS.
+        """
         path = located(path)
         if path.suffix == ".json":
             return FastTokenizer(path)
@@ -77,7 +81,10 @@ class Tokenizer:
         return len(self.encode(text))
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Encode texts to ids without EOS, long texts in parts."""
+        """Encode each text to token ids, without EOS.
+
+        Long texts are encoded in several parts, which saves time and does not change the ids.
+        """
         cut = [self._parts(text) for text in texts]
         parts = [part for of_text in cut for part in of_text]
         ids = self._processor.encode(parts, num_threads=threads)
@@ -93,8 +100,11 @@ class Tokenizer:
         ]
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text between characters that are adjacent in no piece, so that the ids do not
-        change. Models that normalise text get the whole text."""
+        """Cut a long text into parts that can be encoded separately without a change of the ids.
+
+        A cut is only between two characters that are not adjacent in any piece of the vocabulary.
+        Short texts are not cut, nor texts for a model that normalises.
+        """
         if len(text) <= 2 * PART:
             return [text]
         probe = self._processor.normalize(BEHAVIOUR_PROBE)
@@ -115,17 +125,21 @@ class Tokenizer:
         return frozenset(piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids without EOS and other control pieces."""
+        """Decode token ids to text; EOS and other control tokens give no text."""
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
-        """Return the piece of a token: U+2581 for a space, <0x0A> for a byte."""
+        """Return the vocabulary piece of a token id: U+2581 for a space, <0x0A> for a byte."""
         return self._processor.id_to_piece(token)
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 of the ordered pieces and of the ids of a probe text, which depend on
-        normalisation. The file itself can differ between equal trainings."""
+        """SHA-256 that identifies how this tokenizer encodes text.
+
+        The hash covers the ordered pieces, and the ids of a fixed text, which depend on
+        normalisation. The model file is not hashed: repeated training on the same text can give
+        different files.
+        """
         processor = self._processor
         facts = (
             processor.id_to_piece,
@@ -141,7 +155,7 @@ class Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json; names of special tokens are encoded as text."""
+    """A Hugging Face tokenizer.json; names of special tokens in a text are encoded as text."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -180,8 +194,11 @@ class FastTokenizer(Tokenizer):
 
 
 def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
-    """Return the EOS: eos_token of the tokenizer_config.json next to the file, or a usual name;
-    raises DataError."""
+    """Return the EOS token of the tokenizer.json file `path`.
+
+    The EOS is eos_token of the tokenizer_config.json in the same directory, else one of USUAL_ENDS.
+    Raises DataError if `vocabulary` (token ids by token) contains no such token.
+    """
     config = path.with_name(FAST_CONFIG)
     try:
         # Not `read_json`: many configs have a model_max_length beyond 64 bits.
@@ -201,7 +218,10 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def located(name: str | Path) -> Path:
-    """Return the tokenizer file of a path, directory or hub repository; raises DataError."""
+    """Return the tokenizer file for a file path, a directory or a hub repository (owner/name).
+
+    Files of the hub are downloaded. Raises DataError if there is no usable file.
+    """
     path = Path(name).expanduser()
     path = tokenizer_in(path) if path.is_dir() else path
     if path.is_file():

@@ -1,7 +1,9 @@
 """Verify checksums of files once for all reading processes, and again after a day.
 
-The first process hashes a file and writes a mark with the file's identity next to the file. A mark
-is valid for a day, so that corruption that keeps size and times is also detected.
+The first process hashes a file. Then it stores the hash and the file's identity (size, times and
+inode) in a small hidden file in the same directory, which is called the mark. Other processes trust
+the mark for a day. After a day, the file is hashed again, to detect corruption that changes neither
+size nor times.
 """
 
 import contextlib
@@ -20,7 +22,10 @@ TICK = 0.05
 
 
 def matches(path: Path, sha256: str) -> bool:
-    """Return whether `path` has this hexadecimal SHA-256; raises OSError if unreadable."""
+    """Return whether the file `path` has the hexadecimal SHA-256 `sha256`.
+
+    Raises OSError if the file is unreadable.
+    """
     if is_marked(path, sha256):
         return True
     with contextlib.ExitStack() as stack:
@@ -64,7 +69,10 @@ def identity_in(stat: os.stat_result) -> str:
 
 
 def settled_identity(path: Path) -> str:
-    """Wait for a clock tick and return an identity that every later write changes."""
+    """Return a file's identity (size, times, inode), such that every later write changes it.
+
+    Waits while the last change is more recent than the time resolution of file systems.
+    """
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
     return identity_of(path)
@@ -76,7 +84,10 @@ def again(directory: Path) -> str:
 
 @contextlib.contextmanager
 def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
-    """Turn OSError and ValueError into a DataError that advises to delete `directory`."""
+    """In this context, turn OSError and ValueError into a DataError about `file`.
+
+    With `directory`, the message advises to delete that directory.
+    """
     try:
         yield
     except (OSError, ValueError) as error:

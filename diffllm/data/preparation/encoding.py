@@ -82,8 +82,10 @@ class Encoding:
         return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
-        """Return whether the shards of part `number` are complete, with the current held-out
-        documents."""
+        """Return whether part `number` is encoded with the current choice of held-out documents.
+
+        False if a shard or the record is missing or incomplete.
+        """
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
             record = PartRecord.load(self.partial, number)

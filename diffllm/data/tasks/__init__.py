@@ -1,6 +1,6 @@
-"""Generated tasks: examples with one right answer, at settings of difficulty.
+"""Generated tasks: examples with one right answer, at several levels of difficulty.
 
-Importing this registers those that come with the package.
+Importing this package registers the built-in tasks.
 """
 
 from diffllm.data.tasks import generators

@@ -1,7 +1,7 @@
-"""The built-in tasks: associative recall, needles, many-shot classification.
+"""The built-in tasks: associative recall, needles in a haystack, many-shot classification.
 
-Words without meaning consist of two syllables, for example "bako": they have equal length, and
-tokenizers do not know them.
+Some tasks use invented words of two syllables, for example "bako". These words have equal length,
+and tokenizers have no pieces for them.
 """
 
 import random
@@ -58,9 +58,10 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 
 @lru_cache(maxsize=4)
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
-    """Return keys, values and filler: the one-token words of each set.
+    """Return three sets of words for Mqar: keys, values and filler.
 
-    A set with fewer one-token words than the largest number of pairs is returned whole.
+    Each set contains only words of one token, unless fewer than the largest number of pairs are
+    left; then the set contains all its words. `count` returns the number of tokens of a text.
     """
 
     def is_token(word: str) -> bool:
@@ -74,7 +75,7 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """Pairs followed by filler, and the indices of the queried pairs."""
+    """A text of key-value pairs and filler, with the indices of the queried pairs."""
 
     context: str
     keys: list[str]
@@ -84,12 +85,12 @@ class Recall(NamedTuple):
 
 @task("mqar", filler=(0, 16, 64, 256, 1024, 4096, 16384))
 class Mqar(Task):
-    """Multi-query associative recall (Arora et al., arXiv 2312.04927): 2 to 16 pairs of a key and a
-    value, filler, then some keys again. Only the last query is scored; earlier queries come with
-    their answers.
+    """Multi-query associative recall (Arora et al., arXiv 2312.04927).
 
-    Keys, values and filler are different words, of one token each if the tokenizer has enough such
-    words. At most half of the keys are queried, so that answers do not follow by elimination.
+    A text has 2 to 16 pairs of a key and a value, then filler, then queries, which repeat some of
+    the keys. Only the last query is scored; earlier queries come with their answers. Keys, values
+    and filler are different words, of one token each if the tokenizer has enough such words. At
+    most half of the keys are queried, so that answers do not follow by elimination.
     """
 
     by = ("pairs",)
@@ -103,9 +104,10 @@ class Mqar(Task):
         return self.asked(self.told(rng, rng.choice(PAIRS), level, count), rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate pairs and all of their queries; values are predicted.
+        """Generate a training text: key-value pairs, then queries with predicted values.
 
-        Three of four documents have two pairs: small models learn these first, then generalize.
+        Returns pieces that are alternately context and predicted. About three of four texts have
+        two pairs, because small models learn two pairs first, then generalize.
         """
         (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
         told = self.told(rng, pairs, level, count)
@@ -124,7 +126,10 @@ class Mqar(Task):
         return Recall("".join(f" {word}" for word in words), keys, values, asked)
 
     def asked(self, told: Recall, rng: random.Random) -> Example:
-        """Score the last query. Repeated values are no candidates: repetition makes them likely."""
+        """Make an example in which only the last query of `told` is scored.
+
+        The values of earlier queries are not candidates, because repetition would make them likely.
+        """
         context, keys, values, (*before, last) = told
         others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
         candidates, answer = shuffled_candidates(rng, f" {values[last]}", others)
@@ -152,10 +157,10 @@ class Haystack(NamedTuple):
 class Needle(Task):
     """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
 
-    Sentences with the magic numbers of N cities (`needles`) are placed in unrelated text, each at
-    one of five depths. R cities (`queries`) are queried, and the last query is scored. Candidates
-    are the numbers of all needles that are not repeated. Depths are random, so that all places are
-    equally likely. `length` is the number of tokens of a context and its answer.
+    A needle is a sentence with the magic number of a city. `needles` such sentences are inserted in
+    unrelated text, each at one of five depths. `queries` cities are queried, and only the last
+    query is scored. Candidates are the right number and the numbers of all cities that are not
+    queried. Depths are random. `length` is the number of tokens of a context and its answer.
     """
 
     by = ("depth",)
@@ -183,7 +188,10 @@ class Needle(Task):
         return self.asked(self.hidden(rng, depth, level, count), depth, rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a text and all of its queries; numbers are predicted."""
+        """Generate a training text: a haystack, then queries with predicted numbers.
+
+        Returns pieces that are alternately context and predicted.
+        """
         text, needles, asked = self.hidden(rng, rng.randrange(DEPTHS), level, count)
         pieces = [text]
         for city in asked:
@@ -192,7 +200,11 @@ class Needle(Task):
         return tuple(pieces[:-1])
 
     def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
-        """Hide needles, with the last query at `depth`; raises ValueError for too little hay."""
+        """Generate a haystack, with the needle of the last query at `depth`, from 0 to DEPTHS - 1.
+
+        Raises ValueError for an invalid number of queries, or if too little unrelated text fits in
+        the length of `level`.
+        """
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
             raise ValueError(f"queries={queries:,} must be between 1 and needles={number:,}")
@@ -221,7 +233,11 @@ class Needle(Task):
         return Haystack(" ".join(hay), needles, asked)
 
     def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
-        """Score the last query. Repeated numbers are no candidates: they would be likely."""
+        """Make an example in which only the last query of a haystack is scored.
+
+        The numbers of earlier queries are not candidates, because repetition would make them
+        likely.
+        """
         text, needles, (*before, last) = hidden
         others = [f" {number}" for city, number in needles.items() if city not in hidden.asked]
         candidates, answer = shuffled_candidates(rng, f" {needles[last]}", others)
@@ -235,7 +251,10 @@ class Needle(Task):
 
 @lru_cache(len(SUBJECTS) * len(VERBS) * len(OBJECTS))
 def tokens_of_straw(count: Count, straw: str) -> int:
-    """Count a sentence of hay once, because most time would go into counting the same few again."""
+    """Return the number of tokens of one sentence in a haystack, cached per sentence.
+
+    The same sentences repeat, and most time would otherwise go into counting.
+    """
     return count(f" {straw}")
 
 
@@ -248,7 +267,7 @@ def question(city: str) -> str:
 
 
 class Shots(NamedTuple):
-    """Words labelled by a rule, and a queried word."""
+    """Words with labels that follow a rule, and a word whose label is queried."""
 
     shown: list[tuple[str, int]]
     query: str
@@ -259,9 +278,9 @@ class Shots(NamedTuple):
 class Icl(Task):
     """Many-shot classification in context.
 
-    The first consonant of a word determines its label, by a rule drawn per text. Each of RULES
-    texts is used ORDERS times, each time with a different order and different label names. These
-    examples depend on each other.
+    A text has words with labels, then a word to classify. The first consonant of a word determines
+    its label, by a rule drawn per text. Each of RULES texts is used ORDERS times, each time with a
+    different order and different label names. These examples depend on each other.
     """
 
     by = ("order", "labels")
@@ -271,7 +290,11 @@ class Icl(Task):
         return RULES * ORDERS
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Generate examples of RULES texts, then of the same texts in another order, etc."""
+        """Generate `number` examples of a level.
+
+        The first RULES examples have different rules; the next RULES examples have the same rules
+        with another order and other labels. After ORDERS such rounds, new rules follow.
+        """
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)
             order, rule = divmod(place, RULES)
@@ -289,7 +312,11 @@ class Icl(Task):
         return self.asked(shots, rng.choice(LABELS), {})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate shots and a query; labels that follow from earlier shots are predicted."""
+        """Generate a training text: words with labels, the last of which is the query.
+
+        Returns pieces that are alternately context and predicted. A label is predicted if an
+        earlier word begins with the same consonant.
+        """
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)
         names = rng.choice(LABELS)
@@ -327,7 +354,7 @@ class Icl(Task):
         return Example(f"{told} {shots.query} ->", candidates, shots.right, facts)
 
     def word(self, rng: random.Random, consonants: list[str], other: str = "") -> str:
-        """Draw a word that begins with one of the consonants and differs from `other`."""
+        """Draw an invented word that begins with one of `consonants` and differs from `other`."""
         while True:
             first = rng.choice(consonants) + rng.choice(VOWELS)
             if (word := first + rng.choice(CONSONANTS) + rng.choice(VOWELS)) != other:

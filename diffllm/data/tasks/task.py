@@ -1,5 +1,7 @@
-"""A task: examples with a right answer, generated from a seed or read from a file, at a level of
-difficulty."""
+"""Tasks: examples with a right answer, generated from a seed or read from a file.
+
+A level is a mapping of settings that determine the difficulty of examples.
+"""
 
 import hashlib
 import inspect
@@ -34,12 +36,12 @@ LARGEST = 2**28
 
 
 class DoesNotFit(ConfigError):
-    """A task or a level whose examples are too long for a model."""
+    """Raised for a task or level whose examples exceed the context length of a model."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A text, and possible continuations, one of which is right."""
+    """A prompt with possible continuations, one of which is right."""
 
     prompt: str
     candidates: tuple[str, ...]
@@ -53,8 +55,11 @@ class Example:
 
 
 def levels_of(settings: Any, key: str) -> list[Level]:
-    """List all combinations of the settings of `key`, whose values may be lists; raises
-    ConfigError."""
+    """Return all combinations of settings whose values may be lists.
+
+    For example, {filler: [0, 64]} gives two levels. `key` names the settings in messages. Raises
+    ConfigError for invalid settings or too many combinations.
+    """
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]
     if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
@@ -64,8 +69,10 @@ def levels_of(settings: Any, key: str) -> list[Level]:
 
 
 class Task(ABC):
-    """A generator of examples. Register a subclass with `@task`; its `example` may depend only on
-    its arguments."""
+    """Base class of tasks, which generate examples; the decorator `@task` registers a subclass.
+
+    The result of `example` may depend only on its arguments.
+    """
 
     name: str
     by: ClassVar[tuple[str, ...]] = ()
@@ -78,8 +85,11 @@ class Task(ABC):
 
     @cached_property
     def version(self) -> str:
-        """Hash of a user's code or file, so that results of older examples are not reused; empty
-        for built-in tasks, which have `tasks.VERSION`."""
+        """Hash of the source code of a user's task; results with another version are not reused.
+
+        Empty for built-in tasks, which share `tasks.VERSION`, and if the source code is
+        unavailable.
+        """
         module = type(self).__module__
         if module.partition(".")[0] == "diffllm":
             return ""
@@ -90,30 +100,40 @@ class Task(ABC):
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
     def settings(self, length: int) -> tuple[str, ...]:
-        """Return the setting names of a level for a context length."""
+        """Return the names of the settings in a level, for a context length of `length` tokens."""
         return tuple((self.levels(length) or self.levels(4096))[0])
 
     def number(self, level: Level) -> int | None:
-        """Return how many examples of a level are evaluated by default; None for the usual
-        number."""
+        """Return how many examples of a level an evaluation uses by default.
+
+        None means the default number of all tasks.
+        """
         return None
 
     def levels(self, length: int) -> list[Level]:
-        """List the levels for a context length, the easiest first."""
+        """List the levels of difficulty for a context length of `length` tokens, easiest first."""
         return [dict(zip(self.sizes, each, strict=True)) for each in product(*self.sizes.values())]
 
     @abstractmethod
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        """Make an example; `count` lets an example fill a context."""
+        """Generate one example of a level from the random generator `rng`.
+
+        `count` returns the number of tokens of a text, so that an example can fill a context.
+        """
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Make a text to train on, as pieces that are alternately context and predicted: by default
-        an example with its answer."""
+        """Generate a training text; by default, an example with its answer.
+
+        Returns pieces that are alternately context and predicted.
+        """
         example = self.example(rng, level, count)
         return example.prompt, example.candidates[example.answer]
 
     def fitting(self, length: int, count: Count) -> list[Level]:
-        """List the levels that fit into `length` tokens; raises DoesNotFit if no level fits."""
+        """List the levels whose examples have at most `length` tokens, easiest first.
+
+        `count` returns the number of tokens of a text. Raises DoesNotFit if no level fits.
+        """
         found, sizes = [], []
         for level in self.levels(length):
             try:
@@ -130,7 +150,11 @@ class Task(ABC):
         return found
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
-        """Raise ConfigError for invalid levels, DoesNotFit for levels of over `length` tokens."""
+        """Check that the levels are valid for this task and fit into `length` tokens.
+
+        Raises ConfigError for an invalid level, DoesNotFit for a level with longer examples.
+        `count` returns the number of tokens of a text.
+        """
         known = self.settings(length)
         for level in levels:
             if level.keys() != {*known}:
@@ -148,13 +172,16 @@ class Task(ABC):
                 )
 
     def longest(self, level: Level, count: Count) -> int:
-        """Estimate the tokens of the longest example with a candidate."""
+        """Estimate the number of tokens of the longest example of a level, including the answer.
+
+        A few examples are measured by `count`, which returns the number of tokens of a text.
+        """
         some = self.examples(level, SAMPLES, 0, count)
         sizes = [count(each.prompt) + max(map(count, each.candidates)) for each in some]
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Make examples; an example depends only on task, level, seed and index."""
+        """Generate `number` examples; each depends only on task, level, seed and its index."""
         for i in range(number):
             yield self.example(self.generator(level, seed, i), level, count)
 
@@ -178,7 +205,11 @@ T = TypeVar("T", bound=type[Task])
 
 
 def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
-    """Register the decorated class as a task with `sizes`; raises ConfigError for a name in use."""
+    """Return a class decorator that registers a task under `name`.
+
+    `sizes` contains the values of each setting in the levels, ascending. The decorator raises
+    ConfigError if another task has this name.
+    """
 
     def register(cls: T) -> T:
         there = TASKS.get(name)
@@ -206,11 +237,13 @@ class OwnExample:
 
 
 class OwnFile(Task):
-    """A user's file; each line is an example: {"prompt": ..., "answer": ...}, optionally
-    "candidates", a list that contains the answer, and "level", an object of settings that groups
-    results. Without candidates an answer is right if the model would generate it.
+    """Task that reads its examples from a user's file, one JSON object per line.
 
-    Raises ConfigError, which names the line.
+    Each line has "prompt" and "answer". Optional keys are "candidates", a list that contains the
+    answer, and "level", an object of settings that groups results. Without candidates, an answer is
+    right if the model would generate it.
+
+    Raises ConfigError with the number of an invalid line.
     """
 
     def __init__(self, path: Path):
@@ -250,7 +283,7 @@ class OwnFile(Task):
         yield from self.of_level(level)[:number]
 
     def longest(self, level: Level, count: Count) -> int:
-        """Return the tokens of the shortest example: longer examples may be skipped."""
+        """Return the tokens of the shortest example, because longer examples may be skipped."""
         return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
 
 

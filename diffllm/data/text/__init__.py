@@ -1,1 +1,1 @@
-"""Sources of text: content, identity by hash, and reading in parts."""
+"""Sources of text for a corpus: local files, hub datasets, Python packages, generated tasks."""

@@ -1,4 +1,4 @@
-"""A corpus: documents in parts that can be read independently."""
+"""A corpus of documents, divided into parts that separate processes can read."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,10 @@ class TextBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A section of a corpus that one process reads; the division depends only on the corpus."""
+    """A range of the documents of a corpus, read by one process.
+
+    The division of a corpus into parts does not depend on the number of processes.
+    """
 
     name: str
     size: int
@@ -46,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus with a known identity; its content is read only when needed."""
+    """A collection of documents, identified by a hash; documents are read only when needed."""
 
     description: str
     identity: str
@@ -75,7 +78,7 @@ class Corpus:
 
 
 class TextsPart(Part):
-    """A part with documents in memory."""
+    """A part of a corpus whose documents are in memory."""
 
     def __init__(self, name: str, texts: Sequence[str | None]) -> None:
         size = sum(len(text) for text in texts if text)
@@ -83,7 +86,10 @@ class TextsPart(Part):
 
 
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
-    """Return the column types of JSON objects by name; null counts as text."""
+    """Return the type name of each column of JSON objects; null counts as "string".
+
+    The first object with a column determines the column's type.
+    """
     kinds: dict[str, str] = {}
     for row in rows:
         for name, value in row.items() if isinstance(row, dict) else ():
@@ -97,7 +103,7 @@ def columns_of(cfg: DataConfig) -> list[str]:
 
 
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the corpus that `cfg` names, and identify its content.
+    """Open the corpus that `cfg` describes, and compute the hash that identifies the documents.
 
     Raises DataError for a source that is missing, empty, of an unknown format or not UTF-8.
     """
@@ -109,8 +115,13 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:
-    """Raise DataError unless `columns`, the text column first, exist in `kinds` and contain
-    text."""
+    """Raise DataError unless all `columns` exist and contain text.
+
+    Args:
+        kinds: type name of each existing column.
+        columns: the text column, then the prompt column if there is one.
+        where: file or dataset, for the message.
+    """
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
         if column not in texts:

@@ -1,5 +1,8 @@
-"""Formats and content hashes of local files. Hashes are cached by path and identity, so that a
-second run only calls stat."""
+"""Formats and content hashes of local files.
+
+Hashes are cached with the size, times and inode of each file, so that a second run reads no
+unchanged file.
+"""
 
 import codecs
 import hashlib
@@ -35,7 +38,7 @@ class FileFacts(NamedTuple):
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file by its name: parquet, json or text; empty if unsupported."""
+    """Return the format implied by a file name: "parquet", "json", "text", or "" if unsupported."""
     stem, suffix = os.path.splitext(path.name.lower())
     if suffix in COMPRESSIONS:
         return TEXT_FORMATS.get(os.path.splitext(stem)[1], "")
@@ -47,7 +50,11 @@ def names_of(names: Sequence[str]) -> str:
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return facts about `paths`, in order, reading only new or changed files; raises DataError."""
+    """Return size, identity, content hash and text checks of each file, in the order of `paths`.
+
+    Only new or changed files are read; all other facts are in an index in `cache_dir`. Raises
+    DataError for an unreadable file.
+    """
     index_path = cache_dir / "file_index.json"
     index = _read_index(index_path)
     if not all(_is_known(path, index) for path in paths):

@@ -1,4 +1,4 @@
-"""Local files as a corpus."""
+"""Use local files as a corpus."""
 
 import codecs
 import glob
@@ -38,7 +38,10 @@ MOST_PARTS = 4096
 
 @source("files")
 def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the files and directories that data.paths names; raises DataError."""
+    """Open the files, directories and glob patterns in data.paths as a corpus.
+
+    Raises DataError for an unusable file that data.paths names, or if no file contains text.
+    """
     paths, hidden = paths_of(cfg)
     supported = [path for path in paths if format_of(path)]
     facts = dict(zip(supported, file_facts(supported, cache_dir), strict=True))
@@ -72,14 +75,20 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def description_of(paths: Mapping[Path, Path | None]) -> str:
-    """Return "2 files: a.txt, b.txt" or "214 files in docs/"; arguments as `paths_of` returns."""
+    """Return a description such as "2 files: a.txt, b.txt" or "214 files in docs/".
+
+    `paths` maps each file to the searched directory, or to None for a file from no directory.
+    """
     names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in paths.items())
     link = ":" if None in paths.values() else " in"
     return f"{len(paths)} file{'s'[: len(paths) > 1]}{link} {names_of([*names])}"
 
 
 def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
-    """Return why a file cannot be read; empty if it can. Unsupported formats have no facts."""
+    """Return why a file cannot be read as text; an empty string if the file can be read.
+
+    `facts` is None for a file of an unsupported format.
+    """
     form = format_of(path)
     if not facts:
         formats = ", ".join(TEXT_FORMATS)
@@ -95,7 +104,7 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
 
 
 def is_of_rows(path: Path, column: str) -> bool:
-    """Return whether a .json file is an array, or its first line an object with the column."""
+    """Return whether a .json file contains an array, or an object with `column` in line 1."""
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -112,7 +121,11 @@ def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
 
 
 def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
-    """Divide files into parts of a size that follows from the total; raises DataError."""
+    """Divide files into parts that separate processes can read.
+
+    A part has about PART_BYTES of text or more; the size depends only on the total size of the
+    files. Raises DataError for an unreadable file.
+    """
     from diffllm.data.text.readers import slices_of
 
     least = max(PART_BYTES, sum(each.size for each in facts.values()) // MOST_PARTS)
@@ -142,7 +155,10 @@ def check_all(facts: Mapping[Path, FileFacts]) -> None:
 
 @contextmanager
 def naming(source: Path | str) -> Iterator[None]:
-    """Turn every error of the block into a DataError that names the file or data set."""
+    """In this context, turn every error into a DataError that begins with `source`.
+
+    `source` is a file or a dataset. A DataError is not changed.
+    """
     try:
         yield
     except DataError:
@@ -155,10 +171,12 @@ def naming(source: Path | str) -> Iterator[None]:
 
 
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
-    """List the files of data.paths, each with the searched directory, or None for a named file.
-    Also count the hidden entries of directories, which are skipped; raises DataError.
+    """List the files of data.paths, and count the hidden entries of directories.
 
-    Files of a glob or a directory are sorted. A glob that matches files ignores directories.
+    Returns a dict and the count. The dict maps each file to the searched directory, or to None for
+    a file that data.paths names or a glob matches. Hidden entries are skipped. Files of a glob or a
+    directory are sorted. A glob that matches files ignores directories. Raises DataError if a
+    pattern matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0
@@ -181,8 +199,10 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
 
 
 def files_below(root: Path) -> tuple[list[Path], int]:
-    """List the regular files of a directory and its subdirectories, sorted by relative path, and
-    count hidden entries, which are skipped; follows links, but lists each directory once."""
+    """List the regular files below a directory, by relative path, and count the hidden entries.
+
+    Hidden files and directories are skipped. Links are followed, but no directory is listed twice.
+    """
     files: list[Path] = []
     hidden, seen = 0, {os.path.realpath(root)}
     for directory, subdirectories, names in os.walk(root, onerror=unreadable, followlinks=True):
@@ -204,7 +224,7 @@ def unreadable(error: OSError) -> None:
 
 
 def begins_with_mark(path: Path) -> bool:
-    """Return whether a readable text begins with a byte order mark."""
+    """Return whether a file begins with a byte order mark; False if the file is unreadable."""
     from diffllm.data.text.readers import unpacked
 
     with suppress(OSError, ValueError), unpacked(path) as file:

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub as a corpus, streamed document by document."""
+"""Use datasets of the Hugging Face hub as a corpus, streamed document by document."""
 
 import json
 import re
@@ -37,7 +37,11 @@ ANSWERS_WITHIN = 60.0
 
 @source("hub")
 def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open data.dataset at a commit that is resolved once; raises DataError."""
+    """Open the hub dataset data.dataset as a corpus, at a fixed commit.
+
+    The first use with `cache_dir` determines the commit. Raises DataError for an invalid name, or
+    if the hub does not give the commit.
+    """
     dataset = str(cfg.dataset)
     if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", dataset) or Path(dataset).exists():
         raise DataError(
@@ -56,8 +60,11 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
-    """Make one part per file of the dataset, or per several files; raises DataError. The library
-    caches files in `copies`."""
+    """Make one corpus part per file of a hub dataset, or per several files of a large dataset.
+
+    The `datasets` library may cache files in `copies`. Raises DataError for an unreadable dataset,
+    or without the text column.
+    """
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
     to_stderr(f"waiting for the hub's list of files of {cfg.dataset}")
@@ -88,8 +95,11 @@ def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Ite
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
-    """Return the commit of a branch or tag at the first use with this cache, so that later runs
-    read the same corpus, also offline."""
+    """Return the commit of a branch or tag of a hub dataset; of the default branch for None.
+
+    The commit is stored in `cache_dir` at first use, so that later runs read the same documents,
+    also offline.
+    """
     if revision and re.fullmatch(COMMIT, revision):
         return revision
     stored = cache_dir / "revisions" / f"{combined_hash([dataset, revision])[:32]}.json"

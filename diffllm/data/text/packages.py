@@ -1,5 +1,7 @@
-"""Installed Python code as a corpus: data=packages reads the packages in REFERENCE, data=stdlib the
-standard library."""
+"""Use installed Python code as a corpus.
+
+data=packages reads the packages in REFERENCE, data=stdlib the standard library.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -37,8 +39,11 @@ ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the .py files of the packages in REFERENCE, without generated files, blank files and
-    duplicates; raises DataError if none is installed. `Corpus.note` names packages that differ."""
+    """Open the .py files of the installed packages in REFERENCE as a corpus.
+
+    Generated files, blank files and duplicates are skipped. `Corpus.note` lists the packages that
+    differ from their reference. Raises DataError if no package is installed.
+    """
     found = {name: package_files(name) for name in REFERENCE}
     facts, texts = with_text([path for files in found.values() for path in files], cache_dir)
     by_text: dict[str, Path] = {}
@@ -57,7 +62,10 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 @source("stdlib")
 def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the .py files of the standard library that are UTF-8; raises DataError."""
+    """Open the UTF-8 .py files of the Python standard library as a corpus.
+
+    Raises DataError if there are no such files.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     facts, kept = with_text(python_files(root), cache_dir)
     if not kept:
@@ -75,7 +83,14 @@ def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFa
 def corpus_of(
     cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
 ) -> Corpus:
-    """Make a corpus of the files `kept`, one document each; `facts` includes skipped files."""
+    """Make a corpus with one document per file.
+
+    Args:
+        facts: facts about all files that were found; skipped files are only counted.
+        kept: files that become documents.
+        where: origin of the files, for the description.
+        identity: hash that identifies the corpus.
+    """
     of_kept = {path: facts[path] for path in kept}
     whole = replace(cfg, sample_by=SampleBy.document)
     return Corpus(
@@ -89,7 +104,7 @@ def corpus_of(
 
 
 def python_files(root: Path) -> list[Path]:
-    """List the .py files under `root`, sorted by relative path, without installed packages."""
+    """List the .py files below `root` by relative path, without those of installed packages."""
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     found = []
     for directory, subdirectories, names in os.walk(root):
@@ -99,9 +114,10 @@ def python_files(root: Path) -> list[Path]:
 
 
 def package_files(name: str) -> list[Path]:
-    """List the .py files of an installed package, without importing it; empty if not installed.
+    """List the .py files of an installed package, without importing the package.
 
-    The top-level `__init__.py` is skipped, because wheels for Windows change it.
+    Returns an empty list if the package is not installed. Generated files are skipped, and the
+    top-level `__init__.py`, because wheels for Windows change that file.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:

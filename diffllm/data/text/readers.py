@@ -1,5 +1,8 @@
-"""Documents of local files, read in slices of parquet row groups or of whole lines. Other files are
-one slice. Only JSON arrays and texts of one document are completely in memory."""
+"""Read the documents of local files.
+
+A file is read in slices: some row groups of a parquet file, a range of whole lines, or else the
+whole file. Only JSON arrays, and text files that are one document, are completely in memory.
+"""
 
 import codecs
 import io
@@ -47,7 +50,11 @@ class Slice:
 def slices_of(
     path: Path, facts: FileFacts, form: str, cfg: DataConfig, least: int
 ) -> Iterator[Slice]:
-    """Cut a "parquet", "json" or "text" file into slices of at least `least` bytes, if possible."""
+    """Cut a file into slices of at least `least` bytes of text, which can be read independently.
+
+    `form` is "parquet", "json" or "text". The last slice may be smaller. A file that cannot be cut,
+    such as a compressed file, is one slice.
+    """
     columns = tuple(columns_of(cfg))
     start = path, facts, columns
     if form == "parquet":
@@ -69,7 +76,11 @@ def slices_of(
 
 
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of row groups with at least `least` bytes in the columns: bytes, first, stop."""
+    """Yield ranges of parquet row groups with at least `least` bytes in `columns`.
+
+    A range is (bytes, first row group, row group after the last); the last range may be smaller.
+    Raises DataError if a column is missing or is not text.
+    """
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         types = {field.name: field.type for field in file.schema_arrow}
         values = {k: t.value_type for k, t in types.items() if pyarrow.types.is_dictionary(t)}
@@ -128,7 +139,10 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
 
 
 def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
-    """Return the texts of a JSON object, None if missing; raises ValueError."""
+    """Return the text of each column in a JSON object; None for a missing column.
+
+    Raises ValueError if `row` is neither an object nor None, or if a column is not text.
+    """
     if row is not None and not isinstance(row, dict):
         raise ValueError(f"must be an object, not {type(row).__name__}")
     texts = [(row or {}).get(name) for name in columns]
@@ -157,7 +171,10 @@ def _read_text(part: Slice) -> Iterator[TextBatch]:
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield places where lines begin, at least `least` bytes apart, from 0 to the end."""
+    """Yield positions in a file of `size` bytes at which lines start, from 0 to `size`.
+
+    Positions are at least `least` bytes apart, except for the last.
+    """
     yield 0
     with path.open("rb") as file:
         place = least
@@ -171,7 +188,10 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the bytes [start, stop) of a file in blocks of whole lines; `stop` must end a line."""
+    """Yield the decompressed bytes [start, stop) of a file, in blocks of whole lines.
+
+    `stop` must be the end of a line; None means the end of the file.
+    """
     with unpacked(path) as file:
         if start:
             file.seek(start)
@@ -194,7 +214,10 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a file, with decompression by suffix; truncated compressed files raise at reading."""
+    """Open a file for reading; .gz and .zst files are decompressed.
+
+    A truncated compressed file raises an error when it is read.
+    """
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
@@ -203,7 +226,10 @@ def unpacked(path: Path) -> IO[bytes]:
 
 
 def raw(path: Path) -> Any:
-    """Open a file for pyarrow by a name in bytes; pyarrow encodes other names as UTF-8."""
+    """Open a file for pyarrow.
+
+    The name is passed as bytes, because pyarrow would encode a str as UTF-8.
+    """
     return pyarrow.OSFile(os.fsencode(path))
 
 

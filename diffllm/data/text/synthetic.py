@@ -1,5 +1,8 @@
-"""Generated examples of a task as a corpus. A document is an example with its answer, or several
-with a shared context. Seeds differ from the seeds of `diffllm evaluate`."""
+"""Use generated examples of a task as a corpus.
+
+A document is an example with its answer, or several examples with a shared context. Seeds differ
+from the seeds of `diffllm evaluate`.
+"""
 
 import re
 from collections.abc import Iterator
@@ -80,7 +83,11 @@ def words_of(text: str) -> int:
 
 @source("synthetic")
 def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
-    """Open the examples; raises ConfigError for a removed task or an impossible level."""
+    """Open generated examples of the task `cfg.task` as a corpus.
+
+    Raises ConfigError for a task that no longer exists, or for a level without possible examples.
+    `cache_dir` is not used.
+    """
     cfg.check_current()
     task = TASKS[cfg.task]
     level = {**task.levels(USUAL)[0], **cfg.level}
