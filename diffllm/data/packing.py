@@ -85,8 +85,8 @@ class Bins:
     def take(self, size: int) -> tuple[int, np.ndarray]:
         """Remove and return all bins with the smallest free space that is at least `size`.
 
-        Returns the free space and the bin numbers, ascending; 0 and an empty array if there are
-        none.
+        Returns the free space and the bin numbers, ascending; 0 and an empty array without such a
+        bin.
         """
         place = bisect_left(self._rooms, size)
         if place == len(self._rooms):
