@@ -35,7 +35,7 @@ def json_lines(*documents: str | None, column: str = "text") -> str:
     return "".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents))
 
 
-def test_stdlib_skips_and_counts_files_without_text(
+def test_stdlib_corpus_skips_and_counts_blank_and_undecodable_files(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "stdlib"
@@ -58,7 +58,7 @@ def test_stdlib_skips_and_counts_files_without_text(
     assert (opened(cfg).skipped_empty, opened(cfg).skipped_undecodable) == (2, 1)
 
 
-def test_zst_of_several_frames_is_read_whole_or_refused(
+def test_zst_file_of_several_frames_is_read_completely_and_refused_if_truncated(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path, skippable = tmp_path / "a.jsonl.zst", b"\x50\x2a\x4d\x18\x05\0\0\0hello"
@@ -77,7 +77,7 @@ def test_zst_of_several_frames_is_read_whole_or_refused(
         texts(make_config(path))
 
 
-def test_globs_with_text_column_read_the_named_column(
+def test_json_lines_corpus_reads_text_column_of_all_files_of_a_glob(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for name in ("b", "a"):
@@ -103,7 +103,7 @@ def test_globs_with_text_column_read_the_named_column(
         ("a.json", b"[]", "a.json: must be an array of objects"),
     ],
 )
-def test_error_of_unusable_file_has_path_in_a_single_line(
+def test_error_of_unusable_corpus_file_is_a_single_line_with_its_path(
     tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, message: str
 ) -> None:
     good = tmp_path / "good.jsonl"
@@ -127,7 +127,7 @@ def test_error_of_unusable_file_has_path_in_a_single_line(
         ({"id": 1, "size": 2}, "id, size, none with text"),
     ],
 )
-def test_error_of_missing_column_proposes_text_columns(
+def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
     tmp_path: Path, make_config: MakeConfig, row: dict[str, Any], end: str
 ) -> None:
     table = pyarrow.table({name: [value] for name, value in row.items()})
@@ -137,7 +137,7 @@ def test_error_of_missing_column_proposes_text_columns(
     assert str(caught.value).endswith(f"a.parquet: no text column 'text'; its columns are {end}")
 
 
-def test_json_array_gives_texts_and_ignores_other_columns(
+def test_json_array_corpus_reads_text_column_and_ignores_other_columns(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     path = tmp_path / "a.json"
@@ -149,7 +149,7 @@ def test_json_array_gives_texts_and_ignores_other_columns(
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
-def test_documents_do_not_depend_on_block_size(
+def test_documents_of_a_file_do_not_depend_on_read_block_size(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]
@@ -169,7 +169,7 @@ def test_documents_do_not_depend_on_block_size(
         assert [text for text in found if text] == [text for text in expected if text]
 
 
-def test_error_of_paths_without_match_has_the_pattern(
+def test_error_of_data_paths_pattern_without_match_names_the_pattern(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
@@ -201,7 +201,7 @@ def write_tree(root: Path, tree: dict[str, bytes]) -> Path:
     return root
 
 
-def test_directory_gives_all_text_files_sorted_by_path(
+def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = write_tree(tmp_path / "home" / "docs", TREE)
@@ -233,7 +233,7 @@ def test_directory_gives_all_text_files_sorted_by_path(
         ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
     ],
 )
-def test_directory_without_text_raises_with_path(
+def test_error_of_directory_without_text_files_names_the_directory(
     tmp_path: Path, make_config: MakeConfig, tree: dict[str, bytes], said: str
 ) -> None:
     (tmp_path / "docs").mkdir()
@@ -242,7 +242,7 @@ def test_directory_without_text_raises_with_path(
     assert re.fullmatch(rf"data.paths.*{tmp_path}/docs.*{re.escape(said)}.*", str(caught.value))
 
 
-def test_hub_branch_is_resolved_to_a_commit_once(
+def test_hub_dataset_branch_is_resolved_to_a_commit_only_at_first_use(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
@@ -262,7 +262,7 @@ def test_hub_branch_is_resolved_to_a_commit_once(
     assert opened(pinned).identity != first.identity
 
 
-def test_identity_depends_on_content_not_paths_or_times(
+def test_corpus_identity_depends_on_file_content_not_on_paths_or_times(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
@@ -276,7 +276,7 @@ def test_identity_depends_on_content_not_paths_or_times(
     assert opened(make_config(first, sample_by=SampleBy.document)).identity != identity
 
 
-def test_unchanged_files_are_not_read_again(
+def test_file_facts_of_unchanged_files_come_from_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.txt"
@@ -286,7 +286,7 @@ def test_unchanged_files_are_not_read_again(
     assert file_facts([path], tmp_path / "cache") == facts
 
 
-def test_local_directory_as_hub_dataset_is_refused(
+def test_hub_dataset_name_that_is_a_local_path_is_refused(
     tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The datasets library would read the directory, and run a script of the same name."""
@@ -316,7 +316,7 @@ ROWS = json_lines("one", "two").encode()
         ("a.json", b'[{"text": "one"}, {"text": "two"}]', SampleBy.line),
     ],
 )
-def test_byte_order_mark_is_not_part_of_the_text(
+def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, sample_by: SampleBy
 ) -> None:
     packed = {"gz": gzip.compress, "zst": zstandard.compress}.get(name[-3:].strip("."), bytes)
@@ -330,7 +330,7 @@ def test_byte_order_mark_is_not_part_of_the_text(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_identity_with_byte_order_mark_differs_from_older_versions(
+def test_corpus_identity_of_file_with_byte_order_mark_differs_from_older_versions(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [fifo, terabyte, flip, holds(b""), Path.unlink])
-def test_damaged_shard_of_unfinished_preparation_is_replaced_or_raises(
+def test_damaged_shard_of_unfinished_preparation_is_rewritten_or_raises_with_path(
     kept: DataConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +146,7 @@ def edited(file: Path, keys: list[Any], value: Any) -> None:
         ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
     ],
 )
-def test_edited_record_raises_with_the_key(
+def test_invalid_value_in_cached_json_record_raises_with_file_and_cause(
     kept: DataConfig, tmp_path: Path, name: str, keys: list[Any], value: Any, message: str
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")
@@ -157,7 +157,7 @@ def test_edited_record_raises_with_the_key(
 
 
 @pytest.mark.parametrize("facts", [7, [1, "", "", True, None], [1, "", "", True]])
-def test_file_index_with_other_types_is_ignored(
+def test_file_index_with_values_of_wrong_type_is_ignored(
     kept: DataConfig, tmp_path: Path, facts: object
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

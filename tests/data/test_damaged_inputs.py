@@ -102,7 +102,9 @@ def documents(found: list[str | None]) -> list[str]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WHOLE)
-def test_damaged_text_is_read_unchanged_or_refused(place: Path, name: str) -> None:
+def test_damaged_corpus_file_gives_its_original_documents_or_an_error(
+    place: Path, name: str
+) -> None:
     (whole, reference), file = WHOLE[name], place / "files" / name
 
     def check(content: bytes) -> None:
@@ -137,7 +139,7 @@ SAME_TEXTS = {
 
 
 @pytest.mark.parametrize("name", SAME_TEXTS, ids=ascii)
-def test_unusual_file_gives_exactly_the_written_texts(place: Path, name: str) -> None:
+def test_unusual_but_valid_corpus_file_gives_exactly_its_documents(place: Path, name: str) -> None:
     file = place / "files" / name
     link = place / "files" / f"link{''.join(file.suffixes[-2:])}"
     file.write_bytes(SAME_TEXTS[name])
@@ -159,7 +161,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("pack", [bytes, zst], ids=["plain", "packed"])
-def test_error_of_line_without_text_has_line_number(place: Path, pack: Any) -> None:
+def test_error_of_invalid_json_line_has_the_line_number(place: Path, pack: Any) -> None:
     file = place / "files" / ("bad.jsonl" if pack is bytes else "bad.jsonl.zst")
     rows = LINES.splitlines()
     for place_of_it, line in enumerate(BAD_LINES):
@@ -189,7 +191,7 @@ def test_parquet_column_without_text_is_refused(place: Path, column: Any) -> Non
     ("form", "flushed"),
     slow_but([("txt.gz", False), ("jsonl.zst", True)], product(FORMS, [False, True])),
 )
-def test_truncated_compressed_file_is_refused(place: Path, form: str, flushed: bool) -> None:
+def test_truncated_compressed_corpus_file_is_refused(place: Path, form: str, flushed: bool) -> None:
     """Truncation is detected even if the decompressed bytes end with a line, as after a flush."""
     lines = [f"{i} {'abc ' * 10}".encode() for i in range(6)]
     lines = [b'{"text": "%b"}\n' % x if form.startswith("jsonl") else x + b"\n" for x in lines]
@@ -272,7 +274,7 @@ READERS: dict[str, tuple[str, Callable[[Path, TokenData], None]]] = {
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", READERS)
-def test_damaged_tokens_or_tokenizer_are_read_unchanged_or_refused(
+def test_damaged_token_file_or_tokenizer_gives_original_tokens_or_an_error(
     written: Path, prepared: TokenData, name: str
 ) -> None:
     (opened, read), file = READERS[name], written / name

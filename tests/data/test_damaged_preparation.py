@@ -104,7 +104,7 @@ def break_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )
-def test_damaged_middle_file_raises_and_leaves_no_prepared_data(
+def test_damaged_second_of_three_files_raises_with_path_and_caches_nothing(
     tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
 ) -> None:
     paths = make_three(tmp_path, suffix)
@@ -146,7 +146,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("change", slow_but([rewrite], [vanish, grow, replace, rewrite]))
 @pytest.mark.parametrize("call", [0, 1])
-def test_file_that_changes_after_hashing_is_refused(
+def test_corpus_file_that_changes_after_hashing_is_refused(
     tmp_path: Path,
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,
@@ -178,7 +178,7 @@ def tokenizer_of(cfg: DataConfig) -> str:
 
 
 @pytest.mark.slow
-def test_sigkill_at_random_moments_leaves_no_incomplete_directory(
+def test_preparation_killed_at_random_moments_leaves_no_incomplete_directory(
     tmp_path: Path, make_config: MakeConfig, rng: random.Random
 ) -> None:
     """Incomplete directories are never used; the next start writes the bytes of a normal run."""
@@ -216,7 +216,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("size", slow_but([4, 80], [4, 80, 300, 500]))
-def test_full_disk_raises_and_keeps_older_corpora(
+def test_preparation_on_full_disk_raises_and_keeps_older_corpora(
     tmp_path: Path, make_config: MakeConfig, disk: Path, size: int
 ) -> None:
     first = tmp_path / "first.txt"

@@ -89,7 +89,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.slow
-def test_tokens_of_readme_script_equal_tokens_read_by_datatrove(
+def test_open_tokens_equals_datatrove_reader_for_tokens_of_readme_script(
     workplace: list[str],
 ) -> None:
     pytest.importorskip("datatrove")

@@ -41,7 +41,9 @@ def fast(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(directory)
 
 
-def test_tokenizer_loads_from_directory_and_from_file(directory: Path, fast: Tokenizer) -> None:
+def test_tokenizer_json_loads_from_its_directory_and_from_its_file(
+    directory: Path, fast: Tokenizer
+) -> None:
     assert isinstance(fast, FastTokenizer)
     again = Tokenizer.from_file(directory / "tokenizer.json")
     assert again.pieces_hash == fast.pieces_hash
@@ -52,7 +54,7 @@ def test_tokenizer_loads_from_directory_and_from_file(directory: Path, fast: Tok
 @example(f"one{END}two<pad>")
 @example("def f():\n    return 1\n\n\n\tx\r\n" * 3)
 @settings(max_examples=100)
-def test_any_text_decodes_exactly(fast: Tokenizer, text: str) -> None:
+def test_tokenizer_json_decodes_encoded_text_exactly(fast: Tokenizer, text: str) -> None:
     ids = fast.encode(text)
     assert fast.decode(ids) == text
     assert not {0, 1} & set(ids), "text must not encode to special tokens"
@@ -60,7 +62,7 @@ def test_any_text_decodes_exactly(fast: Tokenizer, text: str) -> None:
     assert fast.decode([*ids, fast.eos_id]) == text
 
 
-def test_corpus_is_prepared_by_tokenizer_with_gaps_between_ids(
+def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
     directory: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
     content = json.loads((directory / "tokenizer.json").read_text())
@@ -80,7 +82,9 @@ def test_corpus_is_prepared_by_tokenizer_with_gaps_between_ids(
 
 
 @pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
-def test_config_next_to_tokenizer_sets_the_eos(directory: Path, tmp_path: Path, said: Any) -> None:
+def test_tokenizer_config_json_determines_the_eos_token(
+    directory: Path, tmp_path: Path, said: Any
+) -> None:
     (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
     other = Tokenizer.from_file(tmp_path / "tokenizer.json")
@@ -101,7 +105,7 @@ def test_config_next_to_tokenizer_sets_the_eos(directory: Path, tmp_path: Path, 
         ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
     ],
 )
-def test_unusable_tokenizer_or_config_is_refused(
+def test_unusable_tokenizer_json_or_tokenizer_config_json_is_refused(
     directory: Path, tmp_path: Path, name: str, content: str, said: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_text((directory / "tokenizer.json").read_text())
@@ -118,7 +122,7 @@ def test_copied_tokenizer_files_load_as_the_same_tokenizer(directory: Path, tmp_
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": END}
 
 
-def test_missing_tokenizer_raises_with_name(
+def test_error_of_missing_tokenizer_has_its_path_or_repository_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.model: no such tokenizer file"):

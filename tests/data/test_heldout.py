@@ -38,7 +38,9 @@ def stream(make_stream: MakeStream) -> TokenStream:
     return make_stream(tokens_of(lengths_of(300)), vocab_size=2**20)
 
 
-def test_choice_without_limit_has_all_documents_of_the_split(stream: TokenStream) -> None:
+def test_heldout_documents_without_limit_are_all_documents_of_the_split(
+    stream: TokenStream,
+) -> None:
     lengths = lengths_of(300)
     assert max(lengths) > 97 > 1 in lengths
     for tokens in (None, len(stream), 1e12):
@@ -50,7 +52,7 @@ def test_choice_without_limit_has_all_documents_of_the_split(stream: TokenStream
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("tokens", [None, 200])
-def test_every_token_is_a_target_once_after_the_previous_token(
+def test_heldout_document_batches_have_every_token_as_target_exactly_once(
     stream: TokenStream, world_size: int, tokens: int | None
 ) -> None:
     chosen = heldout_documents(stream, EOS, tokens)
@@ -74,7 +76,9 @@ def test_every_token_is_a_target_once_after_the_previous_token(
     assert seen == pairs
 
 
-def test_whole_documents_that_fit_are_in_a_single_sequence(stream: TokenStream) -> None:
+def test_heldout_document_that_fits_in_a_sequence_is_not_cut_with_whole_true(
+    stream: TokenStream,
+) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)
     cut = heldout_documents(stream, EOS)
     rows = [torch.cat(parts) for parts in zip(*chosen.batches(32, 2), strict=True)]
@@ -96,7 +100,7 @@ def test_whole_documents_that_fit_are_in_a_single_sequence(stream: TokenStream) 
     assert min(used[:-1]) < 32
 
 
-def test_heldout_batches_with_eos_keep_documents_whole(make_stream: MakeStream) -> None:
+def test_heldout_batches_with_eos_id_do_not_cut_documents(make_stream: MakeStream) -> None:
     stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
     for rank in range(2):
         for inputs, targets in heldout_batches(stream, 10, 3, 40, rank, 2, eos_id=EOS):
@@ -108,7 +112,7 @@ def test_heldout_batches_with_eos_keep_documents_whole(make_stream: MakeStream) 
 
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
-def test_larger_choice_of_documents_contains_every_smaller_choice(
+def test_larger_choice_of_heldout_documents_contains_every_smaller_choice(
     stream: TokenStream, numbers: str
 ) -> None:
     every = heldout_documents(stream, EOS)
@@ -132,7 +136,7 @@ def test_larger_choice_of_documents_contains_every_smaller_choice(
         smaller = found
 
 
-def test_chosen_documents_are_spread_over_the_split_and_of_any_length(
+def test_chosen_heldout_documents_are_spread_evenly_and_independent_of_length(
     make_stream: MakeStream,
 ) -> None:
     lengths = lengths_of(4000, seed=1)
@@ -145,7 +149,7 @@ def test_chosen_documents_are_spread_over_the_split_and_of_any_length(
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_bytes_and_hashes_of_heldout_texts_equal_the_corpus(prepared: TokenData) -> None:
+def test_heldout_text_sizes_and_hashes_equal_corpus_documents(prepared: TokenData) -> None:
     split = prepared.manifest.splits["heldout"]
     chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
     assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)

@@ -45,7 +45,7 @@ def of_lines(documents: int, lines: int) -> list[str]:
         ),
     ],
 )
-def test_heldout_documents_are_the_fewest_that_fulfil_fraction_and_minimum(
+def test_prepare_holds_out_fewest_documents_that_fulfil_fraction_and_minimum(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,
@@ -95,7 +95,7 @@ def test_heldout_documents_are_the_fewest_that_fulfil_fraction_and_minimum(
         ("x" * 30_000, 12, (0.19, 0.21)),
     ],
 )
-def test_pieces_of_a_single_document_are_held_out_and_spread_evenly(
+def test_prepare_of_a_single_document_holds_out_evenly_spread_pieces(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,

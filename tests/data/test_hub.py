@@ -69,7 +69,7 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
         server.communicate()
 
 
-def test_hub_files_are_streamed_and_not_copied(
+def test_hub_dataset_files_are_streamed_without_local_copies(
     tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: MakeConfig
 ) -> None:
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
@@ -104,7 +104,7 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_progress_names_hub_file_that_hangs(
+def test_preparation_progress_names_hub_file_that_hangs(
     tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
 ) -> None:
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
@@ -112,7 +112,7 @@ def test_progress_names_hub_file_that_hangs(
     waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
 
 
-def test_message_names_hub_dataset_without_answer(tmp_path: Path) -> None:
+def test_preparation_names_dataset_while_waiting_for_the_hub(tmp_path: Path) -> None:
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
         hangs.listen(50)

@@ -55,7 +55,7 @@ def copied(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_token_file_has_the_tokens_of_all_documents(name: str) -> None:
+def test_imported_token_file_has_the_tokens_of_all_documents(name: str) -> None:
     file = open_tokens(FILES / name, 400, EOS)
     assert len(file) == len(ALL)
     assert file.documents == len(DOCUMENTS)
@@ -68,7 +68,9 @@ def test_token_file_has_the_tokens_of_all_documents(name: str) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
-def test_missing_eos_is_added_to_every_document(lengths: list[int], data: st.DataObject) -> None:
+def test_eos_is_added_to_every_document_of_token_file_without_eos(
+    lengths: list[int], data: st.DataObject
+) -> None:
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, start=1)]
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
@@ -80,7 +82,7 @@ def test_missing_eos_is_added_to_every_document(lengths: list[int], data: st.Dat
 
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
-def test_last_whole_documents_are_held_out(make: Make, names: list[str]) -> None:
+def test_last_whole_documents_of_token_files_are_held_out(make: Make, names: list[str]) -> None:
     data = prepare(make(*(FILES / name for name in names)))
     assert isinstance(data, ImportedData)
     train, heldout = data.split("train"), data.split("heldout")
@@ -124,7 +126,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_empty_documents_of_index_are_not_counted(
+def test_empty_documents_in_token_file_index_are_not_counted_if_eos_is_stored(
     make: Make, tmp_path: Path, name: str, ended: bool
 ) -> None:
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
@@ -157,7 +159,7 @@ def test_empty_documents_at_beginning_of_megatron_index_have_no_tokens(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_documents_with_several_ends_are_counted_by_the_index(
+def test_documents_with_several_eos_are_counted_by_the_token_file_index(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "several").mkdir()
@@ -173,7 +175,7 @@ def test_documents_with_several_ends_are_counted_by_the_index(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_edited_index_is_a_new_corpus_and_raises_in_open_streams(
+def test_edited_token_file_index_is_a_new_corpus_and_raises_in_open_streams(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
@@ -194,7 +196,9 @@ def test_edited_index_is_a_new_corpus_and_raises_in_open_streams(
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_documents_that_are_not_contiguous_are_refused_or_read(ends: list[int]) -> None:
+def test_token_file_with_noncontiguous_documents_gives_all_tokens_or_an_error(
+    ends: list[int],
+) -> None:
     content = np.arange(9, dtype=np.int32)
     file = WithEnds(TokenFile(Path("f"), content, lambda i: np.array(ends)[i], len(ends), 90), EOS)
     for start in range(len(file)):
@@ -202,13 +206,13 @@ def test_documents_that_are_not_contiguous_are_refused_or_read(ends: list[int]) 
             assert len(file.tokens(start, len(file))) == len(file) - start
 
 
-def test_diffllm_shards_are_read_in_place(make: Make, prepared: TokenData) -> None:
+def test_data_tokens_reads_diffllm_shards_in_place(make: Make, prepared: TokenData) -> None:
     data = prepare(make(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
-def test_shards_that_an_older_version_deduplicated_are_read(
+def test_data_tokens_reads_shards_that_an_older_version_deduplicated(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")

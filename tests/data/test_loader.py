@@ -72,7 +72,7 @@ def global_steps(
     ]
 
 
-def test_targets_are_inputs_shifted_by_a_token(make_loader: MakeLoader) -> None:
+def test_loader_targets_are_inputs_shifted_by_one_token(make_loader: MakeLoader) -> None:
     inputs, targets = next(make_loader())
     assert inputs.shape == targets.shape == (4, SEQ_LEN)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -84,7 +84,7 @@ def test_targets_are_inputs_shifted_by_a_token(make_loader: MakeLoader) -> None:
     ("world_size", "micro_batch_size", "num_workers"),
     [(1, 12, 0), (1, 1, 2), (1, 4, 1), (2, 3, 0), (2, 2, 1), (3, 4, 0), (4, 1, 0), (6, 2, 0)],
 )
-def test_step_reads_same_samples_on_every_layout(
+def test_loader_step_reads_same_samples_for_any_world_size_and_micro_batch(
     make_loader: MakeLoader, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
     """Nine steps cross two borders of epochs; the first border is inside a batch."""
@@ -98,7 +98,7 @@ def test_step_reads_same_samples_on_every_layout(
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (1, 6, 2), (3, 2, 0)]
 )
-def test_loader_resumes_at_any_step_on_any_layout(
+def test_loader_resumes_at_any_step_with_any_world_size_and_micro_batch(
     make_loader: MakeLoader, consumed: int, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
     loader = make_loader(num_workers=1, prefetch_factor=8)
@@ -116,7 +116,7 @@ def test_loader_resumes_at_any_step_on_any_layout(
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 
-def test_state_counts_consumed_whole_steps_without_prefetched_batches(
+def test_loader_state_counts_completed_steps_without_prefetched_batches(
     make_loader: MakeLoader,
 ) -> None:
     loader = make_loader(num_workers=2, prefetch_factor=8)
@@ -135,7 +135,7 @@ def test_load_state_dict_rewinds_a_running_loader(make_loader: MakeLoader) -> No
     assert samples_of(next(loader)[0]) == first
 
 
-def test_states_of_other_runs_are_refused(make_loader: MakeLoader) -> None:
+def test_loader_refuses_state_with_other_seed_or_corpus_size(make_loader: MakeLoader) -> None:
     with pytest.raises(CheckpointError, match=r"seed=6, but this run has seed=5"):
         make_loader().load_state_dict({"seed": 6, "epoch": 0, "sample": 0})
     with pytest.raises(CheckpointError, match=r"sequence 50 .* this corpus has 50"):
@@ -144,7 +144,7 @@ def test_states_of_other_runs_are_refused(make_loader: MakeLoader) -> None:
         make_loader().load_state_dict({"seed": SEED, "epoch": 2**52, "sample": 0})
 
 
-def test_impossible_seq_len_or_batch_size_is_refused(make_loader: MakeLoader) -> None:
+def test_loader_refuses_seq_len_or_batch_size_that_does_not_fit(make_loader: MakeLoader) -> None:
     with pytest.raises(DataError, match=r"train split has 405 tokens, but seq_len=405 needs 406"):
         make_loader(seq_len=405)
     make_loader(seq_len=404)
@@ -154,7 +154,7 @@ def test_impossible_seq_len_or_batch_size_is_refused(make_loader: MakeLoader) ->
         make_loader(world_size=2)
 
 
-def test_loader_does_not_change_random_state_of_the_model(make_loader: MakeLoader) -> None:
+def test_loader_does_not_change_torch_random_state(make_loader: MakeLoader) -> None:
     before = torch.get_rng_state()
     next(make_loader(num_workers=1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -162,7 +162,7 @@ def test_loader_does_not_change_random_state_of_the_model(make_loader: MakeLoade
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("sequences", [1, 10, 50, 1000])
-def test_ranks_share_held_out_sequences_without_overlap(
+def test_ranks_divide_held_out_sequences_without_overlap(
     stream: TokenStream, world_size: int, sequences: int
 ) -> None:
     read = []
@@ -175,14 +175,14 @@ def test_ranks_share_held_out_sequences_without_overlap(
     assert sorted(read) == [i * SAMPLES // count for i in range(count)]
 
 
-def test_held_out_split_shorter_than_a_sequence_raises(prepared: TokenData) -> None:
+def test_heldout_batches_refuse_split_shorter_than_a_sequence(prepared: TokenData) -> None:
     stream = prepared.split("heldout")
     with pytest.raises(DataError, match=rf"its heldout split has {len(stream)} tokens, but seq"):
         next(heldout_batches(stream, len(stream), 1, 1))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_data_error_of_worker_is_a_single_line(
+def test_data_error_in_loader_process_is_raised_as_a_single_line(
     make_loader: MakeLoader, stream: TokenStream, tmp_path: Path, num_workers: int
 ) -> None:
     loader = make_loader(num_workers=num_workers)
@@ -193,7 +193,9 @@ def test_data_error_of_worker_is_a_single_line(
     assert "\n" not in str(caught.value)
 
 
-def test_close_ends_workers_that_ignore_stop_signals(make_loader: MakeLoader) -> None:
+def test_loader_close_ends_loader_processes_that_ignore_stop_signals(
+    make_loader: MakeLoader,
+) -> None:
     loader = make_loader(num_workers=2)
     next(loader)
     started = multiprocessing.active_children()
@@ -226,7 +228,7 @@ if sys.argv[2] == "hang":
 
 
 @pytest.mark.parametrize("end", slow_but(["return"], ["hang", "return"]))
-def test_workers_end_without_output_after_trainer_ends(
+def test_loader_processes_end_without_output_after_their_parent_ends(
     stream: TokenStream, tmp_path: Path, end: str
 ) -> None:
     """The trainer is killed, or returns without close()."""

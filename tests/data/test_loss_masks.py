@@ -63,7 +63,7 @@ def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
     return opened(tmp_path / "stream")
 
 
-def test_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
+def test_loss_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
     _, mask = drawn()
     assert masked.masked
     for start, stop in ((0, TOKENS), (0, 0), (90, 300), (97, 194), (399, 400)):
@@ -74,7 +74,7 @@ def test_masks_are_read_across_shard_borders(masked: TokenStream) -> None:
         masked.loss_mask(0, TOKENS + 1)
 
 
-def test_shard_without_mask_is_completely_predicted(
+def test_all_tokens_of_shard_without_loss_mask_are_predicted(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -90,7 +90,7 @@ def test_shard_without_mask_is_completely_predicted(
     assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
 
 
-def test_manifest_without_mask_keys_loads_as_unmasked(
+def test_manifest_without_mask_keys_loads_as_stream_without_loss_masks(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
     make_stream(drawn()[0])
@@ -102,7 +102,7 @@ def test_manifest_without_mask_keys_loads_as_unmasked(
     assert not opened(tmp_path / "stream").masked
 
 
-def test_damaged_mask_raises_with_path(masked: TokenStream, tmp_path: Path) -> None:
+def test_damaged_loss_mask_file_raises_with_path(masked: TokenStream, tmp_path: Path) -> None:
     file = tmp_path / "stream" / "train-00001.mask"
     file.write_bytes(bytes(97))
     masked.loss_mask(0, 97)
@@ -116,7 +116,7 @@ def test_damaged_mask_raises_with_path(masked: TokenStream, tmp_path: Path) -> N
         opened(tmp_path / "stream")
 
 
-def test_stream_targets_are_masked_for_context(
+def test_stream_sequences_have_target_minus_1_for_context_tokens(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     tokens, mask = drawn()
@@ -133,7 +133,7 @@ def test_stream_targets_are_masked_for_context(
     assert torch.equal(targets, torch.where(wanted, whole, -1))
 
 
-def test_packed_targets_are_masked_for_context(
+def test_packed_sequences_have_target_minus_1_for_context_tokens(
     make_stream: MakeStream, masked: TokenStream, tmp_path: Path
 ) -> None:
     tokens, mask = drawn()
@@ -151,7 +151,7 @@ def test_packed_targets_are_masked_for_context(
     assert sum(left) == mask.sum()
 
 
-def test_joined_stream_predicts_all_tokens_of_unmasked_streams(
+def test_joined_stream_predicts_all_tokens_of_streams_without_loss_mask(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     plain = make_stream(drawn(1)[0], directory="plain")
@@ -170,7 +170,7 @@ def test_joined_stream_predicts_all_tokens_of_unmasked_streams(
 
 
 @pytest.mark.parametrize("tokens", [None, 100])
-def test_held_out_documents_count_only_predicted_tokens(
+def test_token_count_of_held_out_documents_excludes_context(
     masked: TokenStream, tokens: int | None
 ) -> None:
     chosen = heldout_documents(masked, EOS, tokens)
@@ -185,7 +185,7 @@ def test_held_out_documents_count_only_predicted_tokens(
     assert heldout_tokens(masked, EOS, tokens) == chosen.predicted.sum()
 
 
-def test_bytes_of_held_out_documents_count_only_predicted_tokens(masked: TokenStream) -> None:
+def test_byte_count_of_held_out_documents_excludes_context(masked: TokenStream) -> None:
     chosen = heldout_documents(masked, EOS)
     decoder: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     sizes, _ = chosen.texts(decoder)
@@ -195,13 +195,17 @@ def test_bytes_of_held_out_documents_count_only_predicted_tokens(masked: TokenSt
         assert size == len("".join(map(chr, tokens[here][mask[here]])).encode())
 
 
-def test_held_out_split_of_context_only_is_refused(masked: TokenStream, tmp_path: Path) -> None:
+def test_held_out_split_without_predicted_tokens_is_refused(
+    masked: TokenStream, tmp_path: Path
+) -> None:
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
     with pytest.raises(DataError, match="no token to predict"):
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 
-def test_facts_compared_between_ranks_include_masks(masked: TokenStream, tmp_path: Path) -> None:
+def test_corpus_facts_that_ranks_compare_include_loss_masks(
+    masked: TokenStream, tmp_path: Path
+) -> None:
     facts = []
     for mask in (drawn()[1], drawn(1)[1]):
         write_masks(tmp_path / "stream", mask)

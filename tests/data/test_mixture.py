@@ -59,7 +59,7 @@ def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     return inputs[:, 0].tolist()
 
 
-def test_sources_are_shuffled_independently(make: Make) -> None:
+def test_mixture_sources_are_shuffled_independently(make: Make) -> None:
     read = first_tokens(make(curriculum=[]), range(200))
     code = [token for token in read if token < 1000]
     assert len(code) == 100
@@ -75,7 +75,7 @@ def test_sources_are_shuffled_independently(make: Make) -> None:
     ("world_size", "micro_batch_size", "num_workers"),
     [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0), (4, 3, 0)],
 )
-def test_step_reads_same_samples_on_every_layout(
+def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
     make: Make, open_loader: Any, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
     expected = first_tokens(make(), range(BATCH * STEPS))
@@ -90,7 +90,7 @@ def test_step_reads_same_samples_on_every_layout(
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
-def test_mixture_resumes_in_the_middle_of_a_slope_on_three_ranks(
+def test_mixture_resumes_on_three_ranks_while_weights_change_linearly(
     make: Make, open_loader: Any, step: int
 ) -> None:
     whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
@@ -113,7 +113,7 @@ def test_mixture_resumes_in_the_middle_of_a_slope_on_three_ranks(
     assert read == whole[step * BATCH :]
 
 
-def test_new_weights_apply_from_the_resumed_sample_on(make: Make) -> None:
+def test_changed_mixture_weights_apply_from_the_resumed_sample_on(make: Make) -> None:
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make(curriculum=[])
     state = former.state(101)
@@ -134,7 +134,7 @@ def test_new_weights_apply_from_the_resumed_sample_on(make: Make) -> None:
     assert again.consumed(301) == changed.consumed(301)
 
 
-def test_state_with_other_seed_or_sources_is_refused(make: Make) -> None:
+def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:
     state = make().state(24)
     with pytest.raises(CheckpointError, match="seed=5, but this run has seed=6"):
         make(seed=6).sample_of(state)
@@ -155,7 +155,7 @@ def test_state_with_other_seed_or_sources_is_refused(make: Make) -> None:
         *((key, value) for key in ("sample", "since") for value in (25, -1, 2**62, [], None)),
     ],
 )
-def test_forged_place_in_a_mixture_is_refused(make: Make, key: str, value: Any) -> None:
+def test_mixture_refuses_state_with_invalid_values(make: Make, key: str, value: Any) -> None:
     state = make().state(24)
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
     with pytest.raises(CheckpointError, match=r"no usable loop\.data"):
@@ -165,7 +165,7 @@ def test_forged_place_in_a_mixture_is_refused(make: Make, key: str, value: Any) 
         check_place(forged)
 
 
-def test_consumed_counts_tokens_and_epochs_per_source(make: Make) -> None:
+def test_mixture_metrics_count_tokens_and_epochs_per_source(make: Make) -> None:
     samples = make(limits={"code": 1})
     read = first_tokens(samples, range(BATCH * STEPS))
     consumed = samples.consumed(BATCH * STEPS)
@@ -176,7 +176,9 @@ def test_consumed_counts_tokens_and_epochs_per_source(make: Make) -> None:
     assert consumed["data/epochs/code"] == 1
 
 
-def test_joined_stream_reads_across_parts(make_stream: Callable[..., TokenStream]) -> None:
+def test_joined_stream_reads_across_borders_of_its_streams(
+    make_stream: Callable[..., TokenStream],
+) -> None:
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
     joined = JoinedStream("train", [make_stream(p, directory=f"p{i}") for i, p in enumerate(parts)])
     whole = np.concatenate(parts)
@@ -191,7 +193,7 @@ def test_joined_stream_reads_across_parts(make_stream: Callable[..., TokenStream
 # Prepared sources
 
 
-def test_sources_of_mixture_share_a_tokenizer(tmp_path: Any) -> None:
+def test_mixture_tokenizer_is_shared_by_sources_and_independent_of_weights(tmp_path: Any) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)))
     (tmp_path / "b.txt").write_text("\n\n".join(f"The {i}th day was mild." for i in range(200)))
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
@@ -228,7 +230,7 @@ def test_sources_of_mixture_share_a_tokenizer(tmp_path: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
-def test_error_in_a_source_begins_with_the_source_key(
+def test_error_in_a_mixture_source_names_the_source_key(
     tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
@@ -246,7 +248,7 @@ def test_error_in_a_source_begins_with_the_source_key(
     assert said in str(raised.value)
 
 
-def test_damaged_or_short_source_raises_with_the_source_key(
+def test_damaged_or_short_mixture_source_raises_with_the_source_key(
     make: Make, make_stream: Callable[..., TokenStream]
 ) -> None:
     samples = make()
@@ -287,7 +289,7 @@ def test_damaged_or_short_source_raises_with_the_source_key(
         ),
     ],
 )
-def test_invalid_mixture_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -> None:
     good = {"source": "mixture", "sources": {"a": SourceConfig()}}
     with pytest.raises(ConfigError) as raised:
         DataConfig(**{**good, "vocab_size": 300, **changes}).validate()

@@ -28,7 +28,7 @@ def read(order, first, count):
 
 @settings(max_examples=25)
 @given(SHARES, st.sampled_from([0, 777, 10**6, 10**12]))
-def test_every_source_is_spread_evenly_by_weight(weights, first):
+def test_mixture_order_spreads_every_source_evenly_by_weight(weights, first):
     order = MixtureOrder([(0, weights)])
     count = 12_000
     sources, numbers = read(order, first, count)
@@ -52,7 +52,7 @@ def test_every_source_is_spread_evenly_by_weight(weights, first):
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
-def test_counts_stay_within_tijdeman_bound_of_shares(counts):
+def test_samples_per_source_stay_within_tijdeman_bound_of_their_shares(counts):
     """The bound is 1 - 1 / (2K - 2) at every place."""
     size, used = sum(counts), sum(map(bool, counts))
     order = laid_out(counts)
@@ -62,7 +62,7 @@ def test_counts_stay_within_tijdeman_bound_of_shares(counts):
         assert np.abs(lag).max() <= bound + 1e-9
 
 
-def test_single_samples_equal_samples_read_together():
+def test_mixture_order_of_single_samples_equals_order_of_a_range():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     sources, numbers = read(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
@@ -73,7 +73,7 @@ def test_single_samples_equal_samples_read_together():
     assert not (sources[1000:] == 2).any(), "a source of weight 0 must not be read"
 
 
-def test_order_equals_order_of_former_versions():
+def test_mixture_order_equals_order_of_former_versions():
     """No release may change this order, because checkpoints depend on it."""
     order = MixtureOrder([(0, [0.5, 0.3, 0.2])])
     assert read(order, 0, 20)[0].tolist() == [
@@ -81,7 +81,7 @@ def test_order_equals_order_of_former_versions():
     ]  # fmt: skip
 
 
-def test_shares_are_rounded_to_whole_samples():
+def test_mixture_shares_are_rounded_by_largest_remainders():
     assert shared_out(10, [1, 1, 1]) == [4, 3, 3]
     assert shared_out(7, [5, 3, 2]) == [4, 2, 1]
     assert in_parts([0.2, 0, 0.6]) == (250_000_000, 0, 750_000_000)
@@ -98,13 +98,13 @@ def config(curriculum=(), between=Between.constant, **weights):
     return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
 
 
-def test_curriculum_points_are_shares_of_the_run_or_tokens():
+def test_curriculum_point_above_1_is_a_token_number_else_a_share_of_the_run():
     half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
     plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
     assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
 
 
-def test_linear_slope_interpolates_between_points():
+def test_linear_curriculum_interpolates_weights_between_points():
     cfg = config([Point(0.5, {"a": 1}), Point(1.0, {"b": 1})], Between.linear, a=1, b=1)
     order = MixtureOrder(segments(cfg, samples=40_000, seq_len=8))
     sources, _ = read(order, 0, 40_000)
@@ -116,7 +116,7 @@ def test_linear_slope_interpolates_between_points():
         assert abs(got - wanted) < 0.01, first
 
 
-def test_source_at_limit_passes_weight_to_other_sources():
+def test_mixture_source_at_epoch_limit_passes_weight_to_other_sources():
     plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
     order = MixtureOrder(plan)
     counts = order.counts(10_000)
@@ -130,7 +130,7 @@ def test_source_at_limit_passes_weight_to_other_sources():
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_from_sample_cuts_a_plan():
+def test_from_sample_returns_segments_from_given_sample_on():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

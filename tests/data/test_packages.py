@@ -52,18 +52,20 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     return root
 
 
-def test_installed_packages_are_the_reference_corpus(make_config: MakeConfig) -> None:
+def test_packages_corpus_of_this_environment_is_the_reference_corpus(
+    make_config: MakeConfig,
+) -> None:
     corpus = opened(make_config(source="packages"))
     assert (corpus.identity, corpus.note) == (REFERENCE_SHA256, "")
     assert 90e6 < sum(part.size for part in corpus.parts) < 140e6
 
 
-def test_reference_versions_equal_constraints() -> None:
+def test_reference_package_versions_equal_constraints_txt() -> None:
     pinned = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={version}" for name, (version, _) in REFERENCE.items()} <= {*pinned}
 
 
-def test_generated_files_duplicates_and_blank_files_are_skipped(
+def test_packages_corpus_skips_generated_duplicate_and_blank_files(
     installed: Path, make_config: MakeConfig
 ) -> None:
     corpus = opened(make_config(source="packages"))
@@ -72,14 +74,14 @@ def test_generated_files_duplicates_and_blank_files_are_skipped(
 
 
 @pytest.mark.parametrize("name", ["aaa/__init__.py", "aaa/version.py", "bbb/__config__.py"])
-def test_a_generated_file_does_not_change_the_corpus(
+def test_generated_file_does_not_change_the_packages_corpus(
     name: str, installed: Path, make_config: MakeConfig
 ) -> None:
     (installed / name).write_text("built = 'elsewhere'\n")
     assert opened(make_config(source="packages")).note == ""
 
 
-def test_note_names_every_package_with_other_text(
+def test_packages_corpus_note_names_packages_that_differ_from_reference(
     installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (installed / "bbb/own.py").write_text("own = 3\n")

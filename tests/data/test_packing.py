@@ -63,7 +63,9 @@ def items(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @settings(max_examples=100)
 @given(items())
-def test_best_fit_decreasing_equals_item_by_item_reference(drawn: tuple[list[int], int]) -> None:
+def test_best_fit_decreasing_equals_reference_without_batching_of_items(
+    drawn: tuple[list[int], int],
+) -> None:
     sizes, capacity = drawn
     bins, count = best_fit_decreasing(np.array(sizes, np.int64), capacity)
     expected = plainly_packed(sizes, capacity)
@@ -118,7 +120,7 @@ def corpora(draw: st.DrawFn) -> tuple[Tokens, int]:
 
 @settings(max_examples=100)
 @given(corpora(), st.integers(1, 50), st.integers(1, 50))
-def test_pieces_are_whole_documents_unless_longer_than_a_sequence(
+def test_packing_cuts_only_documents_longer_than_a_sequence(
     drawn: tuple[Tokens, int], block: int, window: int
 ) -> None:
     stream, seq_len = drawn
@@ -147,7 +149,7 @@ def test_pieces_are_whole_documents_unless_longer_than_a_sequence(
 
 @settings(max_examples=100)
 @given(corpora())
-def test_sequence_consists_of_pieces_and_padding(drawn: tuple[Tokens, int]) -> None:
+def test_packed_sequence_consists_of_document_pieces_and_padding(drawn: tuple[Tokens, int]) -> None:
     """The input of a target is the previous token, or an EOS for the first target of a document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
@@ -171,7 +173,9 @@ def test_sequence_consists_of_pieces_and_padding(drawn: tuple[Tokens, int]) -> N
 
 @settings(max_examples=100)
 @given(corpora())
-def test_masked_packed_documents_are_separate(drawn: tuple[Tokens, int]) -> None:
+def test_packed_documents_have_separate_attention_with_document_masks(
+    drawn: tuple[Tokens, int],
+) -> None:
     """Only the EOS before a document may belong to the previous document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
@@ -190,7 +194,7 @@ def test_masked_packed_documents_are_separate(drawn: tuple[Tokens, int]) -> None
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
-def test_all_pieces_of_a_window_are_packed_by_best_fit(
+def test_packing_plan_uses_best_fit_for_all_pieces_of_a_window(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
@@ -204,7 +208,7 @@ def test_all_pieces_of_a_window_are_packed_by_best_fit(
 
 
 @pytest.mark.parametrize("eos_id", [1, 399])
-def test_tokens_of_other_libraries_are_packed(tmp_path: Path, eos_id: int) -> None:
+def test_packing_accepts_token_files_of_other_libraries(tmp_path: Path, eos_id: int) -> None:
     """Documents without an EOS are read with an added EOS."""
     files = Path(__file__).parent.parent / "data_files" / "imported"
     stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
@@ -243,7 +247,7 @@ def make_loader(sequences: PackedSequences, open_loader: Any) -> Callable[..., T
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "num_workers"), [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0)]
 )
-def test_step_reads_same_samples_on_every_layout(
+def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
     make_loader: Any,
     sequences: PackedSequences,
     world_size: int,
@@ -263,7 +267,7 @@ def test_step_reads_same_samples_on_every_layout(
 
 
 @pytest.mark.parametrize("name", list(packing.ARRAYS))
-def test_damaged_plan_raises_with_path(
+def test_damaged_packing_plan_raises_with_path(
     sequences: PackedSequences, tmp_path: Path, name: str
 ) -> None:
     file = tmp_path / "plan" / name
@@ -282,7 +286,7 @@ def test_damaged_plan_raises_with_path(
 @pytest.mark.parametrize(
     ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
 )
-def test_forged_piece_that_does_not_fit_is_refused(
+def test_packing_plan_with_piece_outside_sequence_or_corpus_is_refused(
     sequences: PackedSequences, tmp_path: Path, name: str, value: int
 ) -> None:
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"
@@ -304,7 +308,9 @@ def config(cache: Path, **changes: Any) -> DataConfig:
     return DataConfig(packing=Packing.best_fit, cache_dir=str(cache), **changes)
 
 
-def test_plan_is_computed_once_per_tokens_and_seq_len(prepared: TokenData, tmp_path: Path) -> None:
+def test_packing_plan_is_computed_once_per_corpus_and_seq_len(
+    prepared: TokenData, tmp_path: Path
+) -> None:
     cfg = config(tmp_path)
     first = training_sequences(prepared, cfg, 32)
     (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
@@ -334,7 +340,7 @@ def mixture_of(
     return MixtureData(parts), config(cache, source="mixture", sources=sources)
 
 
-def test_sources_of_a_mixture_are_packed_separately(
+def test_mixture_sources_are_packed_separately(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     data, cfg = mixture_of(make_stream, tmp_path, code=1)
@@ -356,7 +362,9 @@ def test_sources_of_a_mixture_are_packed_separately(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_steps_of_epochs_count_packed_sequences(corpus_file: Path, tmp_path: Path) -> None:
+def test_number_of_steps_from_epochs_counts_packed_sequences(
+    corpus_file: Path, tmp_path: Path
+) -> None:
     data = config(
         tmp_path / "cache",
         source="files",

@@ -68,7 +68,7 @@ def partial_of(cfg: DataConfig) -> Path:
     return found
 
 
-def test_three_processes_write_tokens_in_corpus_order(corpus: DataConfig) -> None:
+def test_preparation_in_three_processes_writes_tokens_in_corpus_order(corpus: DataConfig) -> None:
     data = prepare(corpus, PrepareConfig(processes=3))
     tokenizer = data.tokenizer()
     parts = open_corpus(corpus, Path(corpus.cache_dir)).parts
@@ -85,7 +85,7 @@ def test_three_processes_write_tokens_in_corpus_order(corpus: DataConfig) -> Non
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_four_processes_write_same_bytes_as_a_single_process(corpus: DataConfig) -> None:
+def test_preparation_in_four_processes_writes_bytes_of_a_single_process(corpus: DataConfig) -> None:
     alone = contents(prepare(corpus, PrepareConfig(processes=1)))
     several = in_cache(corpus, "several")
     assert contents(prepare(several, PrepareConfig(processes=4))) == alone
@@ -109,7 +109,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     monkeypatch.setattr(encoding.Encoding, "encode", encode)
 
 
-def test_killed_worker_raises_and_keeps_finished_parts(
+def test_killed_preparation_process_raises_and_keeps_finished_parts(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
@@ -131,7 +131,7 @@ def test_killed_worker_raises_and_keeps_finished_parts(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_new_division_into_parts_starts_from_zero(
+def test_preparation_with_new_part_sizes_ignores_earlier_parts(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(2, signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_new_division_into_parts_starts_from_zero(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_error_of_worker_has_single_traceback_with_worker_frames(
+def test_error_in_preparation_process_has_single_traceback_with_its_frames(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -158,7 +158,7 @@ def test_error_of_worker_has_single_traceback_with_worker_frames(
     assert said.count("in fail") == 1
 
 
-def test_stopped_preparation_leaves_no_process(corpus: DataConfig) -> None:
+def test_interrupted_or_killed_preparation_leaves_no_process(corpus: DataConfig) -> None:
     """Ctrl-C or SIGKILL of the parent ends workers that would wait endlessly."""
     script = """
 import os, sys, time
@@ -183,7 +183,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
         wait_until(lambda: has_ended(worker), "end of the worker")  # noqa: B023
 
 
-def test_fraction_near_1_holds_out_all_but_the_largest_hash(corpus: DataConfig) -> None:
+def test_heldout_fraction_near_1_leaves_one_training_document(corpus: DataConfig) -> None:
     data = prepare(replace(corpus, heldout_fraction=1 - 1e-9))
     stream = data.split("train")
     tokens = stream.tokens(0, len(stream)).tolist()
@@ -205,7 +205,7 @@ class Endless:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_number_of_documents(
+def test_preparation_memory_does_not_grow_with_number_of_documents(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part with ten times as many documents needs no more memory."""
@@ -232,7 +232,7 @@ def test_memory_does_not_grow_with_number_of_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_progress_line_names_files_in_progress(
+def test_preparation_progress_line_names_files_in_progress(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The stalled part continues only after a progress line has named the part."""

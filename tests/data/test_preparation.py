@@ -49,13 +49,13 @@ def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess
     )
 
 
-def test_splits_together_contain_the_corpus(prepared: TokenData) -> None:
+def test_train_and_heldout_splits_together_contain_all_documents(prepared: TokenData) -> None:
     train, heldout = documents_of(prepared, "train"), documents_of(prepared, "heldout")
     assert sorted(train + heldout) == sorted(sample_documents(200))
     assert 5 <= len(heldout) <= 45
 
 
-def test_manifest_describes_the_files(prepared: TokenData) -> None:
+def test_manifest_equals_tokenizer_and_shard_files_on_disk(prepared: TokenData) -> None:
     manifest = prepared.manifest
     tokenizer = prepared.tokenizer()
     assert (manifest.vocab_size, manifest.eos_id) == (400, tokenizer.eos_id)
@@ -73,7 +73,7 @@ def test_manifest_describes_the_files(prepared: TokenData) -> None:
     assert stored == asdict(manifest)
 
 
-def test_held_out_choice_ignores_order_and_keeps_duplicates_together(
+def test_held_out_documents_do_not_depend_on_order_and_include_all_duplicates(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     texts = sample_documents(100)
@@ -87,7 +87,7 @@ def test_held_out_choice_ignores_order_and_keeps_duplicates_together(
     assert len(documents_of(second, "heldout")) > len(documents_of(first, "heldout"))
 
 
-def test_blank_documents_are_skipped_and_counted(tmp_path: Path, make_config: MakeConfig) -> None:
+def test_prepare_skips_and_counts_blank_documents(tmp_path: Path, make_config: MakeConfig) -> None:
     corpus = tmp_path / "corpus.jsonl"
     texts: list[str | None] = [*sample_documents(30), "", " \n\u00a0", None]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -98,7 +98,7 @@ def test_blank_documents_are_skipped_and_counted(tmp_path: Path, make_config: Ma
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("content", ['{"text": ""}\n', '{"text": null}\n{"text": " "}\n'])
-def test_corpus_without_text_is_refused(
+def test_prepare_refuses_corpus_of_blank_documents(
     tmp_path: Path, make_config: MakeConfig, prepared: TokenData, content: str, given: bool
 ) -> None:
     (tmp_path / "a.jsonl").write_text(content)
@@ -117,7 +117,7 @@ def test_corpus_without_text_is_refused(
         ("one\ntwo\n" + "b" * 42 + "\n \n", 0.2, "b" * 10 + "\n \n"),
     ],
 )
-def test_single_document_is_cut_at_start_of_line_or_word(
+def test_held_out_end_of_single_document_begins_at_line_or_word_start(
     tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
 ) -> None:
     path = tmp_path / "corpus.txt"
@@ -129,7 +129,7 @@ def test_single_document_is_cut_at_start_of_line_or_word(
     assert len(cut.parts) == 2
 
 
-def test_settings_that_change_tokens_change_the_directory(
+def test_settings_that_change_tokens_change_the_cache_directory(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     base = prepare(make_config(corpus_file))
@@ -144,7 +144,7 @@ def test_settings_that_change_tokens_change_the_directory(
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
-def test_concurrent_preparations_share_the_work_and_agree(
+def test_concurrent_preparations_of_a_corpus_share_one_result(
     tmp_path: Path, corpus_file: Path, make_config: MakeConfig
 ) -> None:
     processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]
@@ -158,7 +158,7 @@ def test_concurrent_preparations_share_the_work_and_agree(
     assert contents(TokenData(Path(directory))) == contents(alone)
 
 
-def test_waiting_process_takes_over_after_lock_holder_is_killed(
+def test_waiting_preparation_continues_after_lock_holder_is_killed(
     tmp_path: Path, corpus_file: Path
 ) -> None:
     first = start_preparing(corpus_file, tmp_path / "cache", "writing")

@@ -43,7 +43,7 @@ def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("shard_tokens", [97, 2**27])
-def test_prompt_is_context_and_completion_is_predicted(
+def test_prompt_column_is_context_and_text_column_is_predicted(
     prompted: DataConfig, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
 ) -> None:
     monkeypatch.setattr("diffllm.data.shards.SHARD_TOKENS", shard_tokens)
@@ -74,7 +74,7 @@ def test_prompt_is_context_and_completion_is_predicted(
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_no_target_is_part_of_a_prompt(prompted: DataConfig, packing: Packing) -> None:
+def test_training_targets_contain_no_prompt_token(prompted: DataConfig, packing: Packing) -> None:
     data = prepare(prompted)
     cfg = replace(prompted, packing=packing)
     read = training_samples(data, cfg, seq_len=32, seed=0, total=100)[range(40)]

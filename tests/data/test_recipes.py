@@ -13,7 +13,7 @@ RECIPES = sorted((Path(diffllm.__file__).parents[1] / "data" / "recipes").glob("
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_of_the_repository_are_mixtures(path):
+def test_example_recipe_files_of_the_repository_load_as_mixtures(path):
     cfg = diffllm.load_config([f"data={path}", "model=tiny", "steps=100"])
     cfg.data.validate()
     assert len(cfg.data.sources) > 1
@@ -22,7 +22,7 @@ def test_recipes_of_the_repository_are_mixtures(path):
         assert (source.source == "hub") == bool(source.dataset)
 
 
-def test_command_line_overrides_recipe(tmp_path):
+def test_command_line_overrides_values_of_recipe_file(tmp_path):
     path = tmp_path / "mine.yml"
     path.write_text('sources: {a: {weight: 2}, b: {source: files, paths: ["it\'s {a}, b.txt"]}}')
     words = [f"data={path}", "data.sources.a.weight=3", "data.heldout_fraction=0.1", "steps=5"]
@@ -33,7 +33,7 @@ def test_command_line_overrides_recipe(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["data.sources.wiki", "data.sources.code.wieght"])
-def test_unknown_source_and_unknown_key_of_a_source_are_refused(tmp_path, key):
+def test_override_of_unknown_source_or_source_key_of_recipe_is_refused(tmp_path, key):
     path = tmp_path / "mine.yaml"
     path.write_text("sources: {code: {weight: 2}, prose: {weight: 1}}")
     word = f"{key}=1" if "code" in key else f"{key}.weight=1"
@@ -41,7 +41,7 @@ def test_unknown_source_and_unknown_key_of_a_source_are_refused(tmp_path, key):
         diffllm.load_config([f"data={path}", "model=tiny", "steps=1", word])
 
 
-def test_recipe_can_have_a_single_source(tmp_path):
+def test_recipe_with_a_single_source_is_valid(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("source: files\npaths: [a.txt]\nheldout_fraction: 1e-2\n")
     assert with_recipe("steps=1") == ["steps=1"]
@@ -66,7 +66,7 @@ def test_recipe_can_have_a_single_source(tmp_path):
         (f"curriculum: {[3] * 501}", "data.curriculum: 501 are too many; at most 500"),
     ],
 )
-def test_invalid_recipe_raises_in_a_single_line(tmp_path, text, said):
+def test_error_of_invalid_recipe_is_a_single_line(tmp_path, text, said):
     path = tmp_path / "bad.yaml"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError) as raised:

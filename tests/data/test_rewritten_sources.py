@@ -60,7 +60,7 @@ def prepared_with(make_config: MakeConfig, prepared: TokenData) -> Callable[[Sou
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
-def test_rewritten_file_of_same_size_and_time_gives_the_new_text(
+def test_prepare_reads_new_text_of_rewritten_file_with_same_size_and_time(
     tmp_path: Path, prepared_with: Callable[[Source], Prepared], form: str, replaced: bool
 ) -> None:
     source = Source(tmp_path, form)
@@ -79,7 +79,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("form", slow_but(["jsonl"], ["jsonl", "txt"]))
-def test_file_rewritten_during_preparation_is_refused(
+def test_prepare_refuses_corpus_file_rewritten_during_preparation(
     tmp_path: Path,
     make_config: MakeConfig,
     monkeypatch: pytest.MonkeyPatch,

@@ -50,7 +50,7 @@ def test_permute_differs_between_epochs_and_seeds(n: int, seed: int, epoch: int)
 
 
 @pytest.mark.parametrize("n", [1000, 4096, 10_007])
-def test_permute_looks_shuffled(n: int) -> None:
+def test_permute_has_no_correlation_between_index_and_position(n: int) -> None:
     order = permute(np.arange(n), n, 3, 2)
     bound = 5 / np.sqrt(n)
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < bound
@@ -58,12 +58,12 @@ def test_permute_looks_shuffled(n: int) -> None:
     assert (order == np.arange(n)).sum() < 10
 
 
-def test_permute_of_small_sets_reaches_every_order() -> None:
+def test_permute_of_four_items_reaches_all_24_orders() -> None:
     orders = {tuple(permute(np.arange(4), 4, seed, 0).tolist()) for seed in range(500)}
     assert len(orders) == 24
 
 
-def test_permute_gives_the_order_that_checkpoints_rely_on() -> None:
+def test_permute_equals_stored_results_of_former_versions() -> None:
     """Another order would silently change the samples of resumed runs."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [8, 1, 5, 2, 6, 7, 4, 3, 9, 0]
     large = permute(np.arange(3), 10**12, 1234, 5)

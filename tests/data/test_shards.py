@@ -21,7 +21,9 @@ def stream(make_stream: MakeStream) -> TokenStream:
 
 @given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_stream_reads_across_shard_borders(stream: TokenStream, ends: tuple[int, int]) -> None:
+def test_token_stream_reads_across_shard_borders(
+    stream: TokenStream, ends: tuple[int, int]
+) -> None:
     start, stop = sorted(ends)
     tokens = stream.tokens(start, stop)
     assert tokens.dtype == np.int64
@@ -29,7 +31,9 @@ def test_stream_reads_across_shard_borders(stream: TokenStream, ends: tuple[int,
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (990, 1001)])
-def test_range_outside_the_stream_is_refused(stream: TokenStream, start: int, stop: int) -> None:
+def test_token_stream_refuses_range_outside_its_length(
+    stream: TokenStream, start: int, stop: int
+) -> None:
     with pytest.raises(IndexError, match="outside a stream of 1000"):
         stream.tokens(start, stop)
 
@@ -37,7 +41,7 @@ def test_range_outside_the_stream_is_refused(stream: TokenStream, start: int, st
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(256, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (152_000, "<u4")]
 )
-def test_token_dtype_fits_the_vocabulary(
+def test_token_dtype_is_uint16_or_uint32_by_vocabulary_size(
     make_stream: MakeStream, vocab_size: int, dtype: str
 ) -> None:
     assert token_dtype(vocab_size) == np.dtype(dtype)
@@ -58,7 +62,7 @@ def test_truncated_or_missing_shard_raises_with_path(stream: TokenStream, tmp_pa
         TokenStream(directory, Manifest.load(directory), "train")
 
 
-def test_stream_keeps_few_files_open(
+def test_token_stream_keeps_few_shard_files_open(
     make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every open shard needs a file descriptor; a large corpus has more shards than descriptors."""

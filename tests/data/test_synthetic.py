@@ -34,7 +34,7 @@ def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("task", ["mqar", "icl", "needle"])
-def test_documents_are_examples_with_their_answers(tmp_path: Path, task: str) -> None:
+def test_synthetic_documents_are_new_examples_with_their_answers(tmp_path: Path, task: str) -> None:
     found = texts(tmp_path, f"data.task={task}")
     whole = texts(tmp_path, f"data.task={task}", "data.answers_only=false")
     assert len(found) == 300
@@ -43,7 +43,7 @@ def test_documents_are_examples_with_their_answers(tmp_path: Path, task: str) ->
     assert not asked & {document[0] for document in found}
 
 
-def test_document_of_pairs_asks_for_at_most_half_of_the_values(tmp_path: Path) -> None:
+def test_synthetic_mqar_document_queries_at_most_half_of_the_keys(tmp_path: Path) -> None:
     sizes: Counter[int] = Counter()
     for document in texts(tmp_path, "data.level={filler: 5}"):
         *words, first = document[0].split()
@@ -56,7 +56,7 @@ def test_document_of_pairs_asks_for_at_most_half_of_the_values(tmp_path: Path) -
     assert sizes[2] == max(sizes.values()) > 0.65 * sizes.total()
 
 
-def test_document_with_needles_predicts_the_number_of_each_query(tmp_path: Path) -> None:
+def test_synthetic_needle_document_predicts_the_number_of_each_query(tmp_path: Path) -> None:
     for document in texts(tmp_path, "data.task=needle"):
         told = dict(re.findall(r"magic number of (\w+) is (\d+)\.", document[0]))
         asked = [re.findall(r"magic number of (\w+) is$", given)[0] for given in document[::2]]
@@ -77,7 +77,7 @@ def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
 
 
-def test_only_values_of_queries_are_predicted(tmp_path: Path) -> None:
+def test_synthetic_mqar_document_predicts_only_values_of_queries(tmp_path: Path) -> None:
     tokenizer, stream = prepared(tmp_path, "data.level={filler: 8}")
     predicted = stream.loss_mask(0, len(stream))
     ids = np.asarray(stream.tokens(0, len(stream)))
@@ -93,14 +93,14 @@ def test_only_values_of_queries_are_predicted(tmp_path: Path) -> None:
         assert shown == [pairs[key] for key in asked[::2]]
 
 
-def test_length_of_needles_is_in_tokens_of_the_trained_tokenizer(tmp_path: Path) -> None:
+def test_synthetic_needle_length_counts_tokens_of_the_trained_tokenizer(tmp_path: Path) -> None:
     tokenizer, stream = prepared(tmp_path, "data.task=needle")
     sizes = [len(places) for places in documents_of(stream, tokenizer.eos_id)]
     assert min(sizes) > 480
     assert max(sizes) <= 512
 
 
-def test_parts_and_settings_decide_the_documents(
+def test_synthetic_documents_depend_only_on_settings_and_part_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diffllm.data.text.synthetic.A_PART", 100)
@@ -128,12 +128,14 @@ def test_parts_and_settings_decide_the_documents(
         ("data.examples=0", "data.examples"),
     ],
 )
-def test_impossible_task_or_level_is_refused(tmp_path: Path, word: str, said: str) -> None:
+def test_synthetic_corpus_refuses_unknown_task_or_level(
+    tmp_path: Path, word: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         texts(tmp_path, word)
 
 
-def test_level_without_room_for_hay_is_refused(tmp_path: Path) -> None:
+def test_needle_level_too_short_for_unrelated_text_is_refused(tmp_path: Path) -> None:
     said = (
         r"data.level=.*: needle has no examples: \d+ sentences of hay fit; at least 20 are needed"
     )
@@ -158,7 +160,7 @@ def test_level_without_room_for_hay_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_earlier_task_cannot_be_run_but_its_config_is_read(
+def test_config_of_removed_task_is_readable_but_cannot_run(
     tmp_path: Path, word: str, said: str
 ) -> None:
     cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])

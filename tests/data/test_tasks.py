@@ -99,7 +99,7 @@ def share_by_chance(given: list[Example]) -> float:
 
 
 @pytest.mark.parametrize(("name", "number"), slow_but([("mqar", 0), ("icl", 0)], levels()))
-def test_oracle_finds_every_answer_and_shortcuts_only_guess(name: str, number: int) -> None:
+def test_task_examples_are_solvable_and_shortcuts_only_reach_chance(name: str, number: int) -> None:
     level = TASKS[name].levels(LENGTH)[number]
     given = enough(name, level)
     chance = share_by_chance(given)
@@ -118,7 +118,7 @@ def test_oracle_finds_every_answer_and_shortcuts_only_guess(name: str, number: i
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_follow_from_the_seed_alone(name: str) -> None:
+def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
     chosen = TASKS[name]
     level = chosen.levels(LENGTH)[1]
     ten = list(chosen.examples(level, 10, 3, count))
@@ -130,7 +130,9 @@ def test_examples_follow_from_the_seed_alone(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_levels_fit_into_the_length(name: str, length: int) -> None:
+def test_task_fitting_returns_levels_whose_examples_fit_into_the_length(
+    name: str, length: int
+) -> None:
     chosen = TASKS[name]
     found = chosen.fitting(length, count)
     assert found
@@ -141,7 +143,7 @@ def test_levels_fit_into_the_length(name: str, length: int) -> None:
             assert longest <= length
 
 
-def test_mqar_mixes_pair_counts_and_keeps_keys_values_and_filler_apart() -> None:
+def test_mqar_examples_mix_pair_counts_and_use_disjoint_keys_values_filler() -> None:
     given = examples("mqar", {"filler": 64}, 200)
     assert Counter(example.facts["pairs"] for example in given) == dict.fromkeys((2, 4, 8, 16), 50)
     for example in given:
@@ -159,7 +161,7 @@ def test_mqar_mixes_pair_counts_and_keeps_keys_values_and_filler_apart() -> None
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
-def test_mqar_uses_single_token_words_or_whole_sets_if_too_few() -> None:
+def test_mqar_uses_one_token_words_unless_a_word_set_has_too_few() -> None:
     def pieces(text: str) -> int:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
@@ -171,7 +173,7 @@ def test_mqar_uses_single_token_words_or_whole_sets_if_too_few() -> None:
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_asks_50_times_per_depth_and_keeps_the_length() -> None:
+def test_needle_has_50_examples_per_depth_of_the_stated_length() -> None:
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -192,7 +194,7 @@ def test_needle_asks_50_times_per_depth_and_keeps_the_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
-def test_evidence_is_the_text_that_contains_the_answer(name: str) -> None:
+def test_task_example_evidence_is_the_text_that_contains_the_answer(name: str) -> None:
     for example in examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
@@ -202,7 +204,7 @@ def test_evidence_is_the_text_that_contains_the_answer(name: str) -> None:
         assert told == expected.format(asked, answer)
 
 
-def test_icl_asks_50_texts_in_four_orders_and_balances_answers() -> None:
+def test_icl_has_50_rules_in_four_orders_with_balanced_answers() -> None:
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
@@ -221,7 +223,7 @@ def test_icl_asks_50_texts_in_four_orders_and_balances_answers() -> None:
     assert [example.facts["rule"] for example in given[:50]] == [*range(50)]
 
 
-def test_icl_documents_use_the_labels_of_icl_examples() -> None:
+def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
     documents = list(TASKS["icl"].documents({"shots": 8}, 100, "training", count))
     labels = {label for pieces in documents for label in pieces[1::2]}
     assert labels == {
@@ -238,7 +240,7 @@ def test_icl_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
+def test_task_longer_than_context_or_with_used_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
@@ -278,18 +280,20 @@ def test_task_that_does_not_fit_or_has_a_taken_name_is_refused() -> None:
         ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_check_refuses_too_large_or_impossible_levels(name: str, level: Level, said: str) -> None:
+def test_task_check_refuses_too_large_or_impossible_levels(
+    name: str, level: Level, said: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         TASKS[name].check([level], 100_000, count)
 
 
-def test_levels_of_refuses_too_many_combinations() -> None:
+def test_levels_of_refuses_more_than_1000_combinations() -> None:
     assert len(levels_of({"needles": [*range(10)], "length": [*range(100)]}, "level")) == 1000
     with pytest.raises(ConfigError, match="1,001 are too many; at most 1,000"):
         levels_of({"needles": [*range(1001)], "length": 3}, "level")
 
 
-def test_version_is_a_hash_of_own_code_and_empty_for_tasks_of_the_package() -> None:
+def test_task_version_is_a_code_hash_for_user_tasks_and_empty_for_built_in() -> None:
     class Own(Task):
         def example(self, rng: random.Random, level: Level, count: object) -> Example:
             raise NotImplementedError

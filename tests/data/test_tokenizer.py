@@ -42,14 +42,18 @@ def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @example("\x00\ufeff \u2047 \u2585 \u00a0\ufb01e\u0301")
 @example("")
 @settings(max_examples=100)
-def test_any_text_decodes_exactly(code_tokenizer: Tokenizer, text: str) -> None:
+def test_sentencepiece_tokenizer_decodes_encoded_text_exactly(
+    code_tokenizer: Tokenizer, text: str
+) -> None:
     ids = code_tokenizer.encode(text)
     assert code_tokenizer.decode(ids) == text
     assert code_tokenizer.eos_id not in ids
 
 
 @given(texts=st.lists(st.text(alphabet="ab \n\u2581é"), max_size=6))
-def test_batch_has_same_ids_as_single_texts(code_tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_encode_batch_gives_same_ids_as_encode_of_each_text(
+    code_tokenizer: Tokenizer, texts: list[str]
+) -> None:
     assert code_tokenizer.encode_batch(texts, threads=2) == [
         code_tokenizer.encode(text) for text in texts
     ]
@@ -74,7 +78,7 @@ def test_long_text_encoded_in_parts_has_unchanged_ids(code_tokenizer: Tokenizer,
         ]  # fmt: skip
 
 
-def test_text_of_normalising_model_is_not_cut(
+def test_tokenizer_that_normalises_encodes_long_text_without_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
@@ -83,7 +87,7 @@ def test_text_of_normalising_model_is_not_cut(
     assert foreign._parts(text) == [text]
 
 
-def test_equal_training_gives_equal_pieces(tmp_path: Path) -> None:
+def test_tokenizer_training_with_any_thread_count_gives_equal_pieces(tmp_path: Path) -> None:
     hashes = set()
     for threads in (1, 2):
         path = tmp_path / f"{threads}.model"
@@ -116,7 +120,7 @@ def _train(path: Path, **options: object) -> Path:
     return path
 
 
-def test_training_sample_is_spread_evenly_over_the_corpus() -> None:
+def test_tokenizer_training_sample_is_spread_evenly_over_the_corpus() -> None:
     documents = [chr(97 + i) * 10_000 for i in range(20)] + [None]
     taken = "".join(sample(documents, 80_000))
     assert len(taken) == pytest.approx(80_000, rel=0.1)
@@ -125,7 +129,7 @@ def test_training_sample_is_spread_evenly_over_the_corpus() -> None:
     assert max(counts.values()) <= 4096 * 2
 
 
-def test_unusable_model_raises_with_path(tmp_path: Path) -> None:
+def test_unusable_tokenizer_model_raises_with_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
         Tokenizer.from_file(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
@@ -143,7 +147,9 @@ def test_unusable_model_raises_with_path(tmp_path: Path) -> None:
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_vocab_size_that_does_not_fit_raises_with_the_limit(vocab_size: int, message: str) -> None:
+def test_vocab_size_that_does_not_fit_the_corpus_raises_with_the_limit(
+    vocab_size: int, message: str
+) -> None:
     with pytest.raises(DataError, match=message) as caught:
         train_tokenizer(sample(CODE, 50_000), vocab_size, threads=2)
     limit = int(re.findall(r"\d+", str(caught.value))[-1])

@@ -39,19 +39,21 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_file_is_hashed_once(shard: Path, hashed: list[str]) -> None:
+def test_checksum_verification_hashes_unchanged_file_once(shard: Path, hashed: list[str]) -> None:
     assert all(verified.matches(shard, SHA256) for _ in range(3))
     assert len(hashed) == 1
 
 
-def test_wrong_checksum_is_never_marked(shard: Path, hashed: list[str]) -> None:
+def test_file_with_wrong_checksum_is_never_marked_as_verified(
+    shard: Path, hashed: list[str]
+) -> None:
     assert not any(verified.matches(shard, "0" * 64) for _ in range(2))
     assert len(hashed) == 2
     assert verified.matches(shard, SHA256)
 
 
 @pytest.mark.parametrize("keep_mtime", [False, True])
-def test_rewritten_file_is_hashed_again(shard: Path, keep_mtime: bool) -> None:
+def test_checksum_verification_hashes_rewritten_file_again(shard: Path, keep_mtime: bool) -> None:
     """The file is hashed again even if a tool restores the modification time."""
     assert verified.matches(shard, SHA256)
     stat = shard.stat()
@@ -61,7 +63,7 @@ def test_rewritten_file_is_hashed_again(shard: Path, keep_mtime: bool) -> None:
     assert not verified.matches(shard, SHA256)
 
 
-def test_old_mark_is_ignored(shard: Path, hashed: list[str]) -> None:
+def test_checksum_mark_older_than_a_day_is_ignored(shard: Path, hashed: list[str]) -> None:
     assert verified.matches(shard, SHA256)
     mark = shard.with_name(f".{shard.name}.verified")
     old = time.time() - verified.VALID_SECONDS - 60
@@ -73,7 +75,7 @@ def test_old_mark_is_ignored(shard: Path, hashed: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xff", b"x" * 1000])
-def test_damaged_mark_is_ignored(shard: Path, hashed: list[str], mark: bytes) -> None:
+def test_damaged_checksum_mark_is_ignored(shard: Path, hashed: list[str], mark: bytes) -> None:
     shard.with_name(f".{shard.name}.verified").write_bytes(mark)
     assert verified.matches(shard, SHA256)
     assert len(hashed) == 1
@@ -93,7 +95,7 @@ def verify_slowly(shard: Path, barrier, counts) -> None:  # type: ignore[no-unty
     assert verified.matches(shard, SHA256)
 
 
-def test_concurrent_processes_hash_a_file_once(shard: Path) -> None:
+def test_concurrent_processes_verify_checksum_of_a_file_once(shard: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier, counts = context.Barrier(4), context.Value("i", 0)
     processes = [
@@ -107,7 +109,7 @@ def test_concurrent_processes_hash_a_file_once(shard: Path) -> None:
     assert counts.value == 1
 
 
-def test_stream_verifies_only_shards_that_are_read(
+def test_token_stream_verifies_only_shards_that_are_read(
     make_stream: Callable[..., TokenStream], hashed: list[str]
 ) -> None:
     stream = make_stream(list(range(300)))
@@ -117,7 +119,7 @@ def test_stream_verifies_only_shards_that_are_read(
     assert [Path(name).name for name in hashed] == ["train-00001.bin"]
 
 
-def test_flipped_bit_raises_before_the_shard_is_used(
+def test_flipped_bit_in_shard_raises_before_its_tokens_are_returned(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     stream = make_stream(list(range(300)))

@@ -145,7 +145,7 @@ OVERRIDES = [
 @pytest.mark.parametrize(
     ("words", "named"), slow_but(OVERRIDES[::6], OVERRIDES), ids=lambda words: " ".join(words)
 )
-def test_unusable_override_is_refused(workspace, words, named):
+def test_train_refuses_unusable_override(workspace, words, named):
     (workspace.path / "file").write_text("")
     workspace.rejects(words, *named)
 
@@ -188,14 +188,14 @@ def test_gpu_backend_on_cpu_is_refused_before_corpus_is_read(workspace):
         ("gone.jsonl", None, ["data.paths"]),
     ],
 )
-def test_unusable_corpus_is_refused(workspace, name, content, named):
+def test_train_refuses_unusable_corpus(workspace, name, content, named):
     path = workspace.path / name
     if content is not None:
         path.write_bytes(content)
     workspace.rejects_data([f"data.paths={path}"], name, *named)
 
 
-def test_corpus_shorter_than_a_sequence_is_refused(workspace, finished_run):
+def test_train_refuses_corpus_shorter_than_a_sequence(workspace, finished_run):
     short = write_jsonl(workspace.path / "short.jsonl", ["a b", "c d", "e f"])
     words = [f"data.paths=[{short}]", f"data.tokenizer={finished_run / 'tokenizer.model'}"]
     workspace.rejected(
@@ -226,7 +226,7 @@ def own_run(workspace, finished_run):
     return shutil.copytree(finished_run, workspace.path / "outputs" / "mine")
 
 
-def test_run_that_cannot_resume_is_refused(workspace, own_run):
+def test_train_refuses_existing_run_that_cannot_resume(workspace, own_run):
     mine = ["attention=standard", "run.name=mine"]
     workspace.rejects([*mine, "seed=7"], "outputs/mine", "seed", "0", "7")
     workspace.rejects([*mine, "resume=never"], "outputs/mine", "resume=never")
@@ -234,7 +234,7 @@ def test_run_that_cannot_resume_is_refused(workspace, own_run):
     workspace.rejects(mine, "outputs/mine", "config.yaml")
 
 
-def test_run_directory_in_use_is_refused(workspace):
+def test_train_refuses_run_directory_in_use(workspace):
     run = workspace.path / "outputs" / "busy"
     gate = Gate(run, 2)
     first = ForkedRun([*workspace.tiny, "run.dir=outputs/busy"])
@@ -294,12 +294,12 @@ def test_sweep_with_invalid_job_starts_no_run(workspace, words, named):
         (["attention-map", "run=.", "prompt=a"], ["config.yaml"]),
     ],
 )
-def test_invalid_arguments_of_tool_are_refused(workspace, words, named):
+def test_commands_refuse_invalid_arguments(workspace, words, named):
     (workspace.path / "file").write_text("")
     workspace.rejects_tool(words, *named)
 
 
-def test_generate_refuses_unusable_run(workspace, own_run):
+def test_generate_refuses_unusable_run_prompt_or_step(workspace, own_run):
     def rejects(*named: str, words: Sequence[str] = ("prompt=a",)) -> None:
         workspace.rejects_tool(["generate", f"run={own_run}", *words], *named)
 
@@ -325,7 +325,9 @@ REAL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "named"), REAL)
-def test_invalid_real_command_prints_error_and_changes_no_file(tmp_path, environment, words, named):
+def test_invalid_command_in_new_process_prints_error_and_changes_no_file(
+    tmp_path, environment, words, named
+):
     (tmp_path / "file").write_text("mine")
     before = snapshot(tmp_path)
     line = error_line(command(words, tmp_path, environment))

@@ -11,7 +11,7 @@ WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_int
 
 
 @pytest.mark.slow
-def test_resume_skips_damaged_checkpoint_and_ends_with_equal_weights(corpus, tmp_path):
+def test_resume_skips_damaged_checkpoint_and_ends_with_weights_of_undisturbed_run(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     finish(corpus, straight, *WORDS)
     gate = Gate(broken, 19)
@@ -40,7 +40,7 @@ def test_resume_skips_damaged_checkpoint_and_ends_with_equal_weights(corpus, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_time_interval_saves_same_steps_on_all_ranks(corpus, tmp_path, ranks):
+def test_checkpoint_interval_in_seconds_saves_same_steps_on_all_ranks(corpus, tmp_path, ranks):
     """If ranks saved at different steps, each rank would wait forever."""
     run = tmp_path / "run"
     words = ("steps=24", "checkpoint.interval=0.1s", "checkpoint.keep_last=0", "log_interval=1")

@@ -41,7 +41,7 @@ def assert_clean(run: Path, output: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_file_size_limit_causes_warnings_until_limit_is_lifted(corpus, tmp_path, ranks):
+def test_failed_checkpoint_save_only_warns_until_file_size_limit_is_lifted(corpus, tmp_path, ranks):
     """With two ranks, only the last rank has the limit."""
     run = tmp_path / "run"
     gates = [Gate(run, 6), Gate(run, 16)]
@@ -68,7 +68,7 @@ def test_file_size_limit_causes_warnings_until_limit_is_lifted(corpus, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the last step", "a signal"])
-def test_failed_last_save_ends_run_and_keeps_older_checkpoints(corpus, tmp_path, how):
+def test_failed_last_checkpoint_save_ends_run_and_keeps_older_checkpoints(corpus, tmp_path, how):
     run = tmp_path / "run"
     gate = Gate(run, 6)
     process = start(corpus, run, *WORDS)
@@ -91,7 +91,7 @@ def test_failed_last_save_ends_run_and_keeps_older_checkpoints(corpus, tmp_path,
     assert steps(run)[-1] == LAST
 
 
-def test_full_disk_causes_warnings_until_space_is_free(corpus, small_disk):
+def test_failed_checkpoint_save_on_full_disk_only_warns_until_space_is_free(corpus, small_disk):
     run, filler = small_disk / "run", small_disk / "filler"
     gates = [Gate(run, 6), Gate(run, 16)]
     process = start(corpus, run, *WORDS)

@@ -43,7 +43,7 @@ def assert_complete(run: Path) -> None:
 # One run
 
 
-def test_repeated_command_of_finished_run_changes_no_file(
+def test_repeated_train_command_of_finished_run_changes_no_file(
     workplace, finished_run, tiny, environment
 ):
     assert_complete(finished_run)
@@ -102,7 +102,7 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
 
 
 @pytest.mark.slow
-def test_terminal_shows_live_progress(tmp_path, tiny, environment, monkeypatch):
+def test_train_shows_live_progress_on_a_terminal(tmp_path, tiny, environment, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in (environment | {"TERM": "xterm-256color", "COLUMNS": "160"}).items():
         monkeypatch.setenv(name, value)
@@ -148,7 +148,7 @@ def test_generate_continues_prompt_verbatim(finished_run, capfd, prompt):
     assert not changes(before, snapshot(finished_run))
 
 
-def test_repeated_prepare_reuses_tokens(tmp_path, tiny, environment):
+def test_repeated_prepare_command_reuses_tokens(tmp_path, tiny, environment):
     words = [*tiny, f"data.cache_dir={tmp_path / 'own cache'}"]
     first = tool(["prepare", *words], tmp_path, environment)
     assert first.code == 0, first.err
@@ -174,7 +174,7 @@ def swept(tmp_path_factory, tiny, environment, finished_run):
     return cwd, train(words, cwd, environment)
 
 
-def test_sweep_writes_directory_per_variant(swept):
+def test_sweep_writes_one_run_directory_per_variant(swept):
     cwd, result = swept
     assert result.code == 0, result.err
     assert list(cwd.iterdir()) == [cwd / "outputs"]
@@ -205,7 +205,7 @@ def test_log_of_swept_run_contains_terminal_output(swept):
 
 
 @pytest.mark.slow
-def test_two_ranks_run_sweep_and_report_error_once(tmp_path, tiny, environment):
+def test_sweep_on_two_ranks_succeeds_and_prints_error_once(tmp_path, tiny, environment):
     words = [*TORCHRUN, *train_command([])[1:]]
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]

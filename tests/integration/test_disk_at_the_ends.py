@@ -61,7 +61,7 @@ def test_heldout_evaluation_is_repeated_after_full_disk(corpus, small_disk, rank
     assert (run / "summary.json").exists()
 
 
-def test_sweep_on_full_disk_prints_error(small_disk, environment, tiny):
+def test_sweep_start_on_full_disk_prints_error_and_leaves_no_file(small_disk, environment, tiny):
     filler = fill(small_disk, 0)
     words = ["-m", *tiny, "seed=0,1", "run.sweep=full"]
     ended = train(words, small_disk, environment)
@@ -73,7 +73,7 @@ def test_sweep_on_full_disk_prints_error(small_disk, environment, tiny):
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("instead", slow_but(["nothing"], ["nothing", "another directory"]))
-def test_removed_run_directory_stops_run(corpus, tmp_path, ranks, instead):
+def test_training_stops_if_run_directory_is_removed(corpus, tmp_path, ranks, instead):
     run = tmp_path / "run"
     gate = Gate(run, 5)
     process = start(corpus, run, *WORDS, ranks=ranks)

@@ -41,7 +41,7 @@ def strict(file: Path) -> dict:
 
 
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
-def test_diverged_run_is_recorded_as_diverged(corpus, shape, tmp_path):
+def test_summary_records_run_without_finite_heldout_loss_as_diverged(corpus, shape, tmp_path):
     path = tmp_path / "run"
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
@@ -54,7 +54,7 @@ def test_diverged_run_is_recorded_as_diverged(corpus, shape, tmp_path):
 
 
 @pytest.mark.slow
-def test_sweep_and_report_show_diverged_run(tmp_path, environment, tiny):
+def test_sweep_and_report_name_diverged_run(tmp_path, environment, tiny):
     words = ["-m", *tiny, "optim.lr=1e-3,100", *DIVERGES[1:], "run.sweep=rates", "steps=6"]
     swept = train(words, tmp_path, environment)
     assert swept.code == 0, swept
@@ -88,7 +88,7 @@ LIMIT, LOGGED = 6, 5
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_too_many_consecutive_skips_save_and_stop_run(corpus, tmp_path, ranks):
+def test_too_many_consecutive_skipped_updates_save_and_stop_run(corpus, tmp_path, ranks):
     """The first update is finite, but so large that no later loss is finite."""
     run = tmp_path / "run"
     words = (

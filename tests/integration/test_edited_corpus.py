@@ -39,7 +39,7 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
     assert json.loads(line)["changes"].keys() == {"steps", *changed}
 
 
-def test_resume_with_edited_text_requires_allow_changes(
+def test_resume_with_edited_corpus_requires_allow_changes(
     begun: tuple[Path, Path], tmp_path: Path
 ) -> None:
     corpus, run = begun
@@ -50,7 +50,9 @@ def test_resume_with_edited_text_requires_allow_changes(
 
 
 @pytest.mark.slow
-def test_resume_with_different_tokens_requires_allow_changes(begun: tuple[Path, Path]) -> None:
+def test_resume_with_different_tokens_of_equal_text_requires_allow_changes(
+    begun: tuple[Path, Path],
+) -> None:
     """Another version of the tokenizer library could give different tokens for equal text."""
     corpus, run = begun
     data = prepare(load_config(overrides_of(corpus, run)).data)

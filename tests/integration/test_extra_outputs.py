@@ -43,7 +43,7 @@ def shown(path: Path) -> dict[str, dict[int, float]]:
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
 
 
-def test_event_files_equal_metrics_jsonl_and_trace_has_chosen_steps(corpus, tmp_path, capfd):
+def test_tensorboard_equals_metrics_jsonl_and_profile_has_chosen_steps(corpus, tmp_path, capfd):
     path = tmp_path / "run"
     words = [*overrides_of(corpus, path), *WORDS, "data.num_workers=0"]
     words += ["metrics.tensorboard=true", "profile.steps=[2,3]"]
@@ -68,7 +68,7 @@ def test_event_files_equal_metrics_jsonl_and_trace_has_chosen_steps(corpus, tmp_
         assert values == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
 
 
-def test_unwritable_event_files_only_print_warning(tmp_path, capfd):
+def test_unwritable_tensorboard_event_files_only_print_warning(tmp_path, capfd):
     blocked = tmp_path / "file"
     blocked.write_text("")
     events = EventFiles(blocked / "tensorboard", 0)
@@ -77,7 +77,7 @@ def test_unwritable_event_files_only_print_warning(tmp_path, capfd):
     assert capfd.readouterr().err.startswith("warning: TensorBoard event files stopped")
 
 
-def test_tensorboard_without_package_is_refused(tmp_path, monkeypatch):
+def test_train_refuses_metrics_tensorboard_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cfg = load_config([*overrides_of(tmp_path, tmp_path / "run"), "metrics.tensorboard=true"])
     with pytest.raises(ConfigError, match=r'pip install "diffllm\[tensorboard\]"'):

@@ -43,7 +43,7 @@ def test_training_never_writes_through_link_in_run_directory(
 
 @pytest.mark.parametrize("name", slow_but(["config.yaml"], ["tokenizer.model", "config.yaml"]))
 @pytest.mark.parametrize("command", ["consolidate", "generate", "attention-map", "report"])
-def test_tools_never_read_through_link_in_run_directory(
+def test_commands_never_read_through_link_in_run_directory(
     finished_run, tmp_path, environment, name, command
 ):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
@@ -63,7 +63,7 @@ def test_tools_never_read_through_link_in_run_directory(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_figure_replaces_link_in_run_directory(finished_run, tmp_path, environment):
+def test_attention_map_replaces_link_at_its_output_path(finished_run, tmp_path, environment):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
     outside.write_text(CONTENT)
     (run / "figure.png").symlink_to(outside)

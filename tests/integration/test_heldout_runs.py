@@ -41,7 +41,7 @@ def summary_of(run: Path) -> dict:
     return {key: value for key, value in summary.items() if key not in SPEED}
 
 
-def test_run_ends_with_loss_of_every_heldout_document(corpus, straight):
+def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     split = data_of(corpus).manifest.splits["heldout"]
     losses, summary = document_losses(straight), summary_of(straight)
     total = losses.nats.sum()
@@ -66,7 +66,7 @@ def assert_ended_as(run: Path, straight: Path) -> None:
     assert metric_lines(run) == metric_lines(straight)
 
 
-def test_run_killed_during_heldout_evaluation_evaluates_after_resume(corpus, straight, tmp_path):
+def test_resume_repeats_heldout_evaluation_during_which_run_was_killed(corpus, straight, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     first = ForkedRun([*overrides_of(corpus, run), *WORDS], 1, tmp_path)
@@ -99,7 +99,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
 
 
 @pytest.mark.slow
-def test_rank_killed_during_heldout_evaluation_is_named(corpus, tmp_path):
+def test_error_names_rank_killed_during_heldout_evaluation(corpus, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)

@@ -53,7 +53,9 @@ def test_run_with_lost_checkpoints_does_not_restart_from_step_0(
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_checkpoints_on_second_disk_are_used(killed_run, tiny, tmp_path, environment, linked):
+def test_resume_uses_checkpoints_moved_to_another_disk(
+    killed_run, tiny, tmp_path, environment, linked
+):
     """The second disk is the target of a link, or the value of resume=."""
     words, disk = [*tiny, "attention=standard", f"run.dir={killed_run}"], tmp_path / "disk"
     shutil.move(killed_run / "checkpoints", disk)

@@ -95,7 +95,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
         pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
     ],
 )
-def test_stopped_run_resumes_with_samples_and_losses_of_undisturbed_run(
+def test_run_of_older_version_resumes_with_samples_and_losses_of_undisturbed_run(
     place: Path, name: str, stopped: int, words: list[str], ranks: int
 ) -> None:
     run = place / "outputs" / name
@@ -118,7 +118,7 @@ def test_stopped_run_resumes_with_samples_and_losses_of_undisturbed_run(
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_are_complete(diffllm: Any) -> None:
+def test_checkpoints_command_finds_checkpoints_of_older_version_complete(diffllm: Any) -> None:
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -133,13 +133,13 @@ def test_checkpoints_are_complete(diffllm: Any) -> None:
     }
 
 
-def test_consolidated_parameters_equal_exported_parameters(diffllm: Any) -> None:
+def test_consolidate_of_older_run_gives_its_exported_parameters(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert contents("whole") == contents("exported")
 
 
 @pytest.mark.slow
-def test_export_is_unchanged_and_can_be_imported(diffllm: Any) -> None:
+def test_export_of_older_run_is_unchanged_and_can_be_imported(diffllm: Any) -> None:
     diffllm("export", "run=outputs/run", "out=again")
     assert contents("again") == contents("exported")
     before, after = (json.loads(Path(p, "config.json").read_text()) for p in ("exported", "again"))
@@ -155,7 +155,7 @@ def contents(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_generated_text_outliers_and_maps_are_unchanged(place: Path, diffllm: Any) -> None:
+def test_generate_and_outliers_of_older_run_are_unchanged(place: Path, diffllm: Any) -> None:
     text = (EXPECTED / "generated.txt").read_text()
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
     assert close(expected("outliers.json")) == json.loads(
@@ -165,7 +165,7 @@ def test_generated_text_outliers_and_maps_are_unchanged(place: Path, diffllm: An
     assert (place / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluation_reuses_measures_of_an_older_version(place: Path, diffllm: Any) -> None:
+def test_evaluate_of_older_run_gives_its_recorded_scores(place: Path, diffllm: Any) -> None:
     run = place / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))
@@ -182,7 +182,9 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
     return {name: {score["of"]: score for score in line["scores"]} for name, line in first.items()}
 
 
-def test_finished_sweep_starts_no_run_and_is_reported(place: Path, diffllm: Any) -> None:
+def test_finished_sweep_of_older_version_starts_no_run_and_is_reported(
+    place: Path, diffllm: Any
+) -> None:
     sweep = place / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
     words = [word for word in words_of(sweep / "standard-seed0") if not word.startswith(own)]
@@ -208,7 +210,9 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_starts_no_run_and_keeps_verdict(place: Path, diffllm: Any) -> None:
+def test_finished_study_of_older_version_starts_no_run_and_keeps_verdict(
+    place: Path, diffllm: Any
+) -> None:
     runs = [file.parent for file in (place / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
@@ -224,7 +228,9 @@ def test_finished_study_starts_no_run_and_keeps_verdict(place: Path, diffllm: An
     assert found["rules"][0]["gap"] == close(before["rules"][0]["gap"])
 
 
-def test_prepare_reuses_tokens_and_packing(place: Path, diffllm: Any) -> None:
+def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
+    place: Path, diffllm: Any
+) -> None:
     cache = cached(place)
     assert len(cache) == 9
     for name in ("run", "ranks"):

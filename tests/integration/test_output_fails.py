@@ -36,7 +36,9 @@ def assert_whole(run: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("stdout", "stderr"), slow_but(SHOWN, PAIRS))
-def test_run_with_failing_streams_succeeds(tmp_path, environment, tiny, stdout, stderr):
+def test_training_succeeds_if_writes_to_stdout_or_stderr_fail(
+    tmp_path, environment, tiny, stdout, stderr
+):
     """Name and prompt of the run contain characters that an encoding may lack."""
     words = [*tiny, PROMPT, f"run.dir='outputs/{NAME}'"]
     ended = forked_call(with_faults("train", stdout, stderr), words, tmp_path, environment)
@@ -49,7 +51,7 @@ def test_run_with_failing_streams_succeeds(tmp_path, environment, tiny, stdout, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_two_ranks_with_failing_streams_succeed(corpus, tmp_path, fault):
+def test_training_on_two_ranks_succeeds_if_writes_to_stdout_or_stderr_fail(corpus, tmp_path, fault):
     run = tmp_path / "run"
     words = overrides_of(corpus, run)
     main = with_faults("planted", fault, fault)
@@ -59,7 +61,7 @@ def test_two_ranks_with_failing_streams_succeed(corpus, tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", slow_but(["no reader"], FAULTS))
-def test_sweep_with_failing_streams_finishes(tmp_path, environment, tiny, fault):
+def test_sweep_succeeds_if_writes_to_stdout_or_stderr_fail(tmp_path, environment, tiny, fault):
     words = ["-m", *tiny, "seq_len=32,99999", "run.sweep=both", "steps=2"]
     ended = forked_call(with_faults("train", fault, fault), words, tmp_path, environment)
     assert ended.code == 1, ended
@@ -69,7 +71,9 @@ def test_sweep_with_failing_streams_finishes(tmp_path, environment, tiny, fault)
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_prepare_with_failing_streams_succeeds(tmp_path, environment, code_corpus, fault):
+def test_prepare_succeeds_if_writes_to_stdout_or_stderr_fail(
+    tmp_path, environment, code_corpus, fault
+):
     words = [
         *("prepare", "data=files", f"data.paths=[{code_corpus}]", "data.vocab_size=400"),
         *("model=tiny", "model.vocab_size=512", f"data.cache_dir='{tmp_path / NAME}'"),
@@ -81,7 +85,7 @@ def test_prepare_with_failing_streams_succeeds(tmp_path, environment, code_corpu
 
 
 @pytest.mark.slow
-def test_run_survives_closed_terminal(corpus, tmp_path):
+def test_training_continues_after_its_terminal_is_closed(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=8", "log_interval=1"]
     reader, terminal = os.openpty()
@@ -114,7 +118,7 @@ CASES = [(name, fault) for name in RESULTS for fault in FAULTS]
     ("name", "fault"),
     slow_but([("count", "full"), ("train --help", "closed"), ("count", "no reader")], CASES),
 )
-def test_failed_write_of_result_is_an_error_unless_reader_has_exited(
+def test_failed_write_of_result_to_stdout_is_an_error_unless_reader_has_exited(
     name, fault, finished_run, tmp_path, environment
 ):
     """A reader that exits early is no error; any other fault prints one error line."""
@@ -135,7 +139,7 @@ def test_failed_write_of_result_is_an_error_unless_reader_has_exited(
         pytest.param(lambda tiny: tool_command(["--help"]), 2),
     ],
 )
-def test_failed_flush_at_exit_keeps_exit_code(tmp_path, environment, tiny, words, code):
+def test_failed_flush_of_stdout_at_exit_keeps_exit_code(tmp_path, environment, tiny, words, code):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S
@@ -144,7 +148,9 @@ def test_failed_flush_at_exit_keeps_exit_code(tmp_path, environment, tiny, words
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], FAULTS))
-def test_error_with_failing_streams_sets_exit_code(fault, tmp_path, environment, tiny):
+def test_error_sets_exit_code_if_writes_to_stdout_or_stderr_fail(
+    fault, tmp_path, environment, tiny
+):
     for command, words in (("train", [*tiny, "steps=-1"]), ("tool", ["nonsense"])):
         ended = forked_call(with_faults(command, fault, fault), words, tmp_path, environment)
         assert ended.code == 2

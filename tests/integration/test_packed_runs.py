@@ -65,7 +65,7 @@ def test_packed_run_on_two_ranks_equals_single_rank_and_reports_padding(corpus, 
 
 
 @pytest.mark.slow
-def test_changed_packing_is_refused_or_starts_new_sample_order(corpus, tmp_path):
+def test_resume_with_changed_packing_is_refused_or_starts_new_sample_order(corpus, tmp_path):
     run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
     packed = PACKED[:1]
     ForkedRun(words(corpus, run), 1, run).finish()
@@ -102,7 +102,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("packing", slow_but(["best_fit"], ["stream", "best_fit"]))
-def test_masked_tokens_are_excluded_from_every_loss(tmp_path, packing):
+def test_context_tokens_are_excluded_from_training_and_heldout_loss(tmp_path, packing):
     corpus = prepared_corpus(tmp_path)
     run = tmp_path / "run"
     overrides = words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
@@ -119,7 +119,7 @@ def test_masked_tokens_are_excluded_from_every_loss(tmp_path, packing):
     assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
 
 
-def test_heldout_sample_without_targets_is_refused_before_first_step(tmp_path):
+def test_train_refuses_heldout_sample_without_targets_before_first_step(tmp_path):
     """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"

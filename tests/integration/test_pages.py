@@ -42,7 +42,7 @@ def script_of(page: str, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("page", ["experiments", "variants", "plugins", "sweeps", "python"])
-def test_commands_of_documentation_page_succeed(page, tmp_path, environment):
+def test_commands_in_documentation_page_succeed(page, tmp_path, environment):
     for name, text in {"diffllm": SHIM.format(python=sys.executable, repo=str(ROOT))}.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir()

@@ -58,7 +58,7 @@ def assert_ends(done: Result, *parts: str) -> None:
     assert not [part for part in parts if part not in refusal_of(done)], done.err
 
 
-def test_run_uses_variant_data_and_metric_of_plugin(trained):
+def test_training_uses_variant_data_source_and_metric_of_plugin(trained):
     config = (trained / "config.yaml").read_text()
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
@@ -121,7 +121,7 @@ def test_commands_without_plugin_name_missing_plugin(trained, place, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_of_custom_yaml_is_readable_without_config_dir(tmp_path, tiny, environment):
+def test_run_of_custom_variant_yaml_is_readable_without_config_dir(tmp_path, tiny, environment):
     """The run's config names the built-in variant of which the YAML is an ablation."""
     file = tmp_path / "mine" / "attention" / "normed.yaml"
     file.parent.mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_run_of_custom_yaml_is_readable_without_config_dir(tmp_path, tiny, envir
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_commands_that_compose_accept_plugin_and_config_dir(place, mine):
+def test_commands_that_compose_a_config_accept_plugin_and_config_dir(place, mine):
     cwd, env = place
     known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
     counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)

@@ -70,7 +70,7 @@ def assert_measured_when_due(run: Path) -> None:
         assert {line["step"] for line in lines if name in line} == steps, name
 
 
-def test_signal_saves_and_same_command_resumes(corpus, straight, tmp_path):
+def test_sigterm_saves_checkpoint_and_same_command_resumes(corpus, straight, tmp_path):
     stopped = tmp_path / "stopped"
     said = start(corpus, stopped, *INTERVALS).stop_at(Gate(stopped, 6))
     assert "stopped by SIGTERM after step 6" in said

@@ -90,7 +90,9 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, straight, tmp_path,
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
-def test_data_change_is_refused_until_allowed_and_then_recorded(corpus, tmp_path, change, allowed):
+def test_resume_with_changed_data_requires_allow_changes_and_is_recorded(
+    corpus, tmp_path, change, allowed
+):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(reversed(corpus.read_text().splitlines(keepends=True)[:300])))
     change = change.replace("OTHER", str(other))
@@ -139,7 +141,7 @@ def test_resume_with_half_batch_size_continues_sample_order(corpus, straight, tm
 
 
 @pytest.mark.slow
-def test_refused_change_of_model_changes_no_file(corpus, tmp_path):
+def test_resume_with_refused_model_change_changes_no_file(corpus, tmp_path):
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
@@ -153,7 +155,7 @@ def test_refused_change_of_model_changes_no_file(corpus, tmp_path):
     assert not (run / "changes.jsonl").exists()
 
 
-def test_change_is_recorded_before_model_is_built(corpus, tmp_path):
+def test_allowed_config_change_is_recorded_before_model_is_built(corpus, tmp_path):
     """If a start fails, changes.jsonl must match config.yaml, which contains the change."""
     run = tmp_path / "run"
     short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]

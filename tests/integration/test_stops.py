@@ -47,7 +47,9 @@ def hang(words):
         [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
     ),
 )
-def test_signal_to_single_rank_stops_all_ranks_at_same_step(corpus, tmp_path, number, rank, marked):
+def test_stop_signal_to_a_single_rank_stops_all_ranks_at_same_step(
+    corpus, tmp_path, number, rank, marked
+):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=60", "log_interval=1", "checkpoint.interval=1000"]
     said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)
@@ -149,7 +151,7 @@ def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path, ranks)
 
 
 @pytest.mark.slow
-def test_run_killed_during_save_resumes_bit_identically(corpus, tmp_path):
+def test_run_killed_during_checkpoint_save_resumes_bit_identically(corpus, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ("steps=12", "optim.warmup_steps=1", "checkpoint.interval=4", "log_interval=1")
     finish(corpus, straight, *words)

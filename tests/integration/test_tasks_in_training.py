@@ -20,7 +20,7 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_task_scores_in_metrics_equal_scores_of_the_checkpoint(place, environment):
+def test_task_scores_during_training_equal_evaluation_of_the_checkpoint(place, environment):
     words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
     assert result.code == 0, result

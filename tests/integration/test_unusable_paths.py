@@ -75,13 +75,13 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_every_text_key_is_in_paths_or_no_paths():
+def test_every_text_config_key_is_classified_as_path_or_no_path():
     for key in keys_of_text():
         assert bool(PATHS.fullmatch(key)) != (key in NO_PATHS), key
     assert set(KEYS) > {"run.dir", "data.paths", "data.cache_dir", "data.tokenizer", "resume"}
 
 
-def test_every_path_argument_is_marked_as_path():
+def test_every_path_argument_of_commands_is_declared_as_path():
     marked = set(arguments())
     assert {("generate", "run"), ("consolidate", "out"), ("power", "pilot")} < marked
     for command in COMMANDS:
@@ -96,7 +96,7 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_error_names_mixture_paths_and_cache_variable(monkeypatch):
+def test_config_error_names_unusable_mixture_path_or_cache_variable(monkeypatch):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
         load_config(["model=tiny", "data=mixture", mixture])
@@ -105,7 +105,7 @@ def test_error_names_mixture_paths_and_cache_variable(monkeypatch):
         load_config(["model=tiny"])
 
 
-def test_run_with_path_of_different_machine_is_readable(finished_run, tmp_path):
+def test_config_of_run_with_unusable_tokenizer_path_is_readable(finished_run, tmp_path):
     from diffllm.config.saved import load_run_config
 
     text = (finished_run / "config.yaml").read_text()
@@ -118,7 +118,7 @@ def test_run_with_path_of_different_machine_is_readable(finished_run, tmp_path):
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_run_with_unusable_path_names_key_and_changes_no_file(tmp_path, environment, key, rng):
+def test_training_with_unusable_path_names_key_and_changes_no_file(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():
@@ -143,7 +143,9 @@ def assert_refused(words, start, tmp_path, environment):
 
 
 @pytest.mark.parametrize(("command", "name"), slow_but([("generate", "run")], arguments()))
-def test_unusable_path_argument_is_named(finished_run, tmp_path, environment, command, name):
+def test_command_names_argument_with_unusable_path(
+    finished_run, tmp_path, environment, command, name
+):
     others = {"run": str(finished_run), **OTHERS}
     names = [field.name for field in arguments_of(command)]
     needed = [f"{other}={others[other]}" for other in names if other != name and other in others]
@@ -161,7 +163,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("name", slow_but(["report"], POSITIONS))
-def test_unusable_positional_path_is_refused(tmp_path, environment, name):
+def test_command_refuses_unusable_positional_path(tmp_path, environment, name):
     (tmp_path / "study.yaml").write_text(
         "claim: c\nbase: []\narms: {a: [], b: []}\nbaseline: a\nseeds: [0, 1]\n"
         "rule: {kind: difference, arm: b, against: a, below: 0}\n"

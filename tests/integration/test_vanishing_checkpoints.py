@@ -58,7 +58,7 @@ PLACES = [(manifest, "verify"), (manifest, "read_state"), (reader, "read_index")
         ["generate", "consolidate", "checkpoints", "report"],
     ),
 )
-def test_reader_continues_with_next_checkpoint(
+def test_commands_continue_with_next_checkpoint_if_one_is_deleted(
     run, tmp_path, monkeypatch, capfd, command, module, name
 ):
     words = {
@@ -77,7 +77,7 @@ def test_reader_continues_with_next_checkpoint(
         assert [path.name for path in (run / "consolidated").iterdir()] == ["step-00000008"]
 
 
-def test_deleted_checkpoint_of_requested_step_is_named(run, monkeypatch):
+def test_load_model_names_deleted_checkpoint_of_requested_step(run, monkeypatch):
     vanishing(monkeypatch, run, reader, "read_index")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4; available steps:"):
         load_model(run, 4)

@@ -72,7 +72,7 @@ def undisturbed(workplace: Path, ranks: int) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
-def test_tokens_lost_during_training_stop_run_and_resume_reads_same_samples(
+def test_lost_tokens_stop_training_and_resume_reads_same_samples(
     workplace, tmp_path, damage, ranks, workers
 ):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
@@ -98,7 +98,7 @@ def test_tokens_lost_during_training_stop_run_and_resume_reads_same_samples(
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_tokens_damaged_before_first_step_stop_run(workplace, tmp_path, ranks):
+def test_damaged_training_tokens_stop_run_before_first_step(workplace, tmp_path, ranks):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
@@ -110,7 +110,7 @@ def test_tokens_damaged_before_first_step_stop_run(workplace, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_heldout_tokens_damaged_before_evaluation_stop_run(workplace, tmp_path, ranks):
+def test_damaged_heldout_tokens_stop_run_before_evaluation(workplace, tmp_path, ranks):
     corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
     shutil.copytree(workplace / "cache", tmp_path / "cache")
     (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())

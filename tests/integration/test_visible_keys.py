@@ -77,7 +77,7 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
     assert summary["flops_per_token"] == pytest.approx(whole - per_key * fewer, rel=1e-12)
 
 
-def test_counts_on_two_ranks_and_across_a_resume_equal_masks_of_global_batches(corpus, tmp_path):
+def test_visible_keys_on_two_ranks_and_after_resume_equal_document_masks(corpus, tmp_path):
     """The run stops between logged steps; micro-batches and ranks differ before and after."""
     run = tmp_path / "run"
     two = (*MASKED, "micro_batch_size=2")
@@ -90,14 +90,14 @@ def test_counts_on_two_ranks_and_across_a_resume_equal_masks_of_global_batches(c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["best_fit", "stream"])
-def test_counts_of_an_undisturbed_run_equal_masks_of_global_batches(corpus, tmp_path, packing):
+def test_visible_keys_of_undisturbed_run_equal_document_masks(corpus, tmp_path, packing):
     run = tmp_path / "run"
     masked = ("data.mask_documents=true", f"data.packing={packing}", "micro_batch_size=1")
     started(corpus, run, *masked, ranks=2).finish()
     assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
-def test_run_without_masks_counts_flops_of_whole_sequences(corpus, tmp_path):
+def test_run_without_document_masks_counts_flops_of_whole_sequences(corpus, tmp_path):
     run = tmp_path / "run"
     started(corpus, run).finish()
     flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()

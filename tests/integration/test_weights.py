@@ -67,7 +67,9 @@ NAMES = ("run", "checkpoint", "export", "import", "converted")
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
-def test_run_starts_with_weights_of_source(corpus, sources, tmp_path, name, ranks):
+def test_resume_weights_starts_run_with_weights_of_run_export_or_checkpoint(
+    corpus, sources, tmp_path, name, ranks
+):
     words = [*WORDS, *STILL, weights_of(sources[name]), "model.rope.theta=5000"]
     said = finish(corpus, tmp_path / "run", *words, ranks=ranks)
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
@@ -88,13 +90,13 @@ def test_run_starts_with_weights_of_source(corpus, sources, tmp_path, name, rank
         ("python train.py", "resume", "weights:{converted}"),
     ],
 )
-def test_printed_command_quotes_directory_with_space_or_quote(sources, command, key, value):
+def test_printed_next_command_quotes_directory_with_space_or_quote(sources, command, key, value):
     lines = [line for line in sources["printed"].splitlines() if command in line]
     words = [word for line in lines for word in shlex.split(line) if word.startswith(f"{key}=")]
     assert value.format(**sources) in [parsed_override(word).value() for word in words]
 
 
-def test_weights_of_run_and_export_give_equal_runs_that_resume(corpus, sources, tmp_path):
+def test_resume_weights_of_run_or_its_export_gives_equal_runs(corpus, sources, tmp_path):
     for name in ("run", "export"):
         words = [*WORDS, f"resume=weights:{sources[name]}", "model.rope.theta=5000"]
         finish(corpus, tmp_path / name, *words)
@@ -108,7 +110,7 @@ def test_weights_of_run_and_export_give_equal_runs_that_resume(corpus, sources, 
     assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text())
 
 
-def test_config_without_model_uses_model_and_tokenizer_of_weights(
+def test_resume_weights_without_model_config_uses_saved_model_and_tokenizer(
     environment, corpus, sources, tmp_path
 ):
     words = [
@@ -129,7 +131,7 @@ def test_config_without_model_uses_model_and_tokenizer_of_weights(
         assert cfg.model == of_run.model
 
 
-def test_model_setting_that_differs_from_weights_is_named(corpus, sources, tmp_path):
+def test_training_output_names_model_setting_that_differs_from_weights(corpus, sources, tmp_path):
     words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
     said = finish(corpus, tmp_path / "run", *words)
     assert "differs: model.rope.theta: 5000.0 there, 1000.0 here;" in said
@@ -158,7 +160,9 @@ NO_FITS = {
 
 
 @pytest.mark.parametrize("what", slow_but(["a variant", "tokens", "nothing"], NO_FITS))
-def test_unsuitable_weights_print_single_line(environment, corpus, sources, tmp_path, what):
+def test_resume_with_unsuitable_weights_prints_single_line(
+    environment, corpus, sources, tmp_path, what
+):
     resume, words, said = NO_FITS[what]
     words = [*WORDS, f"resume={resume.format(**sources)}", *words]
     ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
