@@ -58,10 +58,10 @@ class HeldoutDocuments:
     ) -> Iterator[OwnedBatch]:
         """Yield this rank's batches of all held-out documents, cut into sequences of `seq_len`.
 
-        A batch is (inputs, targets, document index of each target), (b, T) int64 each. Over all
-        ranks, every token is a target exactly once. Every rank gets the same number of batches, so
-        the last batches may contain padding. Padding and context tokens have target -1. The first
-        input of all is an EOS.
+        A batch is (inputs, targets, document index of each target), each (batch_size, seq_len)
+        int64. Over all ranks, every token is a target exactly once. Every rank gets the same number
+        of batches, so the last batches may contain padding. Padding and context tokens have target
+        -1. The first input of all is an EOS.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -74,7 +74,11 @@ class HeldoutDocuments:
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
-        """Return where sequences begin in the joined documents, and their end, (r + 1,) int64."""
+        """Return the borders of the r sequences in the joined documents, in tokens, (r + 1,) int64.
+
+        The borders are the start of each sequence, then the end of the last sequence. A sequence
+        has at most `seq_len` tokens.
+        """
         total = int(self.ends[-1])
         if not self.whole:
             return np.append(np.arange(0, total, seq_len), total)
@@ -88,8 +92,8 @@ class HeldoutDocuments:
     def read(self, borders: np.ndarray, rows: np.ndarray, seq_len: int) -> OwnedBatch:
         """Read the sequences with indices `rows` (b,) as (inputs, targets, document indices).
 
-        Each result is (b, T) int64. `borders` is the result of the method `borders`. Indices beyond
-        the last sequence give rows of padding, with target -1.
+        Each result is (b, seq_len) int64. `borders` is the result of the method `borders`. Indices
+        beyond the last sequence give rows of padding, with target -1.
         """
         inputs, targets, owners = np.full((3, len(rows), seq_len), [[[0]], [[-1]], [[0]]], np.int64)
         for i, row in enumerate(rows.tolist()):

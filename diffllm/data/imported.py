@@ -99,7 +99,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     """Open the token files of data.paths, or a single directory of diffllm shards.
 
     The first call counts the tokens and stores the counts in `cache_dir`. Raises DataError for
-    missing or unusable files, or without data.tokenizer.
+    missing or unusable files, or for token files without data.tokenizer.
     """
     if len(cfg.paths) == 1 and (Path(cfg.paths[0]).expanduser() / MANIFEST).is_file():
         return TokenData(Path(cfg.paths[0]).expanduser().absolute())

@@ -27,10 +27,10 @@ from diffllm.data.sequences import Batch
 class TrainLoader:
     """Infinite iterator over training micro-batches, which can resume at any step.
 
-    A micro-batch is (inputs, targets), (m, T) int64 each. Step s reads the global samples [s * G,
-    (s + 1) * G), where G is the global batch size. Micro-step k of step s reads m samples from s *
-    G + k * W * m + r * m on, where W is the world size and r the rank. So the data of a step does
-    not depend on the world size, the micro-batch size or the number of loader processes.
+    A micro-batch has m sequences of T tokens: (inputs, targets), (m, T) int64 each. With a global
+    batch size G, step s reads the samples s*G to (s+1)*G - 1. Its micro-step k on rank r reads the
+    m samples from s*G + k*W*m + r*m on, where W is the world size. So the data of a step does not
+    depend on the world size, the micro-batch size or the number of loader processes.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class TrainLoader:
 
 
 class _Stacked(Dataset[Tensor | DataError]):
-    """Dataset that returns inputs and targets stacked into one tensor (2, m, T).
+    """Dataset that stacks the inputs and targets of m samples of T tokens into a tensor (2, m, T).
 
     Loader processes send every tensor as a separate message, so one tensor needs only one message.
     """

@@ -126,7 +126,10 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Join arrays (r, any) along axis 1 and yield pieces (r, size); the last may be smaller."""
+    """Join arrays (r, any) along axis 1, and yield the result in windows (r, size).
+
+    The last window may have fewer columns.
+    """
     held: list[np.ndarray] = []
     for part in parts:
         held.append(part)

@@ -42,7 +42,7 @@ class ShuffledSequences:
         self.sequences, self.seed, self.bits = sequences, seed, bits
 
     def __getitem__(self, samples: range) -> Batch | DataError:
-        """Return the samples as (inputs, targets), (m, T) int64 each.
+        """Return m samples of T tokens as (inputs, targets), (m, T) int64 each.
 
         A DataError is returned, because a loader process would wrap a raised error.
         """

@@ -26,7 +26,10 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class StreamSequences:
-    """Sequences of T tokens cut from a token stream; sequence i starts at token i * T."""
+    """Sequences of T tokens cut from a token stream; sequence i starts at token i * T.
+
+    T is `seq_len`. The end of a document does not end a sequence.
+    """
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -36,9 +39,10 @@ class StreamSequences:
         return self.count
 
     def read(self, places: np.ndarray) -> Batch:
-        """Read the sequences with indices `places` (m,) as (inputs, targets), (m, T) int64 each.
+        """Read the sequences with indices `places` (m,) as (inputs, targets).
 
-        Raises DataError for unreadable tokens.
+        Both are (m, seq_len) int64; context tokens have target -1. Raises DataError for unreadable
+        tokens.
         """
         inputs, targets = [], []
         for start in (places * self.seq_len).tolist():

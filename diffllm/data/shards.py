@@ -1,4 +1,4 @@
-"""Token shards on disk: a manifest and flat binary files."""
+"""Token shards on disk: binary files of token ids, and a manifest with counts and checksums."""
 
 import hashlib
 import json

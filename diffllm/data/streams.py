@@ -120,7 +120,7 @@ class Readable(Protocol):
         """Return the number of tokens."""
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), (stop - start,) int64."""
+        """Read tokens [start, stop) of the stream, (stop - start,) int64."""
 
 
 class Stream(Readable, Protocol):

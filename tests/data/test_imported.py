@@ -261,7 +261,7 @@ def test_damaged_token_file_raises_with_path(
     assert str(tmp_path / "files") in str(raised.value)
 
 
-def test_tokens_of_wrong_tokenizer_raise_data_error(tmp_path: Path) -> None:
+def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is not one of .* 250"):
         stream.tokens(0, len(ALL))
@@ -271,7 +271,9 @@ def test_tokens_of_wrong_tokenizer_raise_data_error(tmp_path: Path) -> None:
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_missing_tokenizer_or_token_files_raise_with_the_key(make: Make, tmp_path: Path) -> None:
+def test_data_tokens_without_tokenizer_or_token_files_raises_with_the_key(
+    make: Make, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"data=tokens needs data\.tokenizer"):
         prepare(make(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):

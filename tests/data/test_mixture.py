@@ -296,7 +296,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_may_mix_shares_and_numbers_of_tokens() -> None:
+def test_curriculum_points_may_mix_shares_of_run_and_token_numbers() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

@@ -63,7 +63,7 @@ def items(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @settings(max_examples=100)
 @given(items())
-def test_best_fit_decreasing_equals_reference_without_batching_of_items(
+def test_best_fit_decreasing_equals_simple_reference_implementation(
     drawn: tuple[list[int], int],
 ) -> None:
     sizes, capacity = drawn

@@ -193,7 +193,7 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
     assert result.err == ""
 
 
-def test_log_of_swept_run_contains_terminal_output(swept):
+def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
     (directory,) = (swept[0] / "outputs").iterdir()
     text = (directory / "standard.log").read_text()
     assert re.match(r"\d{4}-\d\d-\d\d .*run.name=standard\n", text)

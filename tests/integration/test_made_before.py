@@ -240,13 +240,13 @@ def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
 
 
 @pytest.mark.slow
-def test_run_starts_from_weights_of_older_version(place: Path) -> None:
+def test_resume_weights_accepts_run_of_older_version(place: Path) -> None:
     new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
     ForkedRun([*words_of(place / "outputs" / "run")[:-1], *new], 1, place).finish()
 
 
 @pytest.mark.slow
-def test_runs_of_older_version_are_reported_together(place: Path, diffllm: Any) -> None:
+def test_report_and_power_accept_runs_of_older_version(place: Path, diffllm: Any) -> None:
     diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
     assert len(table(place / "all" / "report.csv")) == 12
     assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))

@@ -83,7 +83,7 @@ def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, mon
 
 
 @pytest.mark.slow
-def test_commands_that_read_run_accept_plugin(trained, place, mine):
+def test_commands_that_read_run_of_plugin_succeed(trained, place, mine):
     cwd, env = place
     outputs = {}
     for command_words in (
@@ -107,7 +107,7 @@ def test_commands_that_read_run_accept_plugin(trained, place, mine):
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
-def test_commands_without_plugin_name_missing_plugin(trained, place, tmp_path):
+def test_error_names_missing_plugin_of_a_run(trained, place, tmp_path):
     _, env = place
     for words in (
         ["generate", f"run={trained}", "prompt=a"],
@@ -214,7 +214,7 @@ def test_error_in_plugin_code_prints_single_traceback(place, tmp_path, name):
     assert f'{file}", line' in done.err
 
 
-def test_unknown_plugins_and_config_dirs_print_single_line(place, mine, tmp_path):
+def test_unknown_plugin_or_config_dir_gives_single_line_error(place, mine, tmp_path):
     cwd, env = place
     ours = tmp_path / "again" / "attention" / "gated.yaml"
     ours.parent.mkdir(parents=True)

@@ -127,7 +127,7 @@ def test_ctrl_c_during_imports_prints_single_line(tmp_path, environment, words):
     assert process.returncode == 130
 
 
-def test_finished_run_removes_requeue_marker(corpus, tmp_path):
+def test_repeated_command_of_finished_run_removes_requeue_marker(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(words, 1, run).finish()

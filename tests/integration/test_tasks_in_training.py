@@ -61,7 +61,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
     ],
 )
-def test_impossible_task_setting_prints_one_error(place, environment, words, said):
+def test_training_with_impossible_task_setting_prints_one_error(place, environment, words, said):
     run = place / "refused"
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
     result = train(words, place, environment)
@@ -72,7 +72,7 @@ def test_impossible_task_setting_prints_one_error(place, environment, words, sai
 
 
 @pytest.mark.slow
-def test_tiny_model_learns_mqar_and_its_last_layer_attends_to_the_pair(place, environment):
+def test_trained_tiny_model_solves_mqar_and_attends_to_queried_pair(place, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=300_000", "data.packing=best_fit"),

@@ -16,7 +16,7 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class TextBatch(NamedTuple):
-    """Consecutive documents, including empty documents."""
+    """Consecutive documents of a corpus, including empty documents, and their prompts if any."""
 
     texts: list[str | None]
     prompts: Sequence[str | Sequence[str] | None] | None = None
