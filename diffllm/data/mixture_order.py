@@ -51,16 +51,17 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return the number of samples of each source before sample `start + samples` of the run.
+        """Return how many samples each source of a mixture provides before a block of this segment.
 
-        Valid only if a block of this segment starts at that sample, or if the segment ends there.
+        `samples` is the number of samples between the start of the segment and the block. Samples
+        of earlier segments are included.
         """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
 
 
 class MixtureOrder:
-    """Assigns each sample of a mixture to a source; depends only on the sample number.
+    """Assigns every sample of a mixture to a source, by the number of the sample alone.
 
     Args:
         segments: (first sample, one weight per source) of each segment, ascending.
@@ -79,9 +80,11 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source index of each sample, and the sample's number within that source.
+        """Return each sample's source in a mixture, and its number among the samples of that
+        source.
 
-        `samples` (n,) contains sample numbers of the mixture; both results have the same shape.
+        `samples` (n,) contains sample numbers. Both results have the same shape: the index of the
+        source, and the number from 0.
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
@@ -96,9 +99,9 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the sample number at which `source` has provided `most` samples, or None if never.
+        """Return the sample number at which `source` has provided `most` samples; None if never.
 
-        The number follows from the weights alone and is rounded down.
+        The number follows from the weights of the mixture alone and is rounded down.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -112,7 +115,7 @@ class MixtureOrder:
         return None
 
     def _at(self, sample: int) -> tuple[int, tuple[np.ndarray, np.ndarray], tuple[int, ...]]:
-        """Find the block that contains the sample number `sample`.
+        """Find the block of samples that contains sample number `sample` of a mixture.
 
         Returns the first sample of the block, the result of `block_of`, and the number of samples
         of each source before the block.
@@ -144,7 +147,7 @@ def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Convert weights to integers with a sum of about `WHOLE`.
+    """Convert weights to integers with a sum of about `WHOLE` (10**9).
 
     Raises ValueError for a negative weight, a sum of 0, or a positive weight below LEAST_WEIGHT of
     the sum.
@@ -188,7 +191,10 @@ def laid_out(counts: Sequence[int]) -> np.ndarray:
     parts = max(2 * len(used) - 2, 1)
 
     def first_place(count: int, n: int, part: int) -> int:
-        """Return the first place p at which count * p / size - n is at least part / parts."""
+        """Return the first place p at which count * p / size - n is at least part / parts.
+
+        `size` is the number of samples of the block; `parts` is 2K - 2 for K sources.
+        """
         return -(-size * (parts * n + part) // (parts * count))
 
     waiting = [(first_place(counts[k], 0, 1), k, 0) for k in used]

@@ -64,7 +64,7 @@ class ShuffledSequences:
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample number of a saved `state`.
+        """Return the sample number at which `state` was saved.
 
         Raises CheckpointError if the seed differs or the state does not fit the corpus.
         """
@@ -200,7 +200,7 @@ class MixedSequences:
         }
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample number of a saved `state`, and resume the mixture there.
+        """Return the sample number at which `state` was saved, and resume the mixture there.
 
         With the same weights, the order of sources continues; other weights apply from this sample
         on. Raises CheckpointError for another seed, other sources or an invalid state.
@@ -256,8 +256,8 @@ def training_samples(
 ) -> Samples:
     """Return the samples of a training run that reads `total` samples.
 
-    Raises ConfigError for an invalid count, DataError for unusable tokens or a source that is
-    shorter than a sequence.
+    Raises ConfigError for an invalid count or a mixture whose sources all reach epochs_at_most,
+    DataError for unusable tokens or a source that is shorter than a sequence.
     """
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):

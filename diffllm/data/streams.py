@@ -67,7 +67,11 @@ class FileArray:
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        """Read one number by index, a slice without a step, or the numbers at indices (m,)."""
+        """Read one number by its index, a slice without a step, or the numbers at indices (m,).
+
+        Raises DataError for an index outside the file, or if the file has changed since it was
+        opened.
+        """
         if isinstance(place, slice):
             start, stop, _ = place.indices(self._count)
             return self._read(start, max(start, stop))

@@ -57,7 +57,10 @@ class PartRecord:
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read the record of part `number`; raises OSError if unreadable, ValueError if invalid."""
+        """Read the record of corpus part `number`.
+
+        Raises OSError for an unreadable record, ValueError for an invalid record.
+        """
         record = read_typed(record_path(directory, number), cls)
         check_split_counts(record.splits)
         return record
@@ -82,9 +85,9 @@ class Encoding:
         return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
-        """Return whether part `number` is encoded with the current choice of held-out documents.
+        """Return whether corpus part `number` is encoded, with the current held-out documents.
 
-        False if a shard or the record is missing or incomplete.
+        False if a shard or the record of the part is missing or incomplete.
         """
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
@@ -108,9 +111,10 @@ class Encoding:
         counts.state[number] = DONE
 
     def encode(self, number: int, counts: Counts, threads: int) -> None:
-        """Write the token shards of part `number`, then its record; overwrite earlier attempts.
+        """Write the token shards of corpus part `number`, then a record with counts and hashes.
 
-        `counts` receives the progress. `threads` is the number of tokenizer threads.
+        Shards of earlier attempts are overwritten. `counts` receives the progress. `threads` is the
+        number of tokenizer threads.
         """
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of tokenizers per process
         # Never "true": a process that is forked later would inherit this setting and wait forever
@@ -187,7 +191,7 @@ def record_path(partial: Path, number: int) -> Path:
 
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents of a part in lists of about BATCH_BYTES or BATCH_DOCUMENTS.
+    """Yield the documents of a corpus part in lists of about BATCH_BYTES or BATCH_DOCUMENTS.
 
     Each list comes with the number of blank documents skipped since the previous list. Raises
     DataError for an unreadable part or a text that UTF-8 cannot encode.
@@ -212,7 +216,7 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 
 
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
-    """Return a hash of each document, (n,) int64: the first 8 bytes of the SHA-256, minus HALF.
+    """Return a hash of each document, (n,) int64: the first 8 bytes of the SHA-256, minus 2**63.
 
     The pieces of a document are joined by zero bytes before hashing.
     """
@@ -222,14 +226,14 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 
 
 def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return the rows with the lowest hashes that the held-out split needs to reach its minimum.
+    """Return the training documents that must also be held out, those with the lowest hashes.
 
-    The minimum is LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. The result is sorted by hash,
-    and rows with equal hashes are merged.
+    With these documents, the held-out split has at least LEAST_DOCUMENTS documents and LEAST_TOKENS
+    tokens. The result has rows like `rows`, sorted by hash; rows with equal hashes are merged.
 
     Args:
-        rows: (n, 3) int64, a hash with its number of documents and of tokens.
-        held: (2,) int64, number of documents and of tokens that are held out already.
+        rows: (n, 3) int64: a hash, and its number of documents and of tokens.
+        held: (2,) int64: number of documents and of tokens that are held out already.
     """
     hashes, places = np.unique(rows[:, 0], return_inverse=True)
     counts = np.zeros((len(hashes), 2), np.int64)

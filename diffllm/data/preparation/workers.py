@@ -101,7 +101,7 @@ def start_worker(do: Callable[[int], None], parent: int) -> None:
 
 
 def ignore_signals(*_: object) -> None:
-    """Ignore the signals that a terminal or scheduler sends to the whole process group.
+    """Ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which can reach the whole process group.
 
     Arguments are ignored, so that this function can initialise loader processes.
     """

@@ -60,8 +60,8 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
     """Return three sets of words for Mqar: keys, values and filler.
 
-    Each set contains only words of one token, unless fewer than the largest number of pairs are
-    left; then the set contains all its words. `count` returns the number of tokens of a text.
+    Each set contains only words of one token. A set with too few such words for the largest number
+    of pairs contains all its words instead. `count` returns the number of tokens of a text.
     """
 
     def is_token(word: str) -> bool:
@@ -75,7 +75,7 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """A text of key-value pairs and filler, with the indices of the queried pairs."""
+    """A text of key-value pairs followed by filler, and the indices of the queried pairs."""
 
     context: str
     keys: list[str]
@@ -312,7 +312,7 @@ class Icl(Task):
         return self.asked(shots, rng.choice(LABELS), {})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text: words with labels, the last of which is the query.
+        """Generate a training text: words with labels; the last word is the query.
 
         Returns pieces that are alternately context and predicted. A label is predicted if an
         earlier word begins with the same consonant.
