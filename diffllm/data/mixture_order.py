@@ -80,11 +80,10 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each sample's source in a mixture, and its number among the samples of that
-        source.
+        """Return the source of each sample in a mixture, and the sample's number in that source.
 
-        `samples` (n,) contains sample numbers. Both results have the same shape: the index of the
-        source, and the number from 0.
+        `samples` (n,) contains sample numbers. Both results have the same shape; sources and
+        numbers count from 0.
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):

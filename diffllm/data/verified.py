@@ -24,7 +24,7 @@ TICK = 0.05
 def matches(path: Path, sha256: str) -> bool:
     """Return whether the file `path` has the hexadecimal SHA-256 `sha256`.
 
-    Raises OSError if the file is unreadable.
+    An unchanged file is hashed at most once a day. Raises OSError if the file is unreadable.
     """
     if is_marked(path, sha256):
         return True

@@ -77,7 +77,8 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def description_of(paths: Mapping[Path, Path | None]) -> str:
     """Return a description such as "2 files: a.txt, b.txt" or "214 files in docs/".
 
-    `paths` maps each file to the searched directory, or to None for a file from no directory.
+    `paths` maps each file to the directory of data.paths that contains the file, or to None if
+    data.paths names the file.
     """
     names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in paths.items())
     link = ":" if None in paths.values() else " in"
@@ -85,7 +86,7 @@ def description_of(paths: Mapping[Path, Path | None]) -> str:
 
 
 def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
-    """Return why a file cannot be read as text; an empty string if the file can be read.
+    """Return the reason why a file cannot be read as text; an empty string if there is no problem.
 
     `facts` is None for a file of an unsupported format.
     """
@@ -199,9 +200,10 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
 
 
 def files_below(root: Path) -> tuple[list[Path], int]:
-    """List the regular files below a directory, by relative path, and count the hidden entries.
+    """List the regular files in a directory and its subdirectories, and count hidden entries.
 
-    Hidden files and directories are skipped. Links are followed, but no directory is listed twice.
+    Files are sorted by relative path; hidden files and directories are skipped. Links are followed,
+    but no directory is listed twice.
     """
     files: list[Path] = []
     hidden, seen = 0, {os.path.realpath(root)}

@@ -171,9 +171,9 @@ def _read_text(part: Slice) -> Iterator[TextBatch]:
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield positions in a file of `size` bytes at which lines start, from 0 to `size`.
+    """Yield 0, then the starts of some lines in a file, then the file size `size`, in bytes.
 
-    Positions are at least `least` bytes apart, except for the last.
+    Between two line starts are at least `least` bytes.
     """
     yield 0
     with path.open("rb") as file:
@@ -216,7 +216,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 def unpacked(path: Path) -> IO[bytes]:
     """Open a file for reading; .gz and .zst files are decompressed.
 
-    A truncated compressed file raises an error when it is read.
+    Reading a truncated compressed file raises an error.
     """
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
