@@ -143,7 +143,7 @@ NO_FITS = {
         ["attention=diff_v2"],
         "diffllm import 'hf={run}' attention=diff_v2",
     ),
-    "layers": ("weights:{export}", ["model.n_layers=1"], "of different model: layers.1"),
+    "layers": ("weights:{export}", ["model.n_layers=1"], "of a different model: layers.1"),
     "scaled": ("weights:{run}", ["model.init_match=write"], "needs model.init_match=none"),
     "tokens": (
         "weights:{run}",
