@@ -390,7 +390,7 @@ def judged_again(rule: Rule, adjusted: float, unit: str) -> tuple[str, list[floa
 
 
 def sentences(pages: dict[str, Page], root: Path) -> Iterator[tuple[str, str, list[float]]]:
-    """Yield page, sentence and numbers of handwritten text; {} stands in for each number."""
+    """Yield page, sentence and numbers of handwritten text; each number is replaced by {}."""
     readme, recall, own = "README.md", "retrieval_mqar_short/verdict.md", "damping_short/verdict.md"
     damping, mqar = pages["damping_short"], pages["retrieval_mqar_short"]
     needle, v = pages["retrieval_needle_short"].values, damping.values
