@@ -87,9 +87,13 @@ def check_length(path: Path, shown: str) -> None:
 
 def why_no_file(path: Path) -> str:
     """Return the reason why a path is not a regular file; "" for a file or a missing path."""
-    if path.is_symlink():
+    try:
+        mode = path.lstat().st_mode  # one call: another process may create or delete the file
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    if stat.S_ISLNK(mode):
         return "is a symbolic link, not a file"
-    return "is not a regular file" if path.exists() and not path.is_file() else ""
+    return "" if stat.S_ISREG(mode) else "is not a regular file"
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from diffllm.core.files import (
     publish,
     replace_file,
     scratch_directory,
+    why_no_file,
 )
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
@@ -173,6 +174,22 @@ def test_hold_on_file_system_without_flock_raises_and_removes_created_paths(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_why_no_file_is_empty_while_another_thread_creates_and_deletes_the_file(tmp_path):
+    file, end = tmp_path / "lock", threading.Event()
+
+    def create_and_delete() -> None:
+        while not end.is_set():
+            file.touch()
+            file.unlink()
+
+    other = threading.Thread(target=create_and_delete)
+    other.start()
+    reasons = {why_no_file(file) for _ in range(20_000)}
+    end.set()
+    other.join()
+    assert reasons == {""}
+
+
 def test_waiting_acquire_gets_lock_after_release_and_removal_of_lock_file(tmp_path):
     file, acquired, end = tmp_path / "lock", threading.Event(), threading.Event()
 
@@ -187,7 +204,7 @@ def test_waiting_acquire_gets_lock_after_release_and_removal_of_lock_file(tmp_pa
     waiting.start()
     file.unlink()
     first.release()
-    acquired.wait()
+    wait_until(acquired.is_set, "lock for the waiting thread")
     with pytest.raises(Timeout):
         acquire(file, wait=False)
     end.set()
