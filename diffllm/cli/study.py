@@ -32,6 +32,7 @@ STUDY = """\
 diffllm study run STUDY.yaml out=DIR [--dry-run] [pilot=DIR] [hydra/launcher=...]
 diffllm study verdict STUDY.yaml out=DIR [--json]
 diffllm study verdict STUDY.yaml values=FILE [--json]
+All accept plugins=[MODULE,...] and --config-dir DIR, for arms with code or YAML files of your own.
 
 A study is a YAML file with a claim, the compared arms, their seeds, and the decision rule.
 docs/studies.md lists the keys.

@@ -133,7 +133,7 @@ class Sinks(NamedTuple):
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
         """Log the metrics of an optimizer step to all destinations.
 
-        Raises KeyError for a metric that diffllm/metrics/table.py does not define.
+        Raises ConfigError for a metric that diffllm/metrics/table.py does not define.
 
         Args:
             tokens: number of tokens trained so far.

@@ -349,8 +349,11 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the row of a metric's full name or of a statistic; raises KeyError without a row."""
+    """Return the row of a metric's full name or of a statistic; raises ConfigError without a row."""
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric
-    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add a row with add_metric")
+    raise ConfigError(
+        f"metric {name} has no description; a plugin must describe each of its metrics with "
+        "diffllm.metrics.table.add_metric (see docs/plugins.md)"
+    )

@@ -322,6 +322,6 @@ def check_metric(name: str) -> None:
         raise ConfigError(f"metric={name} needs lr_sweep, the learning rates at which all arms run")
     try:
         name in OF_THE_SUMMARY or metric_of(name)
-    except KeyError:
+    except ConfigError:
         known = [*OF_THE_SUMMARY, *(metric.quantity for metric in METRICS if metric.column)]
         raise ConfigError(f"metric={name} is not one of {', '.join(known)}") from None

@@ -81,7 +81,7 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
         rates = ", ".join(f"{lr:g}" for lr in choice.losses)
         echo(f"arm {choice.arm} diverged at every learning rate ({rates}): it has no deciding run")
     which = "all other runs" if diverged else "all runs"
-    verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}"])
+    verdict = shlex.join(["diffllm", "study", "verdict", str(study.path), f"out={out}", *added])
     echo(f"{which} of {out} have ended: {verdict}")
     return 1 if diverged else 0
 

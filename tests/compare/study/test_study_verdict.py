@@ -308,10 +308,12 @@ def test_study_run_exits_1_and_names_arm_that_diverged_at_every_learning_rate(
     assert {run.arm for run in next_runs(study, out)} == {"half"}, "the other arms still run"
     for run in next_runs(study, out):
         write_ended(study, run, out, 4.4)
-    assert run_study(study, out, [], []) == 1
+    own = ["--config-dir", "my yamls", "plugins=[mine]"]
+    assert run_study(study, out, [], own) == 1
     said = capsys.readouterr().out
     assert "arm v2 diverged at every learning rate (0.001, 0.002, 0.004)" in said
-    command = f"diffllm study verdict {study.path} 'out={out}'"
+    own_words = "--config-dir 'my yamls' 'plugins=[mine]'"
+    command = f"diffllm study verdict {study.path} 'out={out}' {own_words}"
     assert f"all other runs of {out} have ended: {command}" in said
     assert judge(study, out).verdict == "exploratory"
 
