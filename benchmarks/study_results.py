@@ -20,12 +20,12 @@ import matplotlib
 from diffllm.compare.report.figures import RC, row_styles, to_svg
 from diffllm.compare.report.rows import Row
 from diffllm.compare.study.arms import StudyArm
-from diffllm.compare.study.decision import apply_rules
+from diffllm.compare.study.decision import Tested, apply_rules
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.unequal import undeclared
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import BOUNDS, draw_rules, markdown, rule_line
+from diffllm.compare.study.verdict_page import BOUNDS, draw_rules, exact_name, markdown
 from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"
@@ -81,12 +81,20 @@ def judged_again(study: Study, numbers: dict[str, Any]) -> str:
     if study.rule.kind == "log_rank":
         lines.append("no test, because the tokens at which each run reached the level are lost.")
         return quoted(" ".join(lines))
-    items = [f"- {rule_line(each, study)}." for each in apply_rules(study, arms)]
+    items = [f"- {outcome_line(each, study)}." for each in apply_rules(study, arms)]
     return "\n".join([quoted(" ".join(lines)), ">", *map(quoted, items)])
 
 
+def outcome_line(tested: Tested, study: Study) -> str:
+    """Return a rule's verdict, gap with bound, adjusted p, and p of the exact test."""
+    adjusted = f", adjusted p {tested.p_adjusted:.2g}" if "adjusted" not in tested.reason else ""
+    exact = f"{exact_name(study)} p {tested.showing.exact:.2g}"
+    return f"{tested.verdict}: {tested.reason}{adjusted}, {exact}"
+
+
 def quoted(text: str) -> str:
-    return textwrap.fill(text, 118, initial_indent="> ", subsequent_indent="> ")
+    mark = {"initial_indent": "> ", "subsequent_indent": "> "}
+    return textwrap.fill(text, 118, break_on_hyphens=False, **mark)
 
 
 def with_note(page: str, note: str) -> str:

@@ -349,7 +349,7 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the row of a metric's full name or of a statistic; raises ConfigError without a row."""
+    """Return the row of a metric's full name or of a statistic; raise ConfigError without a row."""
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric

@@ -1,4 +1,4 @@
-"""Run the commands of data/README.md with datatrove and read the tokens in place.
+"""Run data/deduplicate.py and read the tokens in place.
 
 Small programs replace SLURM and run the jobs locally.
 """
@@ -23,7 +23,7 @@ from diffllm import load_config, train
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_files import open_tokens
 
-README = Path(__file__).parents[2] / "data" / "README.md"
+SCRIPT = Path(__file__).parents[2] / "data" / "deduplicate.py"
 SBATCH = """
 script="${@: -1}"
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
@@ -35,7 +35,6 @@ echo Submitted batch job 1
 """
 SLURM = {"sbatch": SBATCH, "srun": 'exec "${@:4}"', "scontrol": "echo node1"}
 """Replacements of SLURM's programs; srun drops the words -l -n 1 of the command."""
-
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -66,17 +65,14 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{Path(sys.executable).parent}", ":")
     return texts
 
-
-def run_script_of_readme() -> None:
+def run_deduplication() -> None:
     """Run the script with three tasks and two finders of duplicates."""
-    (script,) = re.findall(r"```python\n(from datatrove.*?)```", README.read_text(), re.S)
-    Path("script.py").write_text(script.replace("500, 50", "3, 2"))
+    Path("script.py").write_text(SCRIPT.read_text().replace("500, 50", "3, 2"))
     done = subprocess.run(
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     log = Path("sbatch.log").read_text() if Path("sbatch.log").exists() else ""
     assert done.returncode == 0, done.stderr + log
-
 
 def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
     """Read tokens and end of each document with datatrove."""
@@ -87,13 +83,12 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
         contents = merger.get_data_reader(file, ends, nb_bytes=2)
         return [np.frombuffer(content, "<u2").tolist() for content in contents], ends.tolist()
 
-
 @pytest.mark.slow
-def test_open_tokens_equals_datatrove_reader_for_tokens_of_readme_script(
+def test_open_tokens_equals_datatrove_reader_for_tokens_of_deduplication_script(
     workplace: list[str],
 ) -> None:
     pytest.importorskip("datatrove")
-    run_script_of_readme()
+    run_deduplication()
     paths = sorted(Path("tokens").glob("*.ds"))
     assert len(paths) == 3
     tokenizer = Tokenizer.from_file("tokenizer.json")
@@ -109,7 +104,9 @@ def test_open_tokens_equals_datatrove_reader_for_tokens_of_readme_script(
     texts = [tokenizer.decode(document[:-1]) for document in everything]
     assert sorted(texts) == sorted(workplace), "each text occurs once"
 
-    (command,) = re.findall(r"^diffllm train (data=tokens .*ds\].*)$", README.read_text(), re.M)
+    (command,) = re.findall(
+        r"^diffllm train (data=tokens .*ds\].*)$", (SCRIPT.parent / "README.md").read_text(), re.M
+    )
     words = [*shlex.split(command), "model=micro", "seq_len=32", "steps=2", "run.name=first"]
     cfg = load_config([*words, "data.cache_dir=cache", "wandb.mode=disabled", "run.report=false"])
     data = prepare(cfg.data)

@@ -155,7 +155,7 @@ def share_found(run_names, definition, height, kind="loss"):
 @pytest.mark.parametrize("definition", DEFINITIONS)
 @pytest.mark.parametrize("noise", slow_but(["0.4 nats"], NOISE))
 def test_loss_spikes_added_to_runs_are_found_at_documented_rates(noise, definition):
-    lines = table("Losses")
+    lines = table("Found spikes")
     column = lines["Spike"].index(f"{definition}, noise {noise}")
     told = {first: cells[column] for first, cells in lines.items() if first[0].isdigit()}
     assert list(told) == ["0.5 nats", "1 nat", "2 nats", "3 nats"]
