@@ -36,6 +36,7 @@ echo Submitted batch job 1
 SLURM = {"sbatch": SBATCH, "srun": 'exec "${@:4}"', "scontrol": "echo node1"}
 """Replacements of SLURM's programs; srun drops the words -l -n 1 of the command."""
 
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write a corpus with duplicates, within and between files, and a tokenizer; return the
@@ -65,6 +66,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{Path(sys.executable).parent}", ":")
     return texts
 
+
 def run_deduplication() -> None:
     """Run the script with three tasks and two finders of duplicates."""
     Path("script.py").write_text(SCRIPT.read_text().replace("500, 50", "3, 2"))
@@ -74,6 +76,7 @@ def run_deduplication() -> None:
     log = Path("sbatch.log").read_text() if Path("sbatch.log").exists() else ""
     assert done.returncode == 0, done.stderr + log
 
+
 def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
     """Read tokens and end of each document with datatrove."""
     from datatrove.pipeline.tokens import merger
@@ -82,6 +85,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
         ends = merger.load_doc_ends(index)
         contents = merger.get_data_reader(file, ends, nb_bytes=2)
         return [np.frombuffer(content, "<u2").tolist() for content in contents], ends.tolist()
+
 
 @pytest.mark.slow
 def test_open_tokens_equals_datatrove_reader_for_tokens_of_deduplication_script(
