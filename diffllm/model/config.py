@@ -1,4 +1,4 @@
-"""The config of a decoder. `n_heads` and `n_kv_heads` always count the heads of `standard`."""
+"""Model config. In all variants, `n_heads` and `n_kv_heads` count heads of standard attention."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,10 +13,10 @@ from diffllm.model.rope import RopeConfig
 
 
 class InitMatch(Enum):
-    """The quantity of `standard` that a model with scaled initial values matches.
+    """Whether initial values are scaled to match a model with standard attention.
 
-    write: in every layer, the RMS of attention's addition to the residual stream in the first
-    forward pass.
+    none: no scaling.
+    write: in each layer, scale the initial `wo` to match the RMS of the attention output.
     """
 
     none = "none"
@@ -25,7 +25,7 @@ class InitMatch(Enum):
 
 @dataclass
 class ModelConfig:
-    """Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+    """Config of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
 
     dim: int = bounded(MISSING, least=1, most=2**20)
     """Width of the residual stream."""
@@ -84,7 +84,9 @@ class ModelConfig:
                 f"model.n_kv_heads={self.n_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
+            raise ConfigError(
+                f"model.head_dim={self.head_dim} must be even, because RoPE rotates channel pairs"
+            )
         self.rope.validate()
         self.moe.validate(self.n_layers)
         self.attention.validate(self)

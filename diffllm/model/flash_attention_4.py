@@ -1,6 +1,6 @@
-"""Adapters of flash-attn-4 for torch's dispatcher.
+"""Forward and backward kernels of flash-attn-4, in the form that torch's attention expects.
 
-Before torch 2.15, the dispatcher expects exactly two outputs of the forward kernel.
+Before torch 2.15, torch expects exactly two outputs of the forward kernel.
 """
 
 from typing import Any

@@ -25,19 +25,19 @@ def generate(
     stop_token: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
-    """Return prompts with their continuations; a continuation does not depend on other prompts.
+    """Return each prompt followed by its continuation, which does not depend on other prompts.
 
     Raises ValueError for an empty prompt, a prompt longer than `model.cfg.seq_len`, and an argument
     outside its range.
 
     Args:
-        prompts: B prompts of any lengths >= 1. A repeated prompt uses seed + 1, and so on.
+        prompts: B prompts of at least one token. Copies of a prompt use seed, seed + 1, seed + 2.
         max_new_tokens: limit per prompt; `model.cfg.seq_len` limits the total length.
-        temperature: divisor of the logits; below 1e-6, take the most likely token.
+        temperature: divisor of the logits; below 1e-6, choose the most likely token.
         top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least top_p
             (Holtzman et al., arXiv 1904.09751).
         seed: seed of the sampling; must be equal on all ranks of a sharded model.
-        vocab_size: never draw tokens >= vocab_size; for models with more rows than the tokenizer.
+        vocab_size: size of the tokenizer's vocabulary; never draw tokens >= vocab_size.
         stop_token: token that ends a continuation; the continuation contains this token.
         dtype: dtype of the KV caches; by default the dtype of the parameters.
     """
@@ -84,8 +84,8 @@ def read_prompts(
 ) -> Tensor:
     """Run the prompts through the model and fill the empty caches; return logits (B, V).
 
-    The logits are those after the last token of each prompt. Prompts are padded at the end, then
-    the caches are cut to the lengths of the prompts.
+    The logits follow the last token of each prompt. Shorter prompts are padded, and the padding is
+    removed from the caches.
     """
     lengths = [len(prompt) for prompt in prompts]
     padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
@@ -99,10 +99,10 @@ def read_prompts(
 def draw_tokens(
     logits: Tensor, temperature: float, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw one token per row from logits (B, V): (B,) int64.
+    """Draw one token from each row of logits (B, V): (B,) int64.
 
-    Draws on the CPU, so all devices draw the same tokens. NaN counts as 0 and infinity as the
-    largest finite number, because a diverged model may return these. For temperature and top_p, see
+    Draws on the CPU, so all devices draw the same tokens. A diverged model may have invalid logits:
+    NaN counts as 0, and infinity as the largest finite number. For temperature and top_p, see
     `generate`.
     """
     if temperature < 1e-6:

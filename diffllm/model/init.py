@@ -1,7 +1,7 @@
 """Initial values that depend only on the seed and the name of a parameter.
 
-Each block of rows of a tensor has a separate generator. A rank can therefore draw only its local
-rows and get the values of a single process. A row runs along the last of two or more dimensions.
+Each block of rows of a parameter has a separate random generator, so a rank can draw only its local
+rows and get the values of a single process. Each value of a vector is a row.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ class Initializer:
     """Sets initial values in place; values depend only on the seed and the parameter's name.
 
     Args:
-        names: name of each parameter.
-        shard: returns the local values of a parameter, their first index, and the full shape.
+        shard: returns the local values of a parameter, the index of the first local value in each
+            dimension, and the shape of the full parameter.
         filled: parameters that already have initial values.
     """
 
@@ -50,7 +50,7 @@ class Initializer:
     def normal_(self, param: Tensor, std: float, truncate: float | None = None) -> None:
         """Fill `param` with normal values of mean 0 and standard deviation `std`.
 
-        If given, `truncate` limits magnitudes to `truncate * std`.
+        If `truncate` is given, all magnitudes are at most `truncate * std`.
         """
         self.filled.add(param)
         local, first, shape = self.shard(param)
@@ -66,7 +66,7 @@ class Initializer:
         in_place = (target.device.type, target.dtype) == ("cpu", torch.float32)
 
         def fill(block: list[int]) -> None:
-            """Draw rows [start, stop) of `param`; store local rows in `target` at [low, high)."""
+            # Draw rows [start, stop) of `param`; store the local rows in `target` at [low, high).
             start, stop, low, high = block
             complete = (high - low, width) == (stop - start, row_size)
             text = f"{self.seed}:{self.names[param]}:{start // rows}".encode()
@@ -105,18 +105,18 @@ class Initializer:
         for param, name in self.names.items():
             if param not in self.filled:
                 raise ConfigError(
-                    f"{name} has no initial value: fill it in reset_parameters(init) of the "
-                    "attention with init.constant_ or init.normal_"
+                    f"parameter {name} has no initial value: call init.constant_ or init.normal_ "
+                    "in reset_parameters(init) of the attention module"
                 )
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the row indices of a local block in the full tensor, ascending, (n,) int64.
+    """Return the indices of the full tensor's rows in a local block, ascending, (n,) int64.
 
     Args:
-        local: shape of the block.
-        first: index of the block's first value, per dimension.
-        leading: dimensions of the full tensor that count rows.
+        local: shape of the local block.
+        first: index of the block's first value in each dimension of the full tensor.
+        leading: shape of the full tensor without the length of a row.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(leading, first, local, strict=False):
@@ -130,8 +130,8 @@ def fill_normal(
 ) -> None:
     """Fill `values` (n,), contiguous float32 on the CPU, from N(0, std^2).
 
-    Values beyond `truncate` standard deviations are drawn again, n at a time, until no value is
-    beyond this limit.
+    If `truncate` is given, replace values beyond `truncate` standard deviations by new draws, until
+    all magnitudes are within this limit.
     """
     values.normal_(0.0, std, generator=generator)
     if truncate is None:

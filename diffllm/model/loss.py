@@ -31,7 +31,7 @@ def loss_chunk(asked: int | None, device: torch.device, vocab_size: int, dim: in
 
 
 class Loss(NamedTuple):
-    """Sums over tokens of -log p(target) in nats, and of logsumexp(logits)^2: float32 scalars."""
+    """Sums over tokens: `nll` of -log p(target) in nats, and `z` of logsumexp(logits)^2."""
 
     nll: Tensor
     z: Tensor
@@ -40,18 +40,18 @@ class Loss(NamedTuple):
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of a chunk of n tokens, and the gradient of the loss by the logits.
+    """Compute the loss of a chunk of n tokens and its gradient with respect to the logits.
 
     Args:
         hidden: (n, D).
         weight: output weight, (V, D).
         targets: (n,) int64; negative targets are ignored.
         z_weight: weight of z in the gradient.
-        needs_grad: compute the gradient; otherwise the gradient is an empty tensor.
+        needs_grad: whether to compute the gradient; if false, the gradient is an empty tensor.
 
     Returns:
-        The sum nll of -log p(target), the sum z of logsumexp(logits)^2, and the gradient d(nll +
-        z_weight z)/d logits, (n, V) in the dtype of hidden.
+        nll, the sum of -log p(target); z, the sum of logsumexp(logits)^2; and the gradient of nll +
+        z_weight * z, (n, V) in the dtype of hidden.
     """
     logits = hidden @ weight.T
     log_probs = torch.log_softmax(logits, dim=-1, dtype=at_least_float32(logits.dtype))
@@ -68,11 +68,11 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Subtract valid (n,) from probs (n, V), in each row at the column given by index (n, 1).
+    """Subtract valid[i] from probs[i, index[i, 0]] for each row i; may overwrite `probs`.
 
-    May overwrite `probs`. In compiled code, a comparison is fused, but a scatter would write and
-    reread all float32 probabilities. In uncompiled code, a scatter touches only n values.
+    `probs` is (n, V), `index` is (n, 1), and `valid` is (n,).
     """
+    # Compiled code fuses a comparison, but a scatter would write and reread all probabilities.
     if torch.compiler.is_compiling():
         vocabulary = torch.arange(probs.shape[1], device=probs.device)
         return torch.where(vocabulary == index, probs - valid.unsqueeze(1), probs)
@@ -97,9 +97,9 @@ def add_weight_gradient(total: Tensor | None, grad_logits: Tensor, hidden: Tenso
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy that computes gradients in the forward pass, chunk by chunk.
+    """Cross-entropy that computes the gradients of each chunk in the forward pass.
 
-    Only one chunk of logits exists at a time.
+    Only the logits of one chunk exist at a time.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ def chunked_cross_entropy(
             ignored.
         z_weight: weight of z (PaLM, arXiv 2204.02311, section 5).
         chunk: tokens per chunk of logits; the softmax is in float32.
-        compute: `chunk_loss` or a compiled copy of it.
+        compute: `chunk_loss` or its compiled version.
     """
     total, nll, z = _ChunkedLoss.apply(hidden, weight, targets, z_weight, chunk, compute)
     return total, Loss(nll, z)
@@ -165,7 +165,7 @@ def chunked_cross_entropy(
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 2048) -> Tensor:
     """Compute -log p(target) of each token in nats: (N,) in float32 or wider.
 
-    The loss of negative targets is 0. Arguments as for `chunked_cross_entropy`.
+    The loss of negative targets is 0. For the arguments, see `chunked_cross_entropy`.
     """
     losses = []
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):

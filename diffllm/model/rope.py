@@ -18,12 +18,12 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), fl
 
 
 class RopeScaling(Enum):
-    """The scaling of frequencies for contexts longer than the original training context.
+    """Scaling of RoPE frequencies for contexts longer than the original training context.
 
     linear: divide all frequencies by `factor` (Chen et al., arXiv 2306.15595).
-    llama3: divide low frequencies, keep high ones, interpolate between (Llama 3.1).
-    yarn: like llama3 with another interpolation, and scale the attention logits (Peng et al.,
-    arXiv 2309.00071).
+    llama3: divide only low frequencies, with a smooth transition to high frequencies (Llama 3.1).
+    yarn: like llama3 with another transition; also scale the attention logits (Peng et al.,
+        arXiv 2309.00071).
     """
 
     none = "none"
@@ -34,7 +34,7 @@ class RopeScaling(Enum):
 
 @dataclass
 class RopeConfig:
-    """Frequencies theta^(-2c/d) for channel pairs c, scaled for long contexts."""
+    """Config of RoPE: frequency theta^(-2c/d) for channel pair c, scaled for long contexts."""
 
     theta: float = bounded(10_000.0, least=1)
     """Base of the frequencies; a larger base rotates more slowly."""
@@ -56,7 +56,7 @@ class RopeConfig:
     """For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1."""
 
     def validate(self) -> None:
-        """Raise ConfigError if a setting is missing, out of range, or unused with this scaling."""
+        """Raise ConfigError if a setting is missing, out of range, or unused by this scaling."""
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)
@@ -69,12 +69,12 @@ class RopeConfig:
         if self.scaling is not RopeScaling.linear:
             if self.original_seq_len is None or self.original_seq_len < 1:
                 raise ConfigError(
-                    f"model.rope.scaling={self.scaling.name} needs model.rope.original_seq_len, "
-                    f"the original context length, at least 1, not {self.original_seq_len}"
+                    f"model.rope.scaling={self.scaling.name} needs the original context length "
+                    f"model.rope.original_seq_len >= 1, not {self.original_seq_len}"
                 )
             if self.theta <= 1:
                 raise ConfigError(
-                    f"model.rope.theta={self.theta} must exceed 1 for model.rope.scaling="
+                    f"model.rope.theta={self.theta} must be greater than 1 for model.rope.scaling="
                     f"{self.scaling.name}"
                 )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -112,21 +112,21 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
 
 
 def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Return the weight of the unscaled frequency of each channel pair, (d/2,), for llama3.
+    """Compute the weight of the original frequencies in llama3 scaling, (d/2,).
 
-    The weight is linear in the number of turns over `length` positions: 0 at low_freq_factor, 1 at
-    high_freq_factor. The caller clamps weights to [0, 1].
+    The weight is linear in the number of rotations over `length` positions: 0 at low_freq_factor
+    rotations and 1 at high_freq_factor rotations. The caller clamps weights to [0, 1].
     """
     turns = length * original / (2 * math.pi)
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Return the weight of the unscaled frequency of each channel pair, (d/2,), for YaRN.
+    """Compute the weight of the original frequencies in YaRN scaling, (d/2,).
 
-    The weight is linear in the index of the pair: 1 at the pair with beta_fast turns over `length`
-    positions, 0 at the pair with beta_slow turns. Both indices are rounded outwards (section 3.2 of
-    the YaRN paper). The caller clamps weights to [0, 1].
+    The weight is linear in the index of the channel pair: 1 at the pair with beta_fast rotations
+    over `length` positions, and 0 at the pair with beta_slow rotations. The first index is rounded
+    down and the second up (section 3.2 of the YaRN paper). The caller clamps weights to [0, 1].
     """
     head_dim = 2 * len(original)
 
@@ -140,9 +140,9 @@ def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def attention_factor(cfg: RopeConfig) -> float:
-    """Return the factor on the cos and sin tables of RoPE.
+    """Return the factor on the cos and sin tables of RoPE, which is 1 except for YaRN.
 
-    The factor is sqrt(1/t) for YaRN (section 3.4 of the paper), otherwise 1.
+    For YaRN, the default is 0.1 ln(factor) + 1 (section 3.4 of the YaRN paper).
     """
     if cfg.scaling is not RopeScaling.yarn:
         return 1.0

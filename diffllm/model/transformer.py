@@ -36,10 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
-    """A decoder layer: x + attention(norm(x)), then x + ffn(norm(x)).
-
-    norm is RMSNorm (arXiv 1910.07467).
-    """
+    """Decoder layer: x + attention(norm(x)), then x + ffn(norm(x)), with RMSNorm as norm."""
 
     def __init__(self, cfg: ModelConfig, layer_idx: int):
         super().__init__()
@@ -62,9 +59,9 @@ class Block(nn.Module):
 
         Args:
             rope: cos and sin tables of the T positions.
-            mask: attention mask; None is causal.
+            mask: attention mask; None means a causal mask.
             cache: keys and values of earlier positions; new keys and values are appended in place.
-            diagnose: compute statistics.
+            diagnose: whether to compute statistics.
             probe: query positions at which `diagnose` also measures attention maps.
 
         Returns:
@@ -92,7 +89,7 @@ class Block(nn.Module):
 
 
 class TrainOutput(NamedTuple):
-    """The losses and statistics of a training forward pass."""
+    """Objective to minimise, losses, statistics and routing results of a training forward pass."""
 
     objective: Tensor
     """Loss, weighted z-loss and router losses, summed over tokens; differentiable, float32."""
@@ -134,12 +131,12 @@ class Transformer(nn.Module):
 
         Args:
             targets: (B, T) int64; negative targets are ignored.
-            caches: one per layer, for decoding; tokens then follow the cached positions.
+            caches: KV cache of each layer, for decoding; `tokens` follow the cached positions.
             diagnose: with targets, also return statistics of each layer.
             documents: queries see only keys of the same document; positions restart at 0.
             last: (B,) or (B, K) int64, positions of the logits to return: (B, V) or (B, K, V).
             probe: (N,) int64, query positions at which `diagnose` also measures attention maps.
-            by_token: return the loss per target, (B, T) float32, 0 for negative targets.
+            by_token: return only the loss of each target, (B, T) float32, 0 for negative targets.
         """
         x = self.tok_embeddings(tokens)
         if caches:
@@ -186,7 +183,7 @@ class Transformer(nn.Module):
             mixture.router.rebalance(layer_counts, skipped)
 
     def router_state(self) -> dict[str, Tensor]:
-        """Return bias and load of all routers by name; checkpoints contain these buffers."""
+        """Return the bias and load buffers of all routers by name, for checkpoints."""
         return {name: b for name, b in self.named_buffers() if ".router." in name}
 
     def router_bias_range(self) -> Tensor:
@@ -232,9 +229,9 @@ class Transformer(nn.Module):
     def new_caches(
         self, batch: int, length: int, dtype: torch.dtype | None = None
     ) -> list[KVCache]:
-        """Return an empty KV cache per layer, for `batch` rows of up to `length` positions.
+        """Return an empty KV cache per layer, for `batch` sequences of up to `length` positions.
 
-        The default of `dtype` is the dtype of the parameters.
+        By default, `dtype` is the dtype of the parameters.
         """
         weight = self.tok_embeddings.weight
         dtype = dtype or weight.dtype
@@ -245,9 +242,9 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings chosen for training in `dtype` on `device`, by name.
+        """Return the settings that training in `dtype` on `device` uses, by name.
 
-        With `documents`, queries see only keys of the same document.
+        If `documents` is true, queries see only keys of the same document.
         """
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
@@ -258,8 +255,8 @@ class Transformer(nn.Module):
     def flops_per_token(self, visible_keys: float | None = None) -> float:
         """Count training FLOPs per token of all matrix products and of causal attention.
 
-        `visible_keys` is the mean number of keys per query; by default (cfg.seq_len + 1) / 2, the
-        mean of whole sequences.
+        `visible_keys` is the mean number of keys that a query sees. The default
+        (cfg.seq_len + 1) / 2 is correct for sequences without document masking.
         """
         keys = () if visible_keys is None else (visible_keys,)
         layers = sum(
@@ -269,7 +266,7 @@ class Transformer(nn.Module):
         return layers + 6 * self.output_weight.numel()
 
     def flops_per_visible_key(self) -> float:
-        """Count the training FLOPs per token that one more visible key per query adds."""
+        """Count the additional training FLOPs per token if each query sees one more key."""
         return self.flops_per_token(2) - self.flops_per_token(1)
 
     def kv_cache_bytes_per_token(self) -> int:
@@ -279,7 +276,7 @@ class Transformer(nn.Module):
 def initialise(
     part: nn.Module, cfg: ModelConfig, prefix: str = "", shard: Shard = unsharded
 ) -> None:
-    """Set initial values of all parameters and buffers of a decoder or of one of its submodules.
+    """Set initial values of all parameters and buffers of a decoder or of one submodule.
 
     Args:
         part: decoder or submodule.
@@ -313,11 +310,11 @@ def build_model(cfg: Any) -> Transformer:
     """Build an initialised decoder in float32 on the current default device.
 
     `cfg` is a ModelConfig or a TrainConfig. Raises ConfigError for another type of `cfg`, and if
-    the attention cannot run on the device.
+    the attention kernel cannot run on the device.
     """
     cfg = getattr(cfg, "model", cfg)
     if not isinstance(cfg, ModelConfig):
-        raise ConfigError(f"build_model needs the result of load_config or its .model, not {cfg!r}")
+        raise ConfigError(f"build_model needs a TrainConfig or ModelConfig, not {cfg!r}")
     device = torch.get_default_device()
     if device.type != "meta":
         cfg.attention.prepare(cfg, device)
@@ -335,12 +332,12 @@ def write_factors(
     tokens: Tensor,
     documents: Documents | None = None,
 ) -> list[float]:
-    """Return a factor on the initial `wo` of each layer, to match a baseline attention.
+    """Return factors that scale the initial `wo` of each layer to match a baseline attention.
 
-    With these factors, attention in each layer adds the same RMS to the residual stream as in a
-    decoder with attention `baseline`. The RMS is over tokens (B, T) int64 and channels. Both
-    decoders are built one layer at a time, in float32. With `documents`, queries see only keys of
-    the same document. Raises ConfigError if a factor would not be positive and finite.
+    With these factors, the attention outputs of each layer have the same RMS as in a decoder with
+    attention `baseline`, over the tokens (B, T) int64. Both decoders are built one layer at a time,
+    in float32. If `documents` is given, queries see only keys of the same document. Raises
+    ConfigError if a factor is not positive and finite.
     """
     device = tokens.device
     # SDPA, because flash-attn does not support float32.
@@ -361,8 +358,9 @@ def write_factors(
         factor = (wanted / written).item()
         if not 0 < factor < float("inf"):
             raise ConfigError(
-                f"model.init_match=write: the initial output of attention in layer {i} has RMS "
-                f"{written.item():.3g}, the baseline's {wanted.item():.3g}; both must be above 0"
+                f"model.init_match=write cannot scale layer {i}: the initial attention output has "
+                f"RMS {written.item():.3g}, and in the baseline {wanted.item():.3g}; both must be "
+                "above 0"
             )
         block.attention.wo.weight.mul_(factor)
         x, _ = with_write(block, x, positions, documents, tokens)
@@ -371,7 +369,7 @@ def write_factors(
 
 
 def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
-    """Build one submodule of a decoder in float32, with the initial values that the decoder has.
+    """Build one submodule of a decoder in float32, with its initial values in the decoder.
 
     Args:
         build: returns the submodule without initial values.
@@ -391,10 +389,10 @@ def with_write(
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Apply a block to x (B, T, D); return the output and the RMS of attention's addition to x.
+    """Apply a block to x (B, T, D); return the output and the RMS of the attention output.
 
-    The output is (B, T, D), the RMS a scalar. `positions` contains the cos and sin tables of RoPE.
-    With `documents`, queries see only keys of the same document.
+    `positions` contains the cos and sin tables of RoPE. If `documents` is given, queries see only
+    keys of the same document.
     """
     mask = block.attention.training_mask(documents, tokens, x.dtype)
     out, stats, _ = block(x, positions, mask, diagnose=True)

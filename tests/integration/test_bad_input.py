@@ -172,7 +172,7 @@ def test_gpu_backend_on_cpu_is_refused_before_corpus_is_read(workspace):
     other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=2))
     workspace.rejects(
         [f"data.paths=[{other}]", f"{BACKEND}=flash"],
-        f"error: {BACKEND}=flash needs a GPU; on the cpu choose sdpa or reference",
+        f"error: {BACKEND}=flash needs a GPU; on device cpu, choose sdpa or reference",
     )
 
 

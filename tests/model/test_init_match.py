@@ -63,5 +63,7 @@ def test_init_match_with_masked_documents_gives_attention_output_rms_of_standard
 def test_init_match_with_zero_attention_output_raises_config_error_with_layer(monkeypatch):
     cfg = config("standard")
     cfg.attention.context_scale = 1e-30
-    with pytest.raises(ConfigError, match=r"attention in layer 0 has RMS .* must be above 0"):
+    with pytest.raises(
+        ConfigError, match=r"scale layer 0: the initial attention output has RMS .* must be above 0"
+    ):
         write_factors(cfg, variant_config("standard"), torch.randint(64, (8, 24)))

@@ -235,7 +235,7 @@ def on(backend):
 @pytest.mark.parametrize(
     ("variant", "refused", "reason"),
     [
-        ("diff_v1_clamped", ("flash", "flex"), "clamp=true; choose sdpa"),
+        ("diff_v1_clamped", ("flash", "flex"), "model.attention.clamp=true; choose backend sdpa"),
         ("standard_sink", ("flex",), "sink=learned; choose sdpa, flash"),
         ("standard_off_by_one", ("flex",), "sink=one; choose sdpa, flash"),
     ],
@@ -273,7 +273,7 @@ def test_flash_backend_uses_newest_installed_version_for_gpu(
 def test_flash_attn_4_with_masked_documents_raises_config_error_on_older_torch(machine):
     """Torch 2.11 raises for any window in this backward pass, and causal attention is a window."""
     calls = machine(packages=V4, torch_takes_it=False)
-    expected = r"backend=flash with data.mask_documents=true: flash-attn-4 with document masks"
+    expected = r"does not support data.mask_documents=true: flash-attn-4 with document masks"
     with pytest.raises(ConfigError, match=expected) as caught:
         prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16, documents=True)
     assert "\n" not in str(caught.value)

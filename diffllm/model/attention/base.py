@@ -1,7 +1,7 @@
-"""The contract between a decoder block and an attention variant.
+"""Base classes of attention variants: the config, the attention module and the KV cache.
 
-A variant is one file in this folder. The file contains a registered dataclass config and the module
-that the config builds, usually a subclass of `Attention` that overrides `context`.
+Each variant has a file in this folder. The file contains a registered config class and a module
+class, usually a subclass of `Attention` that overrides `context`.
 
 Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K kv heads, d head_dim.
 """
@@ -44,7 +44,7 @@ Maps = dict[str, Tensor]
 
 @dataclass
 class AttentionConfig:
-    """Base class of the variants' configs; a config must choose a variant."""
+    """Base class of the configs of all attention variants."""
 
     backend: Backend = Backend.sdpa
     """Kernel of training; decoding uses SDPA, or explicit maps with `reference`."""
@@ -53,7 +53,9 @@ class AttentionConfig:
 
     def build(self, model: ModelConfig, layer_idx: int) -> Attention:
         """Build the attention module of decoder layer `layer_idx`, counted from 0."""
-        raise NotImplementedError(f"{type(self).__name__} does not build an attention module")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define build to return an attention module"
+        )
 
     def validate(self, model: ModelConfig) -> None:
         """Raise ConfigError if this attention variant does not support the shape of `model`."""
@@ -64,32 +66,32 @@ class AttentionConfig:
 
     @property
     def explicit_mask(self) -> bool:
-        """Whether documents need a boolean mask, because no fused kernel supports this variant."""
+        """Whether this variant supports document masking only with a boolean mask tensor."""
         return False
 
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings that training chooses on `device`, by name, including "attention".
+        """Return the settings that depend on `device`, by name; "attention" is the chosen `Kernel`.
 
-        The value of "attention" is a `Kernel`. `dtype` is the dtype of queries and keys. With
-        `documents`, queries see only keys of the same document.
+        `dtype` is the dtype of queries and keys. If `documents` is true, queries see only keys of
+        the same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 
     def kernel(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> AutoSetting:
-        """Choose the attention kernel for training; the value of the result is a `Kernel`.
+        """Choose the attention kernel for training: a `Kernel` with the reason for the choice.
 
-        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
-        same document.
+        `dtype` is the dtype of queries and keys. If `documents` is true, queries see only keys of
+        the same document.
         """
         width = self.kernel_width(model, device)
         return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
     def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """Return this config, with settings of value `auto` replaced by the choice for `device`."""
+        """Return this config with each value `auto` replaced by the choice for `device`."""
         return self
 
     def prepare(
@@ -99,19 +101,20 @@ class AttentionConfig:
         dtype: torch.dtype | None = None,
         documents: bool = False,
     ) -> None:
-        """Check that the attention kernel can run on `device`; raise ConfigError otherwise.
+        """Raise ConfigError if the attention kernel cannot run on `device`.
 
-        If the kernel is from flash-attn, load the package and run it on small tensors. `dtype` is
-        the dtype of queries and keys. With `documents`, queries see only keys of the same document.
+        For backend=flash, load the flash-attn package and run its kernel on small tensors. `dtype`
+        is the dtype of queries and keys; None skips the check of the dtype. If `documents` is true,
+        queries see only keys of the same document.
         """
         width = self.kernel_width(model, device)
         prepare_backend(self.backend, device, width, dtype, documents and not self.explicit_mask)
 
 
 class KVCache:
-    """Preallocated cache for the keys and values of one layer, (B, heads, S_max, width) each.
+    """Preallocated keys and values of one layer, for decoding.
 
-    S_max is the maximum number of positions.
+    The tensors `k` and `v` have shape (B, heads, S_max, width), for at most S_max positions.
     """
 
     def __init__(
@@ -131,8 +134,8 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, T, heads, width) to the cache; return all cached keys and values.
 
-        Both results have shape (B, S, heads, width). T must be 1 if rows have different lengths.
-        Raises ValueError for another T or a full cache, and then does not change the cache.
+        Both results have shape (B, S, heads, width). Raises ValueError, without a change of the
+        cache, if the cache is too small, or if T > 1 and the cached sequences differ in length.
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
@@ -161,9 +164,9 @@ class KVCache:
         self.lengths = None if same else torch.tensor(lengths, device=self.k.device)
 
     def copies(self, count: int, room: int) -> KVCache:
-        """Return a new cache with `count` copies of this cache's only row.
+        """Return a cache with `count` copies of the only cached sequence.
 
-        The new cache has room for `room` more positions.
+        The new cache has free space for `room` more positions.
         """
         made = copy.copy(self)
         made.k, made.v = (
@@ -213,10 +216,10 @@ class Attention(nn.Module):
         self.qk_norm = model.qk_norm
 
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
-        """Return additional statistics of this variant, float32 scalars by name; empty by default.
+        """Return additional statistics of this variant: float32 scalars by metric name.
 
-        Register each name with `diffllm.metrics.table.add_metric`. `aux` contains the diagnostic
-        tensors that `forward` and `context` add, by name.
+        Each name must be registered with `diffllm.metrics.table.add_metric`. `aux` contains the
+        diagnostic tensors of this layer by name, such as "lambda".
         """
         return {}
 
@@ -232,9 +235,9 @@ class Attention(nn.Module):
 
         Args:
             rope: cos and sin tables of the T positions.
-            mask: result of `training_mask`, or a boolean tensor; None is causal.
+            mask: result of `training_mask`, or a boolean tensor; None means a causal mask.
             cache: keys and values of earlier positions; new keys and values are appended in place.
-            aux: if given, receives diagnostic tensors by name.
+            aux: if given, receives diagnostic tensors by name, such as "q".
         """
         q, k, v = self.project(x, rope)
         if cache is not None:
@@ -252,7 +255,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values from x (B, T, D), and rotate queries and keys by RoPE.
 
-        Returns q (B, T, n_query_heads, d), k (B, T, K, d) and v (B, T, K, d), with K key heads.
+        Returns q (B, T, n_query_heads, d), and k and v (B, T, n_kv_heads, d).
         """
         q = self.wq(x).unflatten(-1, (self.n_query_heads, self.head_dim))
         k = self.wk(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
@@ -264,22 +267,23 @@ class Attention(nn.Module):
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
     ) -> Tensor:
-        """Compute the input of the output projection `wo`, (B, T, heads, width), before flattening.
+        """Compute the outputs of all heads, (B, T, heads, width), before the projection `wo`.
 
         Variants override this method. If given, `aux` receives diagnostic tensors by name.
         """
         raise NotImplementedError
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Compute attention maps by name, (B, heads, T, S) each, for figures and diagnostics.
+        """Compute attention maps (B, heads, T, S) by name, for figures and diagnostics.
 
-        The last map is the effective map, for example the difference of two maps. Gates and head
-        norms are not part of a map. `mask` is a boolean tensor; None is causal.
+        The default is {"map": softmax map}. Differential variants return "map 1", "map 2" and
+        "difference", in this order. Gates and head norms are not part of a map. `mask` is a boolean
+        tensor; None means a causal mask.
         """
         return {"map": attention_weights(q, k, mask)}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        """Compute the unmasked logits q k / sqrt(d) by name of the map, (B, heads, T, S) each."""
+        """Compute unmasked logits q k / sqrt(d), (B, heads, T, S), by name of the softmax map."""
         return {"map": attention_scores(q, k)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -288,24 +292,21 @@ class Attention(nn.Module):
     def training_mask(
         self, documents: Documents | None, tokens: Tensor, dtype: torch.dtype
     ) -> Mask:
-        """Build the attention mask of a batch of tokens (B, T), for `forward` of any layer.
+        """Build the attention mask that all layers use for a batch of tokens (B, T).
 
-        `dtype` is the dtype of queries and keys. With `documents`, queries see only keys of the
-        same document.
+        `dtype` is the dtype of queries and keys. If `documents` is given, queries see only keys of
+        the same document.
         """
         kernel = self.kernel(tokens.device, dtype, documents is not None).value
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
-        """Set initial values of the variant's parameters and buffers.
-
-        The decoder sets the initial values of matrices and norm weights.
-        """
+        """Set initial values of buffers, and of parameters other than matrices and norm weights."""
 
     def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
-        """Count training FLOPs per token in this layer: projections, q k, and weights times v.
+        """Count training FLOPs per token in this layer, for projections and attention products.
 
-        `visible_keys` is the mean number of keys per query, by default (seq_len + 1) / 2.
+        `visible_keys` is the mean number of keys that a query sees, by default (seq_len + 1) / 2.
         """
         matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2)
         width = self.head_dim + self.value_dim
@@ -319,6 +320,6 @@ class Attention(nn.Module):
         return KVCache(shape, shape, dtype, device)
 
     def kv_cache_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """Count the bytes that one token of one sequence takes in this layer's KV cache."""
+        """Count the bytes that one token takes in the KV cache of this layer."""
         cache = self.new_cache(1, 1, torch.float32, "meta")
         return (cache.k.numel() + cache.v.numel()) * bytes_per_value

@@ -1,7 +1,7 @@
 """Differential attention, first version (Ye et al., ICLR 2025, arXiv 2410.05258).
 
 Shapes: H and K count the heads of standard attention, so there are H/2 differential heads and K/2
-kv groups with values of width 2d.
+value heads of width 2d.
 """
 
 import math
@@ -34,13 +34,11 @@ FAST_WIDTH = 128
 
 
 class Values(Enum):
-    """The layout of the values in the attention kernel call.
+    """Layout of the values in the attention kernel call.
 
-    A pair of heads has values of width 2d.
-
-    auto: the faster layout on the device, see `values_layout`.
-    wide: unchanged.
-    split: two halves of width d; queries and keys are repeated.
+    auto: the faster layout on the device.
+    wide: one value head of width 2d per pair of key heads.
+    split: two value heads of width d instead; queries and keys are repeated.
     """
 
     auto = "auto"
@@ -49,9 +47,9 @@ class Values(Enum):
 
 
 def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSetting:
-    """Choose the layout of the values for kernel calls on `device`: wide or split.
+    """Choose the layout of the values in kernel calls: wide or split.
 
-    The device matters only if `values` is `Values.auto`.
+    If `values` is `auto`, the choice depends on `head_dim` and `device`; otherwise it is `values`.
     """
     if values is not Values.auto:
         return AutoSetting(values, ASKED)
@@ -65,7 +63,7 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSe
 @schema(group="attention", name="diff_v1", package="model.attention")
 @dataclass
 class DiffV1Config(AttentionConfig):
-    """DIFF V1 (arXiv 2410.05258): one lambda per layer, one norm per head."""
+    """Config of DIFF V1 (arXiv 2410.05258), with one lambda per layer and one norm per head."""
 
     head_norm: bool = True
     """Apply RMSNorm to the 2d channels of each head; false keeps the factor 1 - lambda_init."""
@@ -85,21 +83,22 @@ class DiffV1Config(AttentionConfig):
         for name, heads in (("n_heads", model.n_heads), ("n_kv_heads", model.n_kv_heads)):
             if heads % 2:
                 raise ConfigError(
-                    f"model.{name}={heads} must be even for attention=diff_v1: heads form pairs"
+                    f"model.{name}={heads} must be even, because attention=diff_v1 pairs heads"
                 )
         if self.clamp and self.backend in (Backend.flash, Backend.flex):
             raise ConfigError(
-                f"model.attention.backend={self.backend.name} does not support clamp=true; "
-                "choose sdpa or reference"
+                f"model.attention.backend={self.backend.name} does not support "
+                "model.attention.clamp=true; choose backend sdpa or reference"
             )
         if self.clamp and self.values is Values.split:
             raise ConfigError(
-                "model.attention.values=split has no effect with clamp=true: remove values=split"
+                "model.attention.values=split has no effect with model.attention.clamp=true: "
+                "remove values=split"
             )
         if self.lambda_init == 1:
             raise ConfigError(
-                "model.attention.lambda_init=1 makes all contexts zero (factor 1 - lambda_init): "
-                "choose another value"
+                "model.attention.lambda_init=1 makes all attention outputs zero, because they are "
+                "multiplied by 1 - lambda_init: choose another value"
             )
 
     def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
@@ -129,8 +128,8 @@ class DiffV1Attention(Attention):
     """Differential attention V1: RMSNorm(attn1 - lambda * attn2) * (1 - lambda_init).
 
     attn1 = softmax(q1 k1) v, and attn2 = softmax(q2 k2) v. Adjacent heads form a pair, as in the
-    authors' code for FlashAttention. Differential head i uses q[2i] and q[2i+1]. With j = i //
-    (H/K), head i uses k[2j], k[2j+1] and v[j] of width 2d.
+    authors' code for FlashAttention. Differential head i uses the queries q[2i] and q[2i+1], the
+    keys k[2j] and k[2j+1], and the value v[j] of width 2d, where j = i // (H/K).
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -151,8 +150,8 @@ class DiffV1Attention(Attention):
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values from x (B, T, D), and rotate queries and keys by RoPE.
 
-        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). In q and k, the first members
-        of all pairs of heads precede the second members.
+        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). In q and k, all even heads
+        precede all odd heads.
         """
         q, k, v = super().project(x, rope)
         return by_map(q), by_map(k), v.unflatten(2, (-1, 2)).flatten(3)
@@ -215,9 +214,10 @@ class DiffV1Attention(Attention):
 
 
 def clamped(weights: Tensor) -> Tensor:
-    """Clamp negative attention weights to 0 and scale each row to sum 1.
+    """Clamp negative weights to 0 and scale each row to sum 1.
 
-    Rows without positive weights become 0. The weights (..., T, S) are differences of two maps.
+    `weights` (..., T, S) is a difference of two attention maps. A row without positive weights
+    becomes 0.
     """
     positive = weights.clamp_min(0)
     total = positive.sum(-1, keepdim=True)
@@ -225,8 +225,5 @@ def clamped(weights: Tensor) -> Tensor:
 
 
 def by_map(heads: Tensor) -> Tensor:
-    """Reorder heads (B, T, 2n, d) that form n adjacent pairs.
-
-    In the result, the first members of all pairs precede the second members.
-    """
+    """Reorder heads (B, T, 2n, d): all even heads precede all odd heads."""
     return heads.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3)

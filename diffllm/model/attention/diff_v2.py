@@ -17,7 +17,7 @@ FIXED = 0.5
 
 
 class Pairing(Enum):
-    """The rule that combines 2H query heads into H pairs.
+    """Rule that forms H pairs from 2H query heads.
 
     adjacent: heads 2i and 2i + 1, which share key and value.
     halves: heads i and H + i.
@@ -28,10 +28,13 @@ class Pairing(Enum):
 
 
 class Lambda(Enum):
-    """The formula of lambda, the factor on the second attention map of a pair.
+    """Formula of lambda, the factor on the second attention map.
 
-    Per token and head: sigmoid is sigmoid(w_lambda x), raw is w_lambda x. Per head: scalar is the
-    sigmoid of a learned number. Constant: fixed is `lambda_value`, none is 1.
+    sigmoid: sigmoid(w_lambda x), one value per token and head.
+    raw: w_lambda x, one value per token and head.
+    scalar: sigmoid of a learned number, one value per head.
+    fixed: the constant `lambda_value`.
+    none: the constant 1.
     """
 
     sigmoid = "sigmoid"
@@ -44,7 +47,7 @@ class Lambda(Enum):
 @schema(group="attention", name="diff_v2", package="model.attention")
 @dataclass
 class DiffV2Config(AttentionConfig):
-    """DIFF V2: two queries per head, and one lambda per token and head."""
+    """Config of DIFF V2, with two queries per head and one lambda per token and head."""
 
     pairing: Pairing = Pairing.adjacent
     """Pairs of query heads: 2i and 2i+1, which share key and value, or i and i+H."""
@@ -70,9 +73,8 @@ class DiffV2Attention(Attention):
     """Differential attention V2: attn1 - lambda * attn2.
 
     By default, lambda = sigmoid(w_lambda x), with one value per token and head. One kernel call
-    computes attn1 and attn2, with twice the query heads of standard attention and the same kv
-    heads. Query heads 2i and 2i + 1 form a pair; both are in one GQA group, so they share key and
-    value.
+    computes attn1 and attn2 for 2H query heads and as many kv heads as standard attention. Query
+    heads 2i and 2i + 1 form a pair and share key and value.
     """
 
     def __init__(self, model: ModelConfig, cfg: DiffV2Config):
@@ -113,7 +115,7 @@ class DiffV2Attention(Attention):
         return dict(zip(("map 1", "map 2"), self.pair(attention_scores(q, k), dim=1), strict=True))
 
     def pair(self, heads: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Split 2H heads in dimension `dim` into the first and the second heads of all pairs."""
+        """Split the 2H heads in dimension `dim` into the first and the second head of each pair."""
         if self.cfg.pairing is Pairing.adjacent:
             first, second = heads.unflatten(dim, (-1, 2)).unbind(dim + 1)
         else:
@@ -121,9 +123,9 @@ class DiffV2Attention(Attention):
         return first, second
 
     def lambda_values(self, x: Tensor) -> Tensor:
-        """Compute lambda, the factor on the second map of each pair, from x (B, T, D).
+        """Compute lambda, the factor on the second attention map, from x (B, T, D).
 
-        The result is float32 or wider, with a shape that broadcasts to (B, T, H).
+        The result is float32 or wider and broadcasts to (B, T, H).
         """
         form = self.cfg.lambda_form
         if form is Lambda.fixed or form is Lambda.none:

@@ -13,9 +13,10 @@ from diffllm.model.config import ModelConfig
 
 
 class Gate(Enum):
-    """The number of gate values per token.
+    """Number of gate values per token.
 
-    elementwise: one value per channel. headwise: one value per head.
+    elementwise: one value per channel.
+    headwise: one value per head.
     """
 
     elementwise = "elementwise"
@@ -25,7 +26,7 @@ class Gate(Enum):
 @schema(group="attention", name="gated", package="model.attention")
 @dataclass
 class GatedConfig(AttentionConfig):
-    """Gated attention (arXiv 2505.06708)."""
+    """Config of gated attention (arXiv 2505.06708)."""
 
     gate: Gate = Gate.elementwise
     """Granularity of the gate: one value per channel, or one value per head."""

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for training, masks in the form of this kernel, and flash-attn.
+"""Choice of the attention kernel for training, attention masks for each kernel, and flash-attn.
 
 In all functions, `dtype` is the dtype of queries and keys, and `width` is the largest width of
 queries, keys and values. With `documents`, queries see only keys of the same document.
@@ -35,7 +35,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """Attention kernels for training, with the description printed at the start of a run."""
+    """Attention kernel for training; the value is the description printed at the start of a run."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -72,14 +72,14 @@ def training_kernel(
     documents: bool,
     explicit_mask: bool = False,
 ) -> AutoSetting:
-    """Choose the attention kernel for training; the value of the result is a `Kernel`.
+    """Choose the attention kernel for training: a `Kernel` with the reason for the choice.
 
     Args:
         dtype: dtype of queries and keys.
         width: largest width of queries, keys and values.
-        documents: queries see only keys of the same document.
-        explicit_mask: documents need a boolean mask, because fused kernels do not support this
-            variant.
+        documents: whether queries see only keys of the same document.
+        explicit_mask: whether the attention variant supports document masking only with a boolean
+            mask tensor.
     """
     if backend is Backend.reference:
         return AutoSetting(Kernel.explicit, ASKED)
@@ -124,34 +124,37 @@ def prepare_backend(
     dtype: torch.dtype | None = None,
     documents: bool = False,
 ) -> None:
-    """Check that `backend` can run on `device`; raise ConfigError otherwise.
+    """Raise ConfigError if `backend` cannot run on `device`.
 
     For `Backend.flash`, load flash-attn and run it on small tensors.
 
     Args:
         width: largest width of queries, keys and values.
         dtype: dtype of queries and keys; None skips the check of the dtype.
-        documents: queries see only keys of the same document.
+        documents: whether queries see only keys of the same document.
     """
     name = f"model.attention.backend={backend.name}"
     if backend in (Backend.flash, Backend.flex) and device.type != "cuda":
-        raise ConfigError(f"{name} needs a GPU; on the {device.type} choose sdpa or reference")
+        raise ConfigError(f"{name} needs a GPU; on device {device.type}, choose sdpa or reference")
     if backend is not Backend.flash:
         return
     if dtype is not None and dtype not in HALF:
-        raise ConfigError(f"{name} needs precision=bf16; in float32 choose sdpa, flex or reference")
+        raise ConfigError(
+            f"{name} needs precision=bf16; for float32, choose sdpa, flex or reference"
+        )
     if width > WIDEST:
-        raise ConfigError(f"{name} supports head widths up to {WIDEST}, this variant needs {width}")
+        raise ConfigError(f"{name} supports head widths up to {WIDEST}, not {width}; choose sdpa")
     try:
         version = flash_version(device)
         if not version:
             raise ConfigError(
-                f"{name} needs the flash-attn package: install version 2, or flash-attn-4 on "
-                "Hopper and Blackwell; or choose sdpa or flex"
+                f"{name} needs the flash-attn package: install version 2 (on Hopper and Blackwell "
+                "also flash-attn-4), or choose sdpa or flex"
             )
         if version == 4 and documents and not VARLEN_TAKES_FLASH_4:
             raise ConfigError(
-                f"{name} with data.mask_documents=true: {NEEDS_TORCH}; or choose sdpa"
+                f"{name} does not support data.mask_documents=true: {NEEDS_TORCH}; install a newer "
+                "torch or choose sdpa"
             )
         if version == 4:  # torch's dispatcher calls version 4; version 2 is called directly
             activate_flash_4()
@@ -160,16 +163,16 @@ def prepare_backend(
         raise
     except Exception as error:  # a package built for another torch or GPU may raise any exception
         raise ConfigError(
-            f"{name}: flash-attn fails with torch {torch.__version__} at width {width} "
-            f"(choose sdpa or flex): {error}"
+            f"{name}: flash-attn fails with torch {torch.__version__} at head width "
+            f"{width}; choose sdpa or flex. The error was: {error}"
         ) from error
 
 
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
     """Build the attention mask of a batch of tokens (B, T), in the form that `kernel` needs.
 
-    All layers share the mask. With `documents`, queries see only keys of the same document;
-    otherwise the mask is causal. Only the shape and device of `tokens` matter.
+    If `documents` is given, queries see only keys of the same document; otherwise the mask is
+    causal. Only the shape and device of `tokens` matter.
     """
     length = tokens.shape[1]
     if documents is None:
@@ -196,7 +199,7 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
 def document_blocks(ids: Tensor) -> BlockMask:
     """Build a causal FlexAttention mask in which queries see only keys of the same document.
 
-    `ids` (B, T) int64 is the index of each token's document in its row.
+    `ids` (B, T) int64 is the document number of each token, counted from 0 in each sequence.
     """
     batch, length = ids.shape
 
@@ -210,7 +213,7 @@ def document_blocks(ids: Tensor) -> BlockMask:
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
     """Return torch's `create_block_mask`, compiled for GPUs to save memory.
 
-    Without compilation, the function allocates several masks of T x T for T tokens.
+    The uncompiled function allocates several masks of T x T entries for T tokens.
     """
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
@@ -226,7 +229,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def flash_version(device: torch.device) -> int:
-    """Return the version of flash-attn to use on `device`: 4, 2, or 0 if none is installed."""
+    """Return the flash-attn version to use on `device`: 4 or 2, or 0 if none is installed."""
     if not installed("flash_attn"):
         return 0
     if capability(device)[0] in HOPPER_OR_BLACKWELL and installed("flash_attn.cute"):
@@ -237,7 +240,7 @@ def flash_version(device: torch.device) -> int:
 def activate_flash_4() -> None:
     """Make torch's attention functions call flash-attn-4.
 
-    Direct calls of the package would split the graphs of torch.compile.
+    Direct calls of the package would cause graph breaks in torch.compile.
     """
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
@@ -250,8 +253,8 @@ def activate_flash_4() -> None:
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
     """Run flash-attn forward and backward on small bf16 tensors of head width `width`.
 
-    With `documents`, also run the variable-length kernel. If the installed package does not support
-    the GPU, any type of exception may be raised.
+    If `documents` is true, also run the variable-length kernel. A package that does not support the
+    GPU may raise any type of exception.
     """
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()
@@ -263,9 +266,9 @@ def try_flash(device: torch.device, width: int, documents: bool = False) -> None
 
 @functools.cache
 def flash_4_fault(device: torch.device, width: int) -> str:
-    """Activate flash-attn-4 for documents at head width `width`; return "" on success.
+    """Try to activate flash-attn-4 for masked documents on `device` at head width `width`.
 
-    If flash-attn-4 cannot run on `device`, keep torch's kernels and return the reason.
+    Return "" on success. On failure, restore torch's attention kernels and return the reason.
     """
     try:
         if flash_version(device) != 4:

@@ -33,7 +33,7 @@ FLASH_4 = "diffllm.model.flash_attention_4"
 
 
 class Documents(NamedTuple):
-    """Position and document of each token in a batch, for attention within documents."""
+    """Document index and position of every token in a batch, and the document boundaries."""
 
     positions: Tensor
     """Position of each token in its document, (B, T) int64."""
@@ -44,10 +44,10 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, end: int) -> "Documents":
-        """Find the documents in tokens (B, T) int64; the last token of a document is `end`.
+        """Find the documents in tokens (B, T) int64; token `end` is the last token of a document.
 
-        A row may begin or end inside a document. The tokens must be on the CPU, because the shape
-        of the result depends on the number of documents.
+        A sequence may begin or end inside a document. The tokens must be on the CPU, because the
+        number of documents determines the shape of `boundaries`.
         """
         batch, length = tokens.shape
         starts = torch.ones_like(tokens, dtype=torch.bool)
@@ -63,14 +63,14 @@ class Documents(NamedTuple):
         return Documents(*(moved(part, device) for part in self))
 
     def visible_keys(self) -> Tensor:
-        """Count the keys that a query sees, summed over all B * T queries: an int64 scalar."""
+        """Return the number of visible keys, summed over all B * T queries: an int64 scalar."""
         lengths = self.boundaries.diff().long()
         return (lengths * (lengths + 1) // 2).sum()
 
     def mask(self) -> Tensor:
         """Return the attention mask, (B, 1, T, T) boolean.
 
-        An entry is True if the key is in the query's document, at the same or an earlier position.
+        An entry is True if the key is in the document of the query and not after the query.
         """
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=self.ids.device).tril()
@@ -78,7 +78,7 @@ class Documents(NamedTuple):
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to `device`; the host does not wait for a copy to a GPU."""
+    """Copy a CPU tensor to `device`, asynchronously if `device` is a GPU."""
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
@@ -87,8 +87,8 @@ class Backend(Enum):
     """The attention kernel for training.
 
     sdpa: torch's scaled_dot_product_attention, on any device.
-    flash: the flash-attn package, version 4 on Hopper and Blackwell if installed, else 2.
-    flex: FlexAttention, compiled; GPUs only.
+    flash: the flash-attn package, version 4 on Hopper and Blackwell if installed, otherwise 2.
+    flex: compiled FlexAttention, on GPUs only.
     reference: explicit attention maps, for tests and figures; memory grows with T * S.
     """
 
@@ -99,7 +99,7 @@ class Backend(Enum):
 
 
 class Packed(NamedTuple):
-    """The documents of a batch, concatenated, in the form that variable-length kernels need."""
+    """Document boundaries of a batch of concatenated sequences, for variable-length kernels."""
 
     boundaries: Tensor
     """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
@@ -124,16 +124,15 @@ def attend(
     backend: Backend = Backend.sdpa,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention, softmax(q k / sqrt(d)) v: (B, T, H, dv) in the dtype of q.
+    """Compute attention, softmax(q k / sqrt(d)) v; return (B, T, H, dv) in the dtype of q.
 
-    Query head h reads key head h // (H / K).
+    Query head h uses key head h // (H / K). Key head j uses value head j % Kv.
 
     Args:
-        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K: key head j uses
-            value head j % Kv.
-        mask: see `Mask`. Without a mask, the last query is aligned with the last key.
-        backend: kernel for T > 1. `reference` also applies to T = 1. A tensor mask uses SDPA or
-            explicit maps.
+        q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K.
+        mask: see `Mask`. Without a mask, attention is causal, and the last query sees all keys.
+        backend: `reference` computes explicit maps. Other backends use SDPA if T = 1 or if the mask
+            is a tensor.
         scale: factor on q k; d^-0.5 by default.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -153,10 +152,7 @@ def attend(
 
 
 def repeated(v: Tensor, k: Tensor) -> Tensor:
-    """Repeat all heads of v in order until v has as many heads as k.
-
-    The order is h1, h2, h1, h2 for v with heads h1 and h2, and k with four heads.
-    """
+    """Repeat the heads of v until v has as many heads as k: h1, h2 become h1, h2, h1, h2."""
     times = k.shape[2] // v.shape[2]
     return v if times == 1 else v.repeat(1, 1, times, 1)
 
@@ -166,9 +162,9 @@ def for_all_heads(mask: Tensor) -> bool:
 
 
 def same_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad the last dimension of q, k and v with zeros to one width, a multiple of `multiple`.
+    """Pad the last dimension of q, k and v with zeros to one common width.
 
-    Some kernels need equal widths. The products of queries and keys do not change.
+    The width is a multiple of `multiple`. The products of queries and keys do not change.
     """
     width = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
@@ -184,16 +180,16 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which SDPA on a GPU does not use cuDNN.
+    """Return a context manager that disables cuDNN attention on a GPU.
 
-    cuDNN would compile and keep a plan per sequence length. Entering the context takes about 25 us,
-    so enter the context once per forward pass.
+    cuDNN would compile a plan for each sequence length. Entering the context takes about 25 us, so
+    enter the context once per forward pass.
     """
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute attention with torch's scaled_dot_product_attention; see `attend` for arguments."""
+    """Compute attention with torch's SDPA; for the arguments, see `attend`."""
     dtype, dv, n_queries, n_keys = q.dtype, v.shape[-1], q.shape[1], k.shape[1]
     if q.device.type == "cpu":
         q, k, v = same_width(q, k, v)  # otherwise SDPA takes the unfused path, three times slower
@@ -221,9 +217,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 
 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute attention for one query per sequence, reading each key and value once.
+    """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
-    Makes K / Kv kernel calls for K key heads and Kv value heads. For the arguments, see `attend`.
+    The query heads of a key head become queries of one head, so no key is copied. K key heads and
+    Kv value heads need K / Kv kernel calls.
     """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
@@ -256,9 +253,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Packed, scale: float, backend: Backend
 ) -> Tensor:
-    """Compute causal attention within documents, with a variable-length kernel.
+    """Compute causal attention within each document with a variable-length kernel.
 
-    For the other arguments, see `attend`.
+    `documents` contains the document boundaries. For q, k, v, scale and backend, see `attend`.
     """
     dv, shape = v.shape[-1], q.shape[:3]
     q, k, v = (t.flatten(0, 1) for t in same_width(q, k, v, multiple=8))
@@ -282,7 +279,7 @@ def varlen(
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Compute attention with FlexAttention; for the arguments, see `attend`.
 
-    FlexAttention is compiled, because the uncompiled function is not fused.
+    Compile FlexAttention first, because the uncompiled function is not fused.
     """
     kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out: Tensor = kernel(
@@ -306,7 +303,7 @@ def attention_weights(
 ) -> Tensor:
     """Compute the attention map softmax(q k / sqrt(d)), (B, H, T, S), in float32 or wider.
 
-    Arguments as for `attend`. Memory grows with T * S; for teaching, tests and figures.
+    For the arguments, see `attend`. Memory grows with T * S.
     """
     n_queries, n_keys = q.shape[1], k.shape[1]
     if mask is None:
@@ -318,7 +315,7 @@ def attention_weights(
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
     """Compute the attention logits q k / sqrt(d), (B, H, T, S), in float32 or wider.
 
-    `scale` replaces the factor 1 / sqrt(d).
+    If given, `scale` replaces the factor 1 / sqrt(d).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = at_least_float32(q.dtype)

@@ -21,11 +21,11 @@ SINK_CHANNELS = 8
 
 
 class Sink(Enum):
-    """The attention sink, an additional term in the softmax denominator.
+    """Attention sink, an additional term in the softmax denominator.
 
-    none: no term.
-    learned: exp(s) with one logit s per head (gpt-oss; attention sinks, arXiv 2309.17453).
-    one: 1 (off-by-one softmax, Miller 2023).
+    none: no additional term.
+    learned: exp(s) with a learned logit s per head (gpt-oss; attention sinks, arXiv 2309.17453).
+    one: the constant 1 (off-by-one softmax, Miller 2023).
     """
 
     none = "none"
@@ -36,7 +36,7 @@ class Sink(Enum):
 @schema(group="attention", name="standard", package="model.attention")
 @dataclass
 class StandardConfig(AttentionConfig):
-    """Softmax attention, the baseline."""
+    """Config of standard softmax attention, the baseline."""
 
     query_heads: float = bounded(1.0, above=0, most=64)
     """Number of query heads divided by `n_heads`."""
@@ -69,7 +69,7 @@ class StandardConfig(AttentionConfig):
 
 
 class StandardAttention(Attention):
-    """Softmax attention, softmax(q k / sqrt(d)) v, optionally with a sink in the denominator."""
+    """Standard attention, softmax(q k / sqrt(d)) v, optionally with an attention sink."""
 
     def __init__(self, model: ModelConfig, cfg: StandardConfig):
         super().__init__(model, n_query_heads=round(cfg.query_heads * model.n_heads))
@@ -88,7 +88,7 @@ class StandardAttention(Attention):
         return attend(q, k, v, mask, self.backend, scale)[:, -x.shape[1] :]
 
     def maps(self, x: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Maps:
-        """Compute the attention map (B, H, T, S) by name; with a sink, rows sum to less than 1."""
+        """Return {"map": attention map (B, H, T, S)}; with a sink, rows sum to less than 1."""
         if self.sink_kind is Sink.none:
             return super().maps(x, q, k, mask)
         q, k, _, mask, scale = with_sink(q, k, k, mask, self.sink)
@@ -102,12 +102,11 @@ class StandardAttention(Attention):
 def with_sink(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, logit: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Return arguments of `attend` that add exp(logit), or 1 if None, to the softmax denominator.
+    """Change the arguments of `attend` to compute attention with a sink.
 
-    The sink is an additional first key with value zero, so any kernel computes the sink and its
-    gradient. A key of zeros has logit 0. For a learned logit, q and k get additional channels: one
-    channel of q contains the logit, and only the sink has a 1 in this channel of k. With a mask, or
-    as many queries as keys, an additional first query keeps the causal mask square.
+    The sink adds exp(logit), or 1 if `logit` is None, to the softmax denominator. The sink is an
+    additional first key whose value is zero. For a learned logit, q and k get additional channels,
+    whose scaled product is the logit for the sink and 0 for all other keys.
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, K, dv).
@@ -115,7 +114,8 @@ def with_sink(
         logit: logit of the sink per head, (H,), or None.
 
     Returns:
-        q, k, v, mask and scale. Only the last T queries of the output are meaningful.
+        q, k, v, mask and scale. With a mask, or if T = S, q has an additional first query, whose
+        output must be ignored.
     """
     d = q.shape[-1]
     if mask is not None or q.shape[1] == k.shape[1]:
@@ -134,5 +134,5 @@ def with_sink(
 
 
 def in_front(heads: Tensor) -> Tensor:
-    """Prepend one position of zeros to `heads`: (B, T, H, width) becomes (B, T + 1, H, width)."""
+    """Prepend one position of zeros: (B, T, H, width) becomes (B, T + 1, H, width)."""
     return torch.cat((torch.zeros_like(heads[:, :1]), heads), dim=1)

@@ -1,4 +1,4 @@
-"""SwiGLU experts with stacked weights, and matrix products over rows sorted by expert.
+"""SwiGLU experts with stacked weights, and matrix products of rows sorted by expert.
 
 Shapes: M rows, E experts, D model width, F expert width.
 """
@@ -23,7 +23,7 @@ LOOPED = "one per expert"
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts with stacked weights; each row passes through one expert."""
+    """E SwiGLU experts with stacked weights; each input row passes through one expert."""
 
     adjacent = ("w1", "w3")
     """Two parameters that may share one contiguous (E, 2 F, D) tensor, in this order, as the halves
@@ -37,10 +37,10 @@ class Experts(nn.Module):
         self.activation: Any = weighted_swiglu
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Apply each row's expert: weight * w2(silu(w1 x) * w3 x), (M, D) in the dtype of x.
+        """Compute weights[i] * expert(x[i]) for each row i of x: (M, D) in the dtype of x.
 
-        The weight is applied before w2: the result is the same, and the gradient of the weight does
-        not need the output of w2.
+        The factor weights[i] is applied before `w2`, so that its gradient does not need the output
+        of `w2`.
 
         Args:
             x: rows (M, D), sorted by expert.
@@ -70,7 +70,7 @@ def grouped_product(
 ) -> AutoSetting:
     """Choose one product for all experts (`GROUPED`), or one product per expert (`LOOPED`).
 
-    `widths` contains the input width and the output width of a row, in values.
+    `widths` are the input and output widths of the product, in any order.
     """
     if device.type not in ("cpu", "cuda"):
         return AutoSetting(LOOPED, f"torch has no grouped product on {device.type}")
@@ -92,17 +92,17 @@ def takes_groups(x: Tensor, n_experts: int, widths: tuple[int, int]) -> bool:
 
 
 def leaves_garbage(device: torch.device) -> bool:
-    """Return whether grouped products may leave gradients of experts without rows uninitialised.
+    """Return whether a grouped product on `device` may leave weight gradients uninitialised.
 
-    This is the case on Blackwell and on ROCm.
+    On Blackwell and on ROCm, this happens for experts without rows.
     """
     return device.type != "cpu" and (IS_ROCM or torch.cuda.get_device_capability(device)[0] > 9)
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Return the mean number of rows per expert from which `w1` and `w3` share one product.
+    """Return the minimum mean number of rows per expert at which `w1` and `w3` share one product.
 
-    The value is None if both weights always have separate products.
+    The value is None if `w1` and `w3` always have separate products.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -115,13 +115,13 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Return whether `w1` and `w3` have the strides of the halves of one tensor (E, 2 F, D)."""
+    """Return whether `w1` and `w3` have the strides of two halves of a tensor (E, 2 F, D)."""
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 
 
 def joined(w1: Tensor, w3: Tensor) -> Tensor:
-    """Join two tensors (E, F, D) into (E, 2 F, D), without a copy if their memory is adjacent."""
+    """Concatenate `w1` and `w3` (E, F, D) to (E, 2 F, D), without a copy if adjacent in memory."""
     n_experts, width, dim = w1.shape
     behind = w1.data_ptr() + width * dim * w1.element_size()
     one = w1.untyped_storage().data_ptr() == w3.untyped_storage().data_ptr()
@@ -141,9 +141,9 @@ def expert_linear(
 
     Args:
         weight: (E, out, in), in the dtype of x.
-        beside: another weight of the same shape; the output is then (M, 2 out).
+        beside: if given, a second weight (E, out, in); the result is then (M, 2 out).
         ends: (E,) int32, the index after the last row of each expert.
-        transposed: multiply x (M, out) by the transposed weights; the result is (M, in).
+        transposed: multiply x (M, out) by the transposed weights instead; the result is (M, in).
     """
     weight = weight if beside is None else joined(weight, beside)
     weight = weight.transpose(1, 2) if transposed else weight
@@ -188,10 +188,10 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the tensor inputs of `expert_linear`; None for other inputs.
+    """Compute the gradients of x, `weight` and `beside`; return None for the other inputs.
 
-    The gradients of `weight` and `beside` are separate products, because halves of a joint gradient
-    would need copies.
+    The gradients of `weight` and `beside` are separate products, because slices of one joint
+    gradient would need copies.
     """
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()

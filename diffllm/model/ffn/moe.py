@@ -23,7 +23,7 @@ from diffllm.model.ffn.router import (
 
 
 class SwiGLU(nn.Module):
-    """The dense layer w2(silu(w1 x) * w3 x) (Shazeer, arXiv 2002.05202)."""
+    """Dense feed-forward layer w2(silu(w1 x) * w3 x) (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
@@ -35,12 +35,12 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs per token: 2 forward and 4 backward per weight."""
+        """Count training FLOPs per token: 6 per weight, including 4 in the backward pass."""
         return 6 * sum(p.numel() for p in self.parameters())
 
 
 class Routed(NamedTuple):
-    """Token counts and losses of routing, for one layer or stacked over L MoE layers."""
+    """Tokens per expert and router losses of one MoE layer, or of all MoE layers of a model."""
 
     counts: Tensor
     """Tokens per expert, (E,) int64."""
@@ -51,10 +51,9 @@ class Routed(NamedTuple):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: the sum of weight * expert(x) over the chosen experts of a token.
+    """Mixture-of-experts layer: the weighted sum of the outputs of each token's chosen experts.
 
-    Shared experts are added for all tokens. Experts have no capacity limit: no token is dropped,
-    and no row is padding.
+    Shared experts process all tokens. Experts have no capacity limit, so no token is dropped.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
@@ -65,10 +64,9 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Apply the experts to x (B, T, D); return the output, token counts and router losses.
+        """Apply the experts to x (B, T, D); return the output (B, T, D) and the router losses.
 
-        The output is (B, T, D). If given, `aux` receives the shares of all experts per token as
-        "router", (N, E).
+        If given, `aux` receives the expert scores as "router": (N, E), scaled to sum 1 per token.
         """
         rows = x.flatten(0, 1)
         routing = self.router(rows)
@@ -92,7 +90,7 @@ class MoE(nn.Module):
         return out.view_as(x), self.routed(routing, counts, x.shape[1])
 
     def routed(self, routing: Routing, counts: Tensor, length: int) -> Routed:
-        """Compute the router losses of a routing; return the losses and `counts`.
+        """Compute the router losses of this layer; return the losses and `counts`.
 
         `counts` (E,) is the number of tokens per expert. Sequences have `length` tokens.
         """
@@ -106,7 +104,10 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
-        """Return the kinds of matrix products chosen for tokens of `dtype` on `device`, by name."""
+        """Return the chosen matrix products for tokens of `dtype` on `device`, by name.
+
+        The names are "router_product", "expert_products" and "gate_and_up".
+        """
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
         several = f"one product from {joining.value} rows per expert"
@@ -122,12 +123,12 @@ class MoE(nn.Module):
         return (self.cfg.n_experts - self.cfg.top_k) * each
 
     def flops_per_token(self) -> int:
-        """Count training FLOPs per token: 2 forward and 4 backward per active weight."""
+        """Count training FLOPs per token: 6 per active weight, including 4 in the backward pass."""
         return 6 * (sum(p.numel() for p in self.parameters()) - self.idle_parameters())
 
 
 class _Send(torch.autograd.Function):
-    """Copies the row of each token once per chosen expert; the result is sorted by expert."""
+    """Copies the row of each token once per chosen expert and sorts the copies by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Sums the rows of each token; the rows are sorted by expert."""
+    """Sums the expert outputs of each token; the input rows are sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, n: int) -> Tensor:
@@ -157,8 +158,8 @@ class _Return(torch.autograd.Function):
 
 
 def summed(rows: Tensor, inverse: Tensor, n: int) -> Tensor:
-    """Sum the rows of each token: rows (M, D), sorted by expert, become (n, D).
+    """Sum the k rows of each of n tokens: rows (n k, D), sorted by expert, become (n, D).
 
-    `inverse` (M,) contains the indices of the rows in the order of tokens.
+    `inverse` (n k,) contains the row indices in the order of tokens.
     """
     return F.embedding_bag(inverse.view(n, -1), rows, mode="sum")

@@ -19,14 +19,14 @@ from diffllm.model.auto_setting import AutoSetting, dtype_name
 
 
 class Score(Enum):
-    """The function that turns router logits into scores."""
+    """Function that turns router logits into expert scores."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
 
 
 class Balance(Enum):
-    """The set of tokens over which the load-balancing loss compares experts."""
+    """Set of tokens over which the load-balancing loss compares the load of experts."""
 
     sequence = "sequence"
     global_batch = "global_batch"
@@ -34,7 +34,7 @@ class Balance(Enum):
 
 @dataclass
 class MoEConfig:
-    """Dropless top-k routing over SwiGLU experts, with balancing by bias, by loss, or both."""
+    """Config of dropless top-k routing over SwiGLU experts, balanced by a bias, a loss, or both."""
 
     n_experts: int = bounded(0, least=0, most=2**16)
     """Routed experts per layer; 0 is a dense model, which ignores the other fields."""
@@ -73,7 +73,10 @@ class MoEConfig:
                 f"model.moe.top_k={self.top_k} must be at most model.moe.n_experts={self.n_experts}"
             )
         if self.expert_dim < 1:
-            raise ConfigError(f"model.moe.expert_dim={self.expert_dim} must be at least 1")
+            raise ConfigError(
+                f"model.moe.expert_dim={self.expert_dim} must be at least 1 for "
+                f"model.moe.n_experts={self.n_experts}"
+            )
         if self.n_dense_layers >= n_layers:
             raise ConfigError(
                 f"model.moe.n_dense_layers={self.n_dense_layers} must be less than "
@@ -90,7 +93,7 @@ SPLIT = "bf16 products, float32 sums"
 
 
 class Routing(NamedTuple):
-    """The chosen experts of N tokens, with their weights, and the scores of all experts."""
+    """Router output for N tokens: the chosen experts, and scores and logits of all experts."""
 
     experts: Tensor
     """Indices of the chosen experts, (N, k) int64, distinct within a row."""
@@ -105,10 +108,9 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """A linear layer that chooses the top k experts by score plus bias.
 
-    The weights of these experts depend on the scores without bias. The bias affects only the choice
-    of experts, so the bias has no gradient. After each optimizer step, the bias rises for experts
-    with fewer tokens than the mean, and falls for experts with more (Wang et al., arXiv
-    2408.15664).
+    The bias affects only the choice of experts, not their weights, and has no gradient. After each
+    optimizer step, the bias rises for experts with fewer tokens than the mean, and falls for
+    experts with more (Wang et al., arXiv 2408.15664).
     """
 
     fp32_parameters = ("weight",)
@@ -138,9 +140,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Update `bias` and `load` from `counts`, the number of tokens per expert, (E,) int64.
+        """Update `bias` and `load` from `counts` (E,) int64, the number of tokens per expert.
 
-        If `skipped` (a scalar tensor) is 1.0, bias and load do not change.
+        If the scalar tensor `skipped` is positive, bias and load do not change.
         """
         missing = counts.sum() - len(counts) * counts  # integers, so exactly 0 at the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
@@ -156,10 +158,7 @@ class Router(nn.Module):
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute router logits (N, E) in float32 or wider.
-
-    The logits are the product of tokens x (N, D) and the transpose of `weight` (E, D).
-    """
+    """Multiply tokens x (N, D) by the transpose of `weight` (E, D) in float32 or wider: (N, E)."""
     dtype = at_least_float32(x.dtype)
     if router_product(x.device, x.dtype).value == SPLIT:
         return SplitProduct.apply(x, weight.to(dtype))
@@ -167,7 +166,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
-    """Choose the product of tokens and the router's weight: `FLOAT32` or `SPLIT`."""
+    """Choose how to compute router logits: one float32 product, or a sum of bf16 products."""
     if dtype != torch.bfloat16:
         return AutoSetting(FLOAT32, f"tokens are {dtype_name(dtype)}")
     if device.type != "cuda" or IS_ROCM:
@@ -176,16 +175,16 @@ def router_product(device: torch.device, dtype: torch.dtype) -> AutoSetting:
 
 
 def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
-    """Return T times the load-balancing loss of a sequence, summed over sequences: a scalar.
+    """Compute the load-balancing loss of each sequence, and return the sum of `length` * loss.
 
-    The loss is the sum over experts of f P (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): f
-    is the number of tokens routed to the expert, divided by the number under uniform routing; P is
-    the mean share. A balanced sequence has loss 1.
+    The loss of a sequence is the sum of f P over experts (DeepSeek-V3, arXiv 2412.19437, equations
+    17 to 20). For each expert, f is the number of tokens divided by the number under uniform
+    routing, and P is the mean share. A balanced sequence has loss 1.
 
     Args:
-        shares: scores scaled to sum 1 per token, (N, E), differentiable; N is a multiple of
-            `length`, the T of a sequence.
+        shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
         experts: indices of the chosen experts, (N, k) int64.
+        length: tokens per sequence; N is a multiple of `length`.
     """
     n_experts, top_k = shares.shape[1], experts.shape[1]
     chosen = torch.zeros_like(shares).scatter(1, experts, 1.0).view(-1, length, n_experts)
@@ -194,22 +193,22 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
-    """Return the load-balancing loss over the global batch, summed over N tokens: a scalar.
+    """Compute the load-balancing loss of the global batch, summed over N tokens: a scalar.
 
     Args:
-        shares: scores scaled to sum 1 per token, (N, E), differentiable.
-        load: tokens of the global batch per expert, divided by the number under uniform routing:
-            (E,).
+        shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
+        load: number of tokens per expert in the global batch, divided by the number under uniform
+            routing: (E,).
     """
     return (shares * load).sum()
 
 
 class SplitProduct(torch.autograd.Function):
-    """The product of x (N, D) in bf16 and the transpose of a float32 weight (E, D): (N, E) float32.
+    """Product of bf16 x (N, D) and a transposed float32 weight (E, D): (N, E) float32.
 
-    Three bf16 numbers of 8 significant bits represent a float32 of 24 bits. The product of two bf16
-    numbers is exact in float32, so only the float32 sums round. The gradient of the weight is
-    equally exact; the gradient of x is one bf16 product.
+    Each float32 weight is split into three bf16 numbers. Products of two bf16 numbers are exact in
+    float32, so only the float32 sums round. The gradient of the weight is equally exact; the
+    gradient of x is one bf16 product.
     """
 
     @staticmethod
@@ -228,8 +227,10 @@ class SplitProduct(torch.autograd.Function):
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Split a float32 tensor into three bf16 tensors with the same sum; exact for 0 and
-    magnitudes from 2^-100."""
+    """Split float32 x into three bf16 tensors with sum x.
+
+    The sum is exact for values of 0 and for magnitudes of at least 2^-100.
+    """
     parts = []
     for _ in range(PARTS):
         # Mask bits, because compilers remove a conversion to bf16 and back to float32.
