@@ -25,7 +25,7 @@ class InitMatch(Enum):
 
 @dataclass
 class ModelConfig:
-    """Config of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+    """Settings of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
 
     dim: int = bounded(MISSING, least=1, most=2**20)
     """Width of the residual stream."""

@@ -34,7 +34,7 @@ class RopeScaling(Enum):
 
 @dataclass
 class RopeConfig:
-    """Config of RoPE: frequency theta^(-2c/d) for channel pair c, scaled for long contexts."""
+    """Settings of RoPE, whose frequency of channel pair c is theta^(-2c/d) before scaling."""
 
     theta: float = bounded(10_000.0, least=1)
     """Base of the frequencies; a larger base rotates more slowly."""

@@ -46,7 +46,7 @@ def test_attention_output_and_gradients_equal_paper_reference(variant, shape):
     assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
 
 
-def test_attention_variants_refuse_only_unsupported_numbers_of_heads():
+def test_attention_variants_accept_supported_and_reject_unsupported_head_counts():
     for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
         for variant in ("standard", "gated", "diff_v2"):
             assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
@@ -79,7 +79,7 @@ def test_attention_equals_paper_reference_at_any_sequence_length(variant, length
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
-def test_diff_v1_with_values_split_into_halves_equals_paper_reference(variant, shape):
+def test_diff_v1_with_values_layout_split_equals_paper_reference(variant, shape):
     layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
     assert_equals_the_reference(variant, *layer, length=7)
 

@@ -43,7 +43,7 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_only_blackwell_and_rocm_leave_gradients_of_empty_experts_uninitialised(
+def test_grouped_product_leaves_unused_expert_gradients_unset_only_on_blackwell_and_rocm(
     monkeypatch, major, minor, garbage
 ):
     capability(monkeypatch, major, minor)
@@ -67,7 +67,7 @@ def blackwells(monkeypatch):
 
 
 @pytest.mark.parametrize("garbage", [True, False])
-def test_expert_weight_gradients_without_rows_are_zeroed_only_if_uninitialised(
+def test_uninitialised_weight_gradients_of_experts_without_tokens_are_set_to_zero(
     monkeypatch, garbage
 ):
     inputs = rows_and_ends(HALF)
@@ -95,7 +95,7 @@ def test_expert_weight_gradients_without_rows_are_zeroed_only_if_uninitialised(
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_product_choice_follows_device_dtype_expert_count_and_widths(
+def test_grouped_product_choice_depends_on_device_dtype_expert_count_and_widths(
     device, dtype, n_experts, widths, value
 ):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
@@ -118,7 +118,7 @@ def small_experts(dtype, adjacent=True):
     return side_by_side(layer) if adjacent else layer
 
 
-def test_joined_expert_weights_need_no_copy_only_for_halves_of_one_tensor():
+def test_gate_and_up_weights_are_joined_without_copy_only_if_adjacent_in_memory():
     near, far = small_experts(HALF), small_experts(HALF)
     both = joined(near.w1, near.w3)
     assert both.data_ptr() == near.w1.data_ptr()
@@ -149,7 +149,7 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_joined_gate_and_up_product_equals_two_products(monkeypatch, dtype, adjacent):
+def test_one_product_for_gate_and_up_weights_equals_two_products(monkeypatch, dtype, adjacent):
     """Compare outputs and gradients; some experts have no rows."""
     layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
     expected = run(layer, x, weights)
@@ -163,7 +163,9 @@ def test_joined_gate_and_up_product_equals_two_products(monkeypatch, dtype, adja
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_joined_gate_and_up_product_compiles_to_one_graph_without_copies(monkeypatch, dynamic):
+def test_one_product_for_gate_and_up_weights_compiles_to_one_graph_without_copies(
+    monkeypatch, dynamic
+):
     """The graph does not copy the weights."""
     torch._dynamo.reset()
     as_on_cuda(monkeypatch)
@@ -185,7 +187,7 @@ def test_joined_gate_and_up_product_compiles_to_one_graph_without_copies(monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adjacent", [True, False])
-def test_joined_gate_and_up_product_on_gpu_equals_two_products_on_cpu(adjacent):
+def test_one_product_for_gate_and_up_weights_on_gpu_equals_two_products_on_cpu(adjacent):
     """Some experts have no rows, and the freed GPU memory contains NaN."""
     layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
     expected = run(layer, x, weights)

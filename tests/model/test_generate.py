@@ -55,7 +55,7 @@ def test_greedy_generation_equals_repeated_full_forward_passes(model):
     assert len(set(said(prompt, out))) > 3  # the continuation must not be constant
 
 
-def test_generate_accepts_prompt_of_one_token_no_new_tokens_and_no_prompts():
+def test_generate_accepts_one_token_prompt_zero_new_tokens_and_empty_prompt_list():
     model, prompt = tiny(), prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
@@ -80,7 +80,7 @@ def test_generated_tokens_depend_only_on_seed():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_never_draws_tokens_beyond_vocab_size(temperature):
+def test_generate_draws_only_tokens_below_vocab_size(temperature):
     model, prompt = tiny(), prompts(8)
     free = generate(model, prompt, 20, temperature)
     kept = said(prompt, generate(model, prompt, 20, temperature, vocab_size=10))
@@ -95,7 +95,7 @@ def alone(model, prompts, *args, **kwargs):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_continuations_of_batched_prompts_equal_prompts_generated_alone(variant, temperature):
+def test_batched_prompts_get_same_continuations_as_single_prompts(variant, temperature):
     """Some prompts have room for only two or zero tokens, and some continuations stop early."""
     model, count = shared_model(variant), 12
     lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
@@ -173,7 +173,7 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
         (0.96, [0, 1, 2, 3, 4]),
     ],
 )
-def test_top_p_samples_from_fewest_tokens_with_enough_probability(top_p, kept):
+def test_top_p_samples_from_smallest_token_set_with_probability_top_p(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])
     drawn = draws(torch.tensor(PROBS).log() + 3.0, top_p=top_p)
     assert_drawn_from(expected / expected.sum(), drawn)

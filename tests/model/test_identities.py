@@ -161,7 +161,7 @@ def close(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_with_equal_heads_in_pairs_equals_standard_times_1_minus_lambda(shape):
+def test_diff_v2_with_identical_heads_per_pair_equals_standard_times_1_minus_lambda(shape):
     attention, x = layer_of("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
@@ -190,7 +190,7 @@ def test_standard_attention_with_2h_heads_equals_diff_v2_with_constant_lambda(sh
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_diff_v2_with_same_constant_lambda_from_different_formulas_is_equal(shape, lam):
+def test_diff_v2_lambda_formulas_with_same_constant_value_give_equal_outputs(shape, lam):
     """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
     x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
@@ -206,7 +206,7 @@ def test_diff_v2_with_same_constant_lambda_from_different_formulas_is_equal(shap
 
 @given(shape=shapes())
 @many
-def test_diff_v2_pairings_are_equal_only_for_a_single_kv_head(shape):
+def test_diff_v2_pairing_adjacent_equals_pairing_halves_only_with_one_kv_head(shape):
     """With more kv heads, heads i and H + i do not share key and value."""
     assume(shape.tokens > 1)
     adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
@@ -244,14 +244,14 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_with_equal_heads_in_pairs_equals_standard_times_1_minus_lambda(shape):
+def test_diff_v1_with_identical_heads_per_pair_equals_standard_times_1_minus_lambda(shape):
     aux, halves = equal_pairs("diff_v1", shape)
     close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_clamped_diff_v1_with_equal_heads_in_pairs_equals_standard_or_zero(shape):
+def test_clamped_diff_v1_with_identical_heads_per_pair_equals_standard_or_zero(shape):
     """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
@@ -261,7 +261,7 @@ def test_clamped_diff_v1_with_equal_heads_in_pairs_equals_standard_or_zero(shape
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_sum_of_gated_attention_with_gate_and_negated_gate_equals_standard(variant, data):
+def test_gated_attention_outputs_with_opposite_gate_weights_sum_to_standard_output(variant, data):
     shape = data.draw(shapes())
     attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
     copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
@@ -273,7 +273,7 @@ def test_sum_of_gated_attention_with_gate_and_negated_gate_equals_standard(varia
 
 @given(shape=shapes())
 @many
-def test_headwise_gate_equals_elementwise_gate_with_rows_repeated_over_channels(shape):
+def test_headwise_gate_equals_elementwise_gate_with_weights_repeated_over_channels(shape):
     headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
@@ -291,7 +291,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_learned_sink_equals_standard_at_very_low_logit_and_unit_sink_at_logit_0(shape):
+def test_learned_sink_with_very_low_logit_equals_standard_and_with_logit_0_equals_unit_sink(shape):
     sink, x = layer_of("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
         other = layer_of(variant, shape)
@@ -387,7 +387,9 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_standard_is_between_inverse_root_n_and_1(shape, sharpness):
+def test_context_rms_of_standard_with_n_tokens_is_between_inverse_square_root_of_n_and_1(
+    shape, sharpness
+):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
@@ -414,7 +416,7 @@ def test_context_rms_of_uniform_attention_is_lower_with_unit_sink(shape):
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_diff_v2_is_between_0_and_root_2(shape, sharpness):
+def test_context_rms_of_diff_v2_is_between_0_and_square_root_of_2(shape, sharpness):
     values, aux = context_rms("diff_v2", shape, sharpness)
     lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
@@ -424,7 +426,7 @@ def test_context_rms_of_diff_v2_is_between_0_and_root_2(shape, sharpness):
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_diff_v1_head_norm_scales_context_of_uniform_attention_by_root_n(shape, lam):
+def test_diff_v1_head_norm_scales_uniform_attention_context_by_square_root_of_n(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

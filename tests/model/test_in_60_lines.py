@@ -38,7 +38,7 @@ def part(attention, name, head, width=d):
 
 
 @pytest.mark.parametrize(("reference", "heads"), [(standard, H), (diff_v1, H // 2), (diff_v2, H)])
-def test_attention_functions_of_documentation_page_equal_model_heads(reference, heads):
+def test_numpy_attention_of_documentation_page_equals_model_attention(reference, heads):
     page = {}
     exec(CODE, page)
     shape = [f"model.dim={D}", f"model.n_heads={H}", f"model.n_kv_heads={H}", f"seq_len={T}"]
@@ -55,7 +55,7 @@ def test_attention_functions_of_documentation_page_equal_model_heads(reference, 
     assert np.abs(np.diff(found, axis=0)).max() > 0.1
 
 
-def test_documentation_page_shows_the_output_of_its_code(capsys):
+def test_documentation_page_shows_actual_output_of_its_code(capsys):
     exec(CODE, {})
     assert capsys.readouterr().out == PRINTED
     assert len(CODE.splitlines()) <= 60

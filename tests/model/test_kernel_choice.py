@@ -68,7 +68,7 @@ BF16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
         ("reference", CUDA, BF16, 128, True, Kernel.explicit),
     ],
 )
-def test_attention_kernel_follows_backend_device_dtype_and_head_width(
+def test_attention_kernel_depends_on_backend_device_dtype_and_head_width(
     machine, monkeypatch, backend, device, dtype, width, documents, expected
 ):
     machine()
@@ -100,7 +100,7 @@ def test_attention_kernel_on_cpu_without_fast_bf16_uses_float32(monkeypatch):
         (BLACKWELL, V4, 256, Kernel.varlen_4, "not measured"),
     ],
 )
-def test_attention_kernel_for_masked_documents_follows_gpu_and_installed_packages(
+def test_attention_kernel_for_masked_documents_depends_on_gpu_and_installed_packages(
     machine, capability, packages, width, expected, reason
 ):
     done = machine(capability, packages)
@@ -144,7 +144,7 @@ class Blocks:
         ("reference", CUDA, BF16, False, torch.Tensor),
     ],
 )
-def test_training_mask_has_type_that_chosen_attention_kernel_needs(
+def test_training_mask_has_type_required_by_chosen_attention_kernel(
     machine, monkeypatch, backend, device, dtype, explicit, kind
 ):
     machine(AMPERE)
@@ -166,7 +166,7 @@ def test_training_mask_has_type_that_chosen_attention_kernel_needs(
     assert isinstance(unmasked, Blocks if kind is Blocks else type(None))
 
 
-def test_kernel_width_follows_attention_variant_and_values_layout():
+def test_kernel_head_width_depends_on_attention_variant_and_values_layout():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
         return cfg.model.attention.kernel_width(cfg.model, device)

@@ -37,7 +37,7 @@ def new(batch, tokens):
     )
 
 
-def test_kv_cache_is_stored_heads_first_and_returns_views():
+def test_kv_cache_stores_heads_before_positions_and_append_returns_views():
     held, k, v = filled()
     assert held.k.shape == (2, 3, 6, 2)
     assert held.v.shape == (2, 1, 6, 5)
@@ -62,7 +62,7 @@ def test_kv_cache_converts_appended_tensors_to_cache_dtype():
     assert torch.equal(all_k[1, 1], k[1, 0].bfloat16())
 
 
-def test_append_beyond_capacity_raises_and_leaves_kv_cache_unchanged():
+def test_append_to_full_kv_cache_raises_value_error_without_changing_cache():
     held, k, _ = filled((4, 4))
     with pytest.raises(ValueError, match="is full"):
         held.append(*new(2, 3))
@@ -78,7 +78,7 @@ FEW = [case for case in MIXTURES if case[0] in families(VARIANTS)]
 
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "shape", "extra"), [*DENSE, *slow_but(FEW, MIXTURES)])
-def test_decoding_in_chunks_and_with_unequal_row_lengths_equals_full_forward_pass(
+def test_decoding_in_chunks_or_with_different_sequence_lengths_equals_full_forward_pass(
     variant, shape, extra
 ):
     model = shared_model(variant, *shape, extra)
@@ -191,7 +191,7 @@ def assert_read_in_place(part, cached, heads, width, positions):
 @torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
-def test_decoding_step_makes_one_kernel_call_that_reads_kv_cache_in_place(
+def test_decoding_step_makes_one_kernel_call_per_layer_that_reads_kv_cache_in_place(
     kernel_calls, variant, shape, ragged
 ):
     heads, kv_heads, d = shape

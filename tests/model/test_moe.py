@@ -168,7 +168,9 @@ def assert_close(found, wanted, tolerance, name="", floor=0.1):
 
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_moe_layer_with_grouped_products_equals_one_product_per_expert(monkeypatch, dtype, crowded):
+def test_moe_layer_with_grouped_products_equals_layer_with_one_product_per_expert(
+    monkeypatch, dtype, crowded
+):
     """Cases include experts without tokens, and an expert with the maximum number of tokens."""
     moe = layer(dtype, dim=16, expert_dim=24, n_experts=8, n_shared=1)
     if crowded:
@@ -245,7 +247,7 @@ def test_router_losses_and_their_gradients_equal_paper_formulas(loss, score, bia
         torch.testing.assert_close(mine, grad, rtol=1e-6, atol=1e-9)
 
 
-def test_router_bias_moves_towards_balanced_experts_except_in_skipped_steps():
+def test_router_bias_rises_for_underused_experts_except_in_skipped_steps():
     router = Router(DIM, MoEConfig(n_experts=EXPERTS, top_k=TOP_K, bias_update_rate=0.25))
     router.bias.zero_()
     router.load.fill_(1)

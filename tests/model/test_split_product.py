@@ -39,14 +39,14 @@ values = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
 
 
 @given(st.lists(values, min_size=1, max_size=20))
-def test_split_into_three_bf16_numbers_is_exact_for_float32(numbers):
+def test_split_of_float32_into_three_bf16_numbers_has_exact_sum(numbers):
     x = torch.tensor(numbers)
     parts = split(x)
     assert [part.dtype for part in parts] == [torch.bfloat16] * 3
     assert torch.equal(sum(part.double() for part in parts), x.double())
 
 
-def test_split_router_logits_are_as_exact_as_float32_and_choose_same_experts(no_cuda):
+def test_router_logits_with_weight_split_into_bf16_are_as_exact_as_float32(no_cuda):
     """With a weight rounded to bf16, 1% of tokens would choose other experts."""
     x, weight = tokens_and_weight()
     exact = x.double() @ weight.double().T
@@ -69,7 +69,7 @@ def chosen_of(logits):
     return logits.topk(TOP_K).indices.sort().values
 
 
-def test_split_product_has_float32_weight_gradient_and_bf16_input_gradient(no_cuda):
+def test_product_with_weight_split_into_bf16_has_float32_weight_and_bf16_input_gradient(no_cuda):
     """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()
@@ -85,7 +85,7 @@ def test_split_product_has_float32_weight_gradient_and_bf16_input_gradient(no_cu
 
 
 @pytest.mark.slow
-def test_compiled_split_product_is_as_exact_as_float32(no_cuda):
+def test_compiled_product_with_weight_split_into_bf16_is_as_exact_as_float32(no_cuda):
     """Compilers drop a conversion to bf16 and back, which would make later parts zero."""
     torch._dynamo.reset()
     x, weight = tokens_and_weight()
@@ -98,7 +98,7 @@ def test_compiled_split_product_is_as_exact_as_float32(no_cuda):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_router_logits_without_split_equal_float32_product_bit_for_bit(dtype, monkeypatch):
+def test_router_logits_without_bf16_split_equal_float32_product_bit_for_bit(dtype, monkeypatch):
     monkeypatch.setattr(router, "float32_mm", None)
     x, weight = torch.randn(9, DIM).to(dtype), torch.randn(EXPERTS, DIM)
     wide = torch.promote_types(dtype, torch.float32)

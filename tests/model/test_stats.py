@@ -43,7 +43,7 @@ def kurtosis_of(x):
     return block_stats(x, {"context": torch.zeros(1, 1, 1, 1)})["hidden_kurtosis"].item()
 
 
-def test_kurtosis_is_3_for_normal_channels_and_equals_width_for_one_large_channel():
+def test_kurtosis_is_3_for_normal_values_and_equals_width_for_one_large_channel():
     assert kurtosis_of(torch.randn(4, 16, 8192) * 7 + 3) == pytest.approx(3, rel=0.02)
     assert kurtosis_of(torch.rand(4, 16, 8192)) == pytest.approx(1.8, rel=0.02)
     outlier = torch.zeros(2, 3, 1000)
@@ -53,7 +53,7 @@ def test_kurtosis_is_3_for_normal_channels_and_equals_width_for_one_large_channe
 
 
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
-def test_diagnose_changes_neither_objective_nor_gradients(variant):
+def test_diagnose_leaves_objective_and_gradients_unchanged(variant):
     model, (inputs, targets) = tiny(variant), batch()
     plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}

@@ -63,7 +63,7 @@ def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSe
 @schema(group="attention", name="diff_v1", package="model.attention")
 @dataclass
 class DiffV1Config(AttentionConfig):
-    """Config of DIFF V1 (arXiv 2410.05258), with one lambda per layer and one norm per head."""
+    """Settings of DIFF V1 (arXiv 2410.05258), with one lambda per layer and one norm per head."""
 
     head_norm: bool = True
     """Apply RMSNorm to the 2d channels of each head; false keeps the factor 1 - lambda_init."""

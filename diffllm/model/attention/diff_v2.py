@@ -47,7 +47,7 @@ class Lambda(Enum):
 @schema(group="attention", name="diff_v2", package="model.attention")
 @dataclass
 class DiffV2Config(AttentionConfig):
-    """Config of DIFF V2, with two queries per head and one lambda per token and head."""
+    """Settings of DIFF V2, with two queries per head and one lambda per token and head."""
 
     pairing: Pairing = Pairing.adjacent
     """Pairs of query heads: 2i and 2i+1, which share key and value, or i and i+H."""

@@ -26,7 +26,7 @@ class Gate(Enum):
 @schema(group="attention", name="gated", package="model.attention")
 @dataclass
 class GatedConfig(AttentionConfig):
-    """Config of gated attention (arXiv 2505.06708)."""
+    """Settings of gated attention (arXiv 2505.06708)."""
 
     gate: Gate = Gate.elementwise
     """Granularity of the gate: one value per channel, or one value per head."""

@@ -36,7 +36,7 @@ class Sink(Enum):
 @schema(group="attention", name="standard", package="model.attention")
 @dataclass
 class StandardConfig(AttentionConfig):
-    """Config of standard softmax attention, the baseline."""
+    """Settings of standard softmax attention, the baseline."""
 
     query_heads: float = bounded(1.0, above=0, most=64)
     """Number of query heads divided by `n_heads`."""

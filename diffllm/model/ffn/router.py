@@ -34,7 +34,7 @@ class Balance(Enum):
 
 @dataclass
 class MoEConfig:
-    """Config of dropless top-k routing over SwiGLU experts, balanced by a bias, a loss, or both."""
+    """Settings of top-k routing over SwiGLU experts without dropped tokens."""
 
     n_experts: int = bounded(0, least=0, most=2**16)
     """Routed experts per layer; 0 is a dense model, which ignores the other fields."""
