@@ -25,7 +25,7 @@ class InitMatch(Enum):
 
 @dataclass
 class ModelConfig:
-    """Settings of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+    """Settings of a Llama-style decoder: pre-norm RMSNorm, RoPE, SwiGLU and grouped queries."""
 
     dim: int = bounded(MISSING, least=1, most=2**20)
     """Width of the residual stream."""

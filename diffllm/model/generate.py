@@ -31,7 +31,7 @@ def generate(
     outside its range.
 
     Args:
-        prompts: B prompts of at least one token. Copies of a prompt use seed, seed + 1, seed + 2.
+        prompts: B prompts of at least one token. Repeated prompts use `seed`, then `seed` + 1, ...
         max_new_tokens: limit per prompt; `model.cfg.seq_len` limits the total length.
         temperature: divisor of the logits; below 1e-6, choose the most likely token.
         top_p: in (0, 1]; sample among the fewest tokens whose probabilities sum to at least top_p

@@ -1,7 +1,7 @@
 """Initial values that depend only on the seed and the name of a parameter.
 
 Each block of rows of a parameter has a separate random generator, so a rank can draw only its local
-rows and get the values of a single process. Each value of a vector is a row.
+rows and get the values of a single process. In a vector, each value is a row.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) ->
     Args:
         local: shape of the local block.
         first: index of the block's first value in each dimension of the full tensor.
-        leading: shape of the full tensor without the length of a row.
+        leading: shape of the full tensor without its last dimension; for a vector, the full shape.
     """
     held = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, start, n in zip(leading, first, local, strict=False):

@@ -40,7 +40,7 @@ class Loss(NamedTuple):
 def chunk_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, z_weight: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of a chunk of n tokens and its gradient with respect to the logits.
+    """Compute the loss of n tokens, and the gradient of this loss with respect to the logits.
 
     Args:
         hidden: (n, D).

@@ -112,17 +112,18 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> Tensor:
 
 
 def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Compute the weight of the original frequencies in llama3 scaling, (d/2,).
+    """Compute the weights of the original frequencies in llama3 scaling, (d/2,).
 
-    The weight is linear in the number of rotations over `length` positions: 0 at low_freq_factor
-    rotations and 1 at high_freq_factor rotations. The caller clamps weights to [0, 1].
+    Weight 1 keeps a frequency, and weight 0 divides it by `factor`. The weight is linear in the
+    number of rotations over `length` positions: 0 at low_freq_factor and 1 at high_freq_factor
+    rotations. The caller clamps weights to [0, 1].
     """
     turns = length * original / (2 * math.pi)
     return (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Compute the weight of the original frequencies in YaRN scaling, (d/2,).
+    """Compute the weights of the original frequencies in YaRN scaling, (d/2,).
 
     The weight is linear in the index of the channel pair: 1 at the pair with beta_fast rotations
     over `length` positions, and 0 at the pair with beta_slow rotations. The first index is rounded

@@ -79,7 +79,7 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack the values of each statistic over all layers that have this statistic."""
+    """Stack each statistic into one tensor over all layers that have this statistic."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
@@ -156,7 +156,10 @@ def negative_share(weights: Tensor) -> Tensor:
 
 @cache
 def group_of(name: str) -> str:
-    """Return the metric group of a parameter: "attention" for `layers.3.attention.wq.weight`."""
+    """Return the metric group of a parameter.
+
+    For example, the group of `layers.3.attention.wq.weight` is "attention".
+    """
     parts = name.split(".")
     belongs = {
         "embedding": "tok_embeddings" in parts,
@@ -170,7 +173,7 @@ def group_of(name: str) -> str:
 
 
 def component_of(name: str) -> str:
-    """Return the component of a parameter: "wq" for `layers.3.attention.wq.weight`.
+    """Return the component of a parameter, e.g. "wq" for `layers.3.attention.wq.weight`.
 
     Norms of attention are "head norms", and lambda and gate parameters are "lambda/gate".
     """

@@ -335,8 +335,8 @@ def write_factors(
     """Return factors that scale the initial `wo` of each layer to match a baseline attention.
 
     With these factors, the attention outputs of each layer have the same RMS as in a decoder with
-    attention `baseline`, over the tokens (B, T) int64. Both decoders are built one layer at a time,
-    in float32. If `documents` is given, queries see only keys of the same document. Raises
+    attention `baseline`, for the input tokens (B, T) int64. Both decoders are built one layer at a
+    time, in float32. If `documents` is given, queries see only keys of the same document. Raises
     ConfigError if a factor is not positive and finite.
     """
     device = tokens.device
@@ -369,7 +369,7 @@ def write_factors(
 
 
 def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
-    """Build one submodule of a decoder in float32, with its initial values in the decoder.
+    """Build one submodule of a decoder in float32, with the initial values that the decoder uses.
 
     Args:
         build: returns the submodule without initial values.

@@ -138,7 +138,11 @@ def test_clamped_map_row_without_positive_entry_is_zero_with_finite_gradients():
 @pytest.mark.parametrize(
     ("variant", "fields", "message"),
     [
-        ("diff_v2", ["lambda_value=0.3"], "lambda_value=0.3 needs lambda_form=fixed, not sigmoid"),
+        (
+            "diff_v2",
+            ["lambda_value=0.3"],
+            "lambda_value=0.3 needs .*lambda_form=fixed, not sigmoid",
+        ),
         ("diff_v1_clamped", ["values=split"], "values=split has no effect with .*clamp=true"),
         ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be positive"),
         ("diff_v1", ["lambda_init=1"], "lambda_init=1 makes all attention outputs zero"),

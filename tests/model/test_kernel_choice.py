@@ -236,8 +236,8 @@ def on(backend):
     ("variant", "refused", "reason"),
     [
         ("diff_v1_clamped", ("flash", "flex"), "model.attention.clamp=true; choose backend sdpa"),
-        ("standard_sink", ("flex",), "sink=learned; choose sdpa, flash"),
-        ("standard_off_by_one", ("flex",), "sink=one; choose sdpa, flash"),
+        ("standard_sink", ("flex",), "model.attention.sink=learned; choose backend sdpa, flash"),
+        ("standard_off_by_one", ("flex",), "model.attention.sink=one; choose backend sdpa, flash"),
     ],
 )
 def test_attention_backend_that_does_not_support_variant_raises_config_error(

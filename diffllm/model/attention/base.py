@@ -283,7 +283,10 @@ class Attention(nn.Module):
         return {"map": attention_weights(q, k, mask)}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        """Compute unmasked logits q k / sqrt(d), (B, heads, T, S), by name of the softmax map."""
+        """Compute unmasked logits q k / sqrt(d), (B, heads, T, S), for each softmax map.
+
+        The keys are the names of the softmax maps in `maps`, such as "map 1".
+        """
         return {"map": attention_scores(q, k)}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:

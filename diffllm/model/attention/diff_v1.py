@@ -49,7 +49,7 @@ class Values(Enum):
 def values_layout(values: Values, head_dim: int, device: torch.device) -> AutoSetting:
     """Choose the layout of the values in kernel calls: wide or split.
 
-    If `values` is `auto`, the choice depends on `head_dim` and `device`; otherwise it is `values`.
+    The choice depends on `head_dim` and `device` only if `values` is `auto`.
     """
     if values is not Values.auto:
         return AutoSetting(values, ASKED)

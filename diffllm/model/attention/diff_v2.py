@@ -64,8 +64,8 @@ class DiffV2Config(AttentionConfig):
     def validate(self, model: ModelConfig) -> None:
         if self.lambda_value != FIXED and self.lambda_form is not Lambda.fixed:
             raise ConfigError(
-                f"model.attention.lambda_value={self.lambda_value} needs lambda_form=fixed, not "
-                f"{self.lambda_form.name}"
+                f"model.attention.lambda_value={self.lambda_value} needs "
+                f"model.attention.lambda_form=fixed, not {self.lambda_form.name}"
             )
 
 

@@ -1,7 +1,7 @@
 """Choice of the attention kernel for training, attention masks for each kernel, and flash-attn.
 
 In all functions, `dtype` is the dtype of queries and keys, and `width` is the largest width of
-queries, keys and values. With `documents`, queries see only keys of the same document.
+queries, keys and values. If `documents` is given, queries see only keys of the same document.
 """
 
 import functools

@@ -219,8 +219,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
-    The query heads of a key head become queries of one head, so no key is copied. K key heads and
-    Kv value heads need K / Kv kernel calls.
+    Keys are not copied for the query heads that share a key head. K key heads and Kv value heads
+    need K / Kv kernel calls.
     """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)

@@ -63,8 +63,8 @@ class StandardConfig(AttentionConfig):
             )
         if self.sink is not Sink.none and self.backend is Backend.flex:
             raise ConfigError(
-                f"model.attention.backend=flex does not support sink={self.sink.name}; "
-                "choose sdpa, flash or reference"
+                f"model.attention.backend=flex does not support "
+                f"model.attention.sink={self.sink.name}; choose backend sdpa, flash or reference"
             )
 
 

@@ -100,9 +100,9 @@ def leaves_garbage(device: torch.device) -> bool:
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Return the minimum mean number of rows per expert at which `w1` and `w3` share one product.
+    """Choose the mean number of rows per expert from which `w1` and `w3` share one product.
 
-    The value is None if `w1` and `w3` always have separate products.
+    The value is None if `w1` and `w3` never share a product.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
