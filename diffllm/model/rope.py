@@ -56,7 +56,6 @@ class RopeConfig:
     """For yarn: factor on cos and sin; null: 0.1 ln(factor) + 1."""
 
     def validate(self) -> None:
-        """Raise ConfigError if a setting is missing, out of range, or unused by this scaling."""
         for name, scalings in USED_BY.items():
             if getattr(self, name) != getattr(RopeConfig, name) and self.scaling not in scalings:
                 needed = " or ".join(scaling.name for scaling in scalings)

@@ -68,10 +68,7 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute the kurtosis of x over its last dimension, averaged over all other dimensions.
-
-    A normal distribution has kurtosis 3.
-    """
+    """Compute the kurtosis over the last dimension of x, averaged over all other dimensions."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)

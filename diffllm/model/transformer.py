@@ -385,15 +385,11 @@ def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: to
 def with_write(
     block: Block,
     x: Tensor,
-    positions: tuple[Tensor, Tensor],
+    rope: Rope,
     documents: Documents | None,
     tokens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Apply a block to x (B, T, D); return the output and the RMS of the attention output.
-
-    `positions` contains the cos and sin tables of RoPE. If `documents` is given, queries see only
-    keys of the same document.
-    """
+    """Apply a block to x (B, T, D); return the output and the RMS of the attention output."""
     mask = block.attention.training_mask(documents, tokens, x.dtype)
-    out, stats, _ = block(x, positions, mask, diagnose=True)
+    out, stats, _ = block(x, rope, mask, diagnose=True)
     return out, stats["attn_write_rms"]

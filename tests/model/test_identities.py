@@ -18,7 +18,7 @@ from tiers import families, slow_but
 from diffllm import build_model, load_config
 from diffllm.config.plugins import config_directory
 from diffllm.core.errors import ConfigError
-from diffllm.model.attention.diff_v1 import by_map, clamped
+from diffllm.model.attention.diff_v1 import clamped, even_heads_first
 from diffllm.model.init import Initializer
 from diffllm.model.rope import RopeConfig, RotaryEmbedding
 
@@ -434,7 +434,7 @@ def test_diff_v1_head_norm_scales_uniform_attention_context_by_square_root_of_n(
     q, k = drawn_qk(shape, shape.heads, 0.0)
     v = orthogonal_values(shape, shape.kv_heads // 2, 16)
     aux = {}
-    context = attention.context(x_of(shape), by_map(q), by_map(k), v, None, aux)
+    context = attention.context(x_of(shape), even_heads_first(q), even_heads_first(k), v, None, aux)
     normed = rms(context) / (1 - lam)
     before = rms(aux["context"]) / (1 - lam)
     close(before, (positions(shape) ** -0.5).expand_as(before))

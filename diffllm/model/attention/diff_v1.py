@@ -154,7 +154,7 @@ class DiffV1Attention(Attention):
         precede all odd heads.
         """
         q, k, v = super().project(x, rope)
-        return by_map(q), by_map(k), v.unflatten(2, (-1, 2)).flatten(3)
+        return even_heads_first(q), even_heads_first(k), v.unflatten(2, (-1, 2)).flatten(3)
 
     def context(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, aux: Aux | None
@@ -214,16 +214,14 @@ class DiffV1Attention(Attention):
 
 
 def clamped(weights: Tensor) -> Tensor:
-    """Clamp negative weights to 0 and scale each row to sum 1.
+    """Clamp negative weights (..., T, S) to 0 and scale each row to sum 1.
 
-    `weights` (..., T, S) is a difference of two attention maps. A row without positive weights
-    becomes 0.
+    A row without positive weights becomes 0.
     """
     positive = weights.clamp_min(0)
     total = positive.sum(-1, keepdim=True)
     return positive / torch.where(total > 0, total, 1)
 
 
-def by_map(heads: Tensor) -> Tensor:
-    """Reorder heads (B, T, 2n, d): all even heads precede all odd heads."""
+def even_heads_first(heads: Tensor) -> Tensor:
     return heads.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3)

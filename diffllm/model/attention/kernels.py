@@ -1,8 +1,4 @@
-"""Choice of the attention kernel for training, attention masks for each kernel, and flash-attn.
-
-In all functions, `dtype` is the dtype of queries and keys, and `width` is the largest width of
-queries, keys and values. If `documents` is given, queries see only keys of the same document.
-"""
+"""Choice of the attention kernel for training, attention masks for each kernel, and flash-attn."""
 
 import functools
 import importlib.util
@@ -211,10 +207,7 @@ def document_blocks(ids: Tensor) -> BlockMask:
 
 @functools.lru_cache(maxsize=8)
 def block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    """Return torch's `create_block_mask`, compiled for GPUs to save memory.
-
-    The uncompiled function allocates several masks of T x T entries for T tokens.
-    """
+    """Return torch's `create_block_mask`, compiled on GPUs to avoid masks of T x T entries."""
     return torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
 
 
@@ -238,10 +231,7 @@ def flash_version(device: torch.device) -> int:
 
 
 def activate_flash_4() -> None:
-    """Make torch's attention functions call flash-attn-4.
-
-    Direct calls of the package would cause graph breaks in torch.compile.
-    """
+    """Make torch's attention functions call flash-attn-4, without graph breaks in torch.compile."""
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 

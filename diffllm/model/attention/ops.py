@@ -78,7 +78,6 @@ class Documents(NamedTuple):
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to `device`, asynchronously if `device` is a GPU."""
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
@@ -313,9 +312,9 @@ def attention_weights(
 
 
 def attention_scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Compute the attention logits q k / sqrt(d), (B, H, T, S), in float32 or wider.
+    """Compute the attention logits q k * scale, (B, H, T, S), in float32 or wider.
 
-    If given, `scale` replaces the factor 1 / sqrt(d).
+    By default, `scale` is 1 / sqrt(d).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = at_least_float32(q.dtype)

@@ -119,8 +119,8 @@ def with_sink(
     """
     d = q.shape[-1]
     if mask is not None or q.shape[1] == k.shape[1]:
-        q = in_front(q)
-    k, v = in_front(k), in_front(v)
+        q = prepend_zeros(q)
+    k, v = prepend_zeros(k), prepend_zeros(v)
     if mask is not None:
         mask = F.pad(mask, (1, 0, 1, 0), value=True)
     if logit is not None:
@@ -133,6 +133,5 @@ def with_sink(
     return q, k, v, mask, d**-0.5
 
 
-def in_front(heads: Tensor) -> Tensor:
-    """Prepend one position of zeros: (B, T, H, width) becomes (B, T + 1, H, width)."""
+def prepend_zeros(heads: Tensor) -> Tensor:
     return torch.cat((torch.zeros_like(heads[:, :1]), heads), dim=1)

@@ -115,7 +115,6 @@ def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tenso
 
 
 def strides_are_adjacent(w1: Tensor, w3: Tensor) -> bool:
-    """Return whether `w1` and `w3` have the strides of two halves of a tensor (E, 2 F, D)."""
     _, width, dim = w1.shape
     return w1.shape == w3.shape and w1.stride() == w3.stride() == (2 * width * dim, dim, 1)
 

@@ -104,10 +104,7 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
-        """Return the chosen matrix products for tokens of `dtype` on `device`, by name.
-
-        The names are "router_product", "expert_products" and "gate_and_up".
-        """
+        """Return the chosen matrix products for `dtype` on `device`, such as "router_product"."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
         several = f"one product from {joining.value} rows per expert"
