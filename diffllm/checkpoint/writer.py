@@ -32,8 +32,9 @@ from diffllm.checkpoint.directory import (
 )
 from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, file_records
 from diffllm.checkpoint.reader import failure_reason
+from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
-from diffllm.core.files import publish, replace_file
+from diffllm.core.files import replace_file
 from diffllm.core.printing import to_stderr
 from diffllm.distributed.world import BACKGROUND
 

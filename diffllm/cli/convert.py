@@ -19,8 +19,9 @@ from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
 from diffllm.config.yaml_file import printed_override
+from diffllm.core.atomic_directories import scratch_directory
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import read_bytes, readable, scratch_directory, sync
+from diffllm.core.files import read_bytes, readable, sync
 from diffllm.core.printing import echo
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_of
 

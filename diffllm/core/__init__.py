@@ -1,3 +1,3 @@
-"""Foundations of all packages: errors, bounds, files, printing, registries, torch versions."""
+"""Modules that all packages use: errors, bounds, files, printing, registries, torch versions."""
 
 VERSION = "0.1.0"

@@ -1,6 +1,6 @@
 """Bounds of config values, declared as metadata of dataclass fields.
 
-Upper bounds reject mistyped numbers, which would overflow sizes or start too many processes.
+Upper bounds reject mistyped numbers that would overflow a size or start too many processes.
 """
 
 import operator
@@ -31,7 +31,7 @@ def at_most(where: str, count: int, most: int) -> None:
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over a config and its nested dataclasses, as (prefix such as "model.", dataclass)."""
+    """Yield `config` and its nested dataclasses as pairs, such as ("model.", config.model)."""
     yield prefix, config
     for f in fields(config):
         value = getattr(config, f.name)
@@ -46,12 +46,12 @@ def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_bounds(prefix: str, config: Any) -> None:
-    """Raise ConfigError for a field of `config` outside the bounds that its class declares.
+    """Raise ConfigError if a field of `config` or of a nested dataclass violates its bounds.
 
-    NaN is outside all bounds.
+    NaN violates every bound.
 
     Args:
-        prefix: dotted key of `config` with a final dot, such as "model."; "" for a whole config.
+        prefix: text before the field names in the error, such as "model."; "" for a whole config.
     """
     for section, node in sections(config, prefix):
         for f in fields(node):
@@ -64,11 +64,7 @@ def check_bounds(prefix: str, config: Any) -> None:
 
 
 def check_counts(least: int, **counts: int) -> None:
-    """Raise ConfigError unless all counts are whole numbers of at least `least`.
-
-    Args:
-        counts: numbers by the name that the error message shows.
-    """
+    """Raise ConfigError unless all keyword arguments are whole numbers of at least `least`."""
     for name, count in counts.items():
         if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
             raise ConfigError(f"{name}={count!r} must be a whole number of at least {least}")

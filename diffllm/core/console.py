@@ -1,4 +1,4 @@
-"""A rich console for text that may come from untrusted files."""
+"""Console of the package rich for text that may come from untrusted files."""
 
 from typing import Any
 

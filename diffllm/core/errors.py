@@ -1,4 +1,4 @@
-"""Errors that a user can fix: printed as one line on stderr, with exit code 2, no traceback."""
+"""Errors that a user can fix. A command prints them as one line on stderr and exits with code 2."""
 
 import difflib
 import re
@@ -11,7 +11,7 @@ LONGEST = 1500
 
 
 class UserError(Exception):
-    """An error that a user can fix; the message is one printable line with the allowed values."""
+    """An error that a user can fix; the message is one line of at most about 1,500 characters."""
 
     def __init__(self, message: str) -> None:
         line = printable(" ".join(message.split("\n")))
@@ -21,11 +21,7 @@ class UserError(Exception):
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape characters that terminals interpret, such as control characters.
-
-    Args:
-        kept: characters that are not escaped.
-    """
+    """Escape characters that terminals interpret, such as control characters, except `kept`."""
     return "".join(
         c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text
     )
@@ -38,7 +34,7 @@ def listed(parts: Sequence[str]) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return '; did you mean x?' for the most similar known name, or '' if no name is similar.
 
-    Compare full names first, then the last parts of dotted names. Ignore upper and lower case.
+    Compare full names first, then the last parts of dotted names. Ignore case.
     """
     whole = {each.lower(): each for each in known}
     last = {key.rpartition(".")[2]: each for key, each in reversed(whole.items())}
@@ -73,11 +69,11 @@ POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 
 
 def hint(words: list[str], error: str) -> str:
-    """Return '; ' and the fix for a mistyped override, or '' if no typing mistake is found.
+    """Return '; ' and the correct form of a mistyped override, or '' if no mistake is found.
 
     Args:
-        words: words of a command line.
-        error: error message; it must name a word or its key and value for a fix.
+        words: words of the command line.
+        error: message of the error; only words that the message contains are corrected.
     """
     if "did you mean" in error:
         return ""
@@ -94,11 +90,9 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Convert a rejected number to Python's notation, such as 10e6 for 10M; '' if impossible.
+    """Convert a rejected number to Python's notation, such as "10M" to "10e6".
 
-    Args:
-        text: rejected value.
-        error: error message, which says whether the key needs an integer or any number.
+    Return "" if `text` needs no conversion, or if `error` does not say that a number is needed.
     """
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
@@ -118,11 +112,11 @@ def number_meant(text: str, error: str) -> str:
 
 
 class AgreedError(UserError):
-    """An error of rank 0 that all ranks raise; only rank 0 prints the message."""
+    """A failure that every rank raises as an error; only rank 0 prints the message."""
 
 
 class AgreedByAll(AgreedError):
-    """An error that all ranks raise at the same point of training; only rank 0 prints it."""
+    """An AgreedError that all ranks raise at the same point of training."""
 
 
 class ConfigError(UserError):
@@ -142,4 +136,4 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """A failed launch: invalid launcher variables, or processes that cannot connect or disagree."""
+    """A failed launch: invalid environment variables, or ranks that do not connect or differ."""

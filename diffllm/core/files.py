@@ -1,12 +1,10 @@
 """Atomic writes, reads of untrusted files, locks between processes, and paths from users.
 
-Files of a run are never symbolic links, and writes never follow a link. A file that a user names
-may be a link.
+Files of a run are never symbolic links. A path from a user may be a link.
 """
 
 import difflib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -36,7 +34,7 @@ NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 def user_path(text: str | Path, key: str) -> Path:
     """Expand ~ in a path that a user has written; the path may be missing.
 
-    Raises ConfigError for an invalid path; the message begins with `key`.
+    Raises ConfigError for an invalid path; the message begins with the config key `key`.
     """
     shown = f"{key}={str(text)[:300]}"
     try:
@@ -54,9 +52,9 @@ def user_path(text: str | Path, key: str) -> Path:
 
 
 def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
-    """Return '; did you mean PATH?' for a similar name next to a missing path or in outputs/.
+    """Return '; did you mean PATH?' if `path` is missing and a similar path exists, else ''.
 
-    The similar path must satisfy `fits`. Return '' if `path` exists or no name is similar.
+    Search the directory of `path`, also below outputs/, for paths for which `fits` returns true.
     """
     found: dict[str, Path] = {}
     for directory in ("outputs" / path.parent, path.parent):
@@ -73,11 +71,7 @@ def check_absent(path: Path, key: str) -> None:
 
 
 def check_length(path: Path, shown: str) -> None:
-    """Raise ConfigError for a path or file name that is too long.
-
-    Args:
-        shown: beginning of the error message, such as "out=a/b".
-    """
+    """Raise ConfigError if a path or file name is too long; the message begins with `shown`."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
         raise ConfigError(f"{shown}: file name too long: {longest} bytes, maximum {LONGEST_NAME}")
@@ -86,7 +80,7 @@ def check_length(path: Path, shown: str) -> None:
 
 
 def why_no_file(path: Path) -> str:
-    """Return the reason why a path is not a regular file; "" for a file or a missing path."""
+    """Return why a path is not a regular file; "" for a regular file or a missing path."""
     try:
         mode = path.lstat().st_mode  # one call: another process may create or delete the file
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +92,7 @@ def why_no_file(path: Path) -> str:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """In this context, turn ValueError and OSError into a CheckpointError that names `file`."""
+    """Replace ValueError and OSError in this context by a CheckpointError that names `file`."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -107,9 +101,9 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
-    """Open a regular file with the given flags; return the file descriptor.
+    """Open a regular file without waiting for a pipe; return the file descriptor.
 
-    Do not wait for a pipe. Follow a link only if `follow` is true. Raises OSError.
+    Follow a link only if `follow` is true. Raises OSError.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -127,10 +121,11 @@ def _opened(path: Path, flags: int, follow: bool = False) -> int:
 
 
 def open_regular(file: Path, most: int, follow: bool = False) -> BinaryIO:
-    """Open a regular file of at most `most` bytes; follow a link only if `follow` is true.
+    """Open a regular file for reading; follow a link only if `follow` is true.
 
-    Raises OSError if the file cannot be opened. Raises ValueError for a larger file or another
-    type; the message, such as "has 9 bytes, more than 8", must follow a file name.
+    Raises OSError if the file cannot be opened. Raises ValueError for a larger file than `most`
+    bytes or another type of file; the message omits the file name, for example "has 9 bytes, more
+    than 8".
     """
     try:
         descriptor = _opened(file, os.O_RDONLY, follow)
@@ -157,10 +152,9 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """Iterate over the lines of a file as text.
+    """Yield the lines of a file as text; raises the same errors as `open_regular`.
 
-    Split lines longer than LONGEST_LINE bytes and replace invalid UTF-8. Raises OSError or
-    ValueError, like `open_regular`.
+    Split lines longer than LONGEST_LINE bytes, and replace invalid UTF-8.
     """
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
@@ -168,9 +162,9 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dict[str, Any]:
-    """Read a regular file of at most `most` bytes that contains a JSON object.
+    """Read a JSON object from a regular file; raises the same errors as `open_regular`.
 
-    Follow a link only if `follow` is true. Raises OSError or ValueError, like `open_regular`.
+    Follow a link only if `follow` is true.
     """
     content = parse_json(read_text(file, most, follow))
     if not isinstance(content, dict):
@@ -179,9 +173,9 @@ def read_json(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> dic
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON with limited depth, 64-bit numbers and valid UTF-8.
+    """Parse JSON. Raises ValueError for invalid text, deep nesting and integers beyond 64 bits.
 
-    Raises ValueError; the message, such as "is nested too deeply", must follow a file name.
+    The message omits the file name, for example "is nested too deeply".
     """
     try:
         content = json.loads(text)
@@ -194,10 +188,9 @@ def parse_json(text: str) -> Any:
 
 
 def check_plain(value: Any, depth: int = DEEPEST) -> None:
-    """Raise ValueError for deep nesting, integers beyond 64 bits or invalid text in a value.
+    """Raise ValueError if `value` contains integers beyond 64 bits or invalid Unicode text.
 
-    Args:
-        depth: maximum number of nested lists and mappings.
+    Also raise ValueError for more than `depth` nested lists and mappings.
     """
     if isinstance(value, dict | list):
         if not depth:
@@ -214,7 +207,7 @@ def check_plain(value: Any, depth: int = DEEPEST) -> None:
 
 
 def acquire(path: Path, wait: bool = True) -> FileLock:
-    """Lock a file until `release` or the end of this process, and store the process id in the file.
+    """Lock a file until the lock's `release` or the end of this process; return the lock.
 
     If another process holds the lock, wait if `wait` is true, otherwise raise Timeout. Raises
     OSError if the file cannot be locked.
@@ -235,11 +228,7 @@ def acquire(path: Path, wait: bool = True) -> FileLock:
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Lock a file in this context.
-
-    If another process holds the lock, wait if `wait` is true, otherwise raise Timeout. Raises
-    OSError if the file cannot be locked.
-    """
+    """Lock a file while this context is active; arguments and errors are as in `acquire`."""
     lock = acquire(path, wait)
     try:
         yield
@@ -254,21 +243,21 @@ def sign(descriptor: int) -> None:
 
 
 def holder(path: Path) -> str:
-    """Describe the process that holds a lock file: 'process 17 on node3', or 'another process'."""
+    """Describe the process that has locked a file: 'process 17 on node3', or 'another process'."""
     with suppress(OSError, ValueError):
         return printable(read_text(path, most=1000)) or "another process"
     return "another process"
 
 
 def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
-    """Create and lock a directory until this process ends; return its lock.
+    """Create a directory if missing, and lock the directory until this process ends.
 
-    If another process holds the lock, wait if `wait` is true, otherwise raise InUseError. Raises
-    ConfigError if the directory cannot be written.
+    Return the lock. If another process holds the lock, wait if `wait` is true, otherwise raise
+    InUseError. Raises ConfigError if the directory cannot be written.
 
     Args:
-        kind: name of the directory in messages, such as "run directory".
-        instead: setting that the error message suggests to change, such as "run.dir=...".
+        kind: term for the directory in messages, such as "run directory".
+        instead: setting that errors suggest to change, such as "run.dir=...".
     """
     made, lock = missing(path), path / ".lock"
     try:
@@ -277,7 +266,9 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
             return acquire(lock, wait=False)
         except Timeout:
             if not wait:
-                raise InUseError(f"{kind} {path} is in use by {holder(lock)}") from None
+                raise InUseError(
+                    f"{kind} {path} is in use by {holder(lock)}; wait, or choose {instead}"
+                ) from None
             to_stderr(f"waiting until {holder(lock)} releases {path}")
             return acquire(lock)
     except OSError as error:
@@ -290,7 +281,7 @@ def hold(path: Path, kind: str, instead: str, wait: bool = False) -> FileLock:
 
 
 def missing(path: Path) -> list[Path]:
-    """List the missing paths among a directory, its lock file and its parents, innermost first."""
+    """List the paths that `hold(path)` must create: lock file, directory and parent directories."""
     return [p for p in (path / ".lock", path, *path.parents) if not os.path.lexists(p)]
 
 
@@ -298,7 +289,7 @@ def take_back(path: Path, made: list[Path]) -> None:
     """Remove a directory, its lock file and its empty parents, but only paths in `made`.
 
     Args:
-        made: paths that this process has created.
+        made: paths that this process has created, a result of `missing`.
     """
     for part in made:
         with suppress(OSError):
@@ -311,7 +302,7 @@ def take_back(path: Path, made: list[Path]) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, even if power fails.
+    """Write a file atomically: after a power failure the file has the old or the new content.
 
     Replace a link instead of following the link. Raises OSError, and then leaves no partial file.
     """
@@ -345,7 +336,7 @@ def open_to_write(path: Path) -> int:
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
     """Write a file of a run atomically; raises CheckpointError on failure.
 
-    Create the nearest `new_parents` parent directories if they are missing.
+    Before, create the nearest `new_parents` parent directories if they are missing.
     """
     try:
         for parent in reversed(path.parents[:new_parents]):
@@ -353,76 +344,6 @@ def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None
         replace_file(path, content)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-
-
-def build_once(final: Path, build: Callable[[Path], None]) -> None:
-    """Create the directory `final` unless it exists.
-
-    Call `build` on a scratch directory, then rename the scratch directory. If several processes
-    call this function, one builds and the others wait. Raises OSError.
-    """
-    if final.is_dir():
-        return
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(final, wait=True) as scratch:
-        if not final.is_dir():
-            build(scratch)
-            publish(scratch, final)
-
-
-@contextmanager
-def new_directory(final: Path) -> Iterator[Path]:
-    """Yield an empty scratch directory, and rename it to `final` after the context.
-
-    After an exception, remove the scratch directory instead. Raises OSError, also if `final`
-    exists. Raises InUseError if another process is building `final`.
-    """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(final) as scratch:
-        yield scratch
-        publish(scratch, final)
-
-
-@contextmanager
-def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Yield an empty hidden directory next to `final`, and remove it unless it was renamed.
-
-    A lock excludes other processes: they wait if `wait` is true, otherwise they raise InUseError.
-    The scratch directory of a killed process is removed first. Raises OSError.
-    """
-    name = f".{final.name}"
-    if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes
-        name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
-    scratch, lock_file = final.with_name(f"{name}.partial"), final.with_name(f"{name}.lock")
-    try:
-        lock = acquire(lock_file, wait)
-    except Timeout:
-        raise InUseError(f"{final} is being written by {holder(lock_file)}") from None
-    try:
-        if scratch.is_dir() and not scratch.is_symlink():
-            shutil.rmtree(scratch)
-        scratch.unlink(missing_ok=True)
-        scratch.mkdir()
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):
-            lock_file.unlink()  # before the release, so that a waiting process creates a new lock
-        lock.release()
-
-
-def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
-    """Sync a directory to disk and rename it to `final`; raises FileExistsError if that exists.
-
-    Args:
-        files_synced: whether the content of the directory is already synced.
-    """
-    for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
-        sync(path)
-    if os.path.lexists(final):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-    os.rename(scratch, final)
-    sync(final.parent)
 
 
 def sync(path: Path) -> None:

@@ -38,7 +38,10 @@ APART = "  "
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: a text, and optionally a number, small print, a warning and an icon."""
+    """One cell of a table: a text, lines in small print, a warning (`tag`) and an HTML icon.
+
+    CSV files contain `value` instead; if `value` is None, they contain `text`.
+    """
 
     text: str = ""
     value: Any = None
@@ -51,10 +54,7 @@ class Cell:
 
     @property
     def line(self) -> str:
-        """The cell as one line, such as "4.064 (4.027 to 4.102), 1 of 3 seeds diverged".
-
-        `text` comes first, then `small` in brackets, then `tag`.
-        """
+        """The cell as one line, such as "4.064 (4.027 to 4.102), 1 of 3 seeds diverged"."""
         words = " ".join(filter(None, [self.text, *(f"({part})" for part in self.small)]))
         return ", ".join(filter(None, [words, self.tag]))
 
@@ -68,7 +68,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A table column: title, unit, and one cell per row; `left` aligns the cells left."""
+    """A table column with one cell per row; `left` aligns the cells left instead of right."""
 
     title: str
     cells: Sequence[Cell]
@@ -83,7 +83,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of columns with equally many cells; the cells of the first column name the rows."""
+    """A table of columns with equally many cells; the first column contains the row names."""
 
     columns: Sequence[TableColumn]
 
@@ -98,7 +98,7 @@ class Table:
 
         Args:
             heads: titles of the columns, or pairs (title, unit).
-            left: indices of the columns that contain text and are aligned left.
+            left: indices of the columns that are aligned left, because they contain text.
         """
         cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
         columns = list(zip(*cells, strict=True)) or [()] * len(heads)
@@ -119,10 +119,10 @@ class Table:
         return [heads, *([cell.line for cell in row] for row in self.rows)]
 
     def text(self, width: int | None = None) -> list[str]:
-        """Return the header and the rows as aligned lines of text.
+        """Return the header and the rows as lines of text with aligned columns.
 
-        If a line has more than `width` characters, put the first cell of each row on a separate
-        line.
+        If a line would have more than `width` characters, the first cell of each row gets a
+        separate line.
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -162,9 +162,9 @@ class Table:
         """Return the table as HTML in a scrollable region.
 
         Args:
-            label: accessible name of the region.
-            style: class of the <table> element.
-            key: id of the <table> element; "" for none.
+            label: accessible name (aria-label) of the region.
+            style: CSS class of the <table> element.
+            key: id of the <table> element; "" for no id.
         """
         heads = ""
         for i, column in enumerate(self.columns):
@@ -186,7 +186,6 @@ class Table:
 
 
 def breakable(text: str) -> str:
-    """Escape a text for HTML, and allow line breaks after underscores."""
     return escape(text).replace("_", "_<wbr>")
 
 

@@ -1,4 +1,4 @@
-"""Registries of config dataclasses and text sources by name; plugins also register here."""
+"""Registries of config dataclasses and of text sources, which plugins can extend."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ def schema(group: str, name: str, package: str | None = None) -> Callable[[T], T
 
     Args:
         group: config group, such as "attention".
-        package: dotted key at which the values appear in the config; None: `group`.
+        package: dotted config key of the values, such as "model.attention"; None uses `group`.
     """
 
     def register(cls: T) -> T:
@@ -51,14 +51,8 @@ def source(name: str) -> Callable[[Source], Source]:
     return register
 
 
-def check_free(what: str, there: Any, new: Any) -> None:
-    """Raise ConfigError if another class or function is registered with the same name.
-
-    Args:
-        there: registered class or function, or None.
-        new: class or function to register.
-    """
-    first, second = (f"{x.__module__}.{x.__qualname__}" for x in (there or new, new))
+def check_free(what: str, registered: Any, new: Any) -> None:
+    first, second = (f"{x.__module__}.{x.__qualname__}" for x in (registered or new, new))
     if first != second:
         raise ConfigError(
             f"{what} is registered twice, by {first} and {second}; rename one of them"

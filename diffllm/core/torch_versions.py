@@ -1,4 +1,4 @@
-"""Differences between the supported versions and builds of torch, 2.11 and newer."""
+"""Constants for differences between supported versions and builds of torch (2.11 or newer)."""
 
 from typing import Any
 

@@ -39,8 +39,8 @@ def made(
     Ignore unknown keys unless `strict` is true; then they raise ValueError, too.
 
     Args:
-        where: dotted key of `content`, for error messages.
-        omit: fields that `content` cannot set.
+        where: dotted key of `content` in the file, shown in errors; "" for the whole file.
+        omit: names of fields that count as unknown keys.
     """
     if not isinstance(content, dict):
         raise ValueError(f"{where or 'its content'} must be a mapping of keys to values")
@@ -69,7 +69,7 @@ def typed(value: Any, kind: Any, where: str, strict: bool = False) -> Any:
     and 64-bit whole numbers. Raises ValueError for a value of another type.
 
     Args:
-        where: dotted key of the value, for error messages.
+        where: dotted key of the value in the file, shown in errors.
         strict: whether unknown keys of dataclasses raise ValueError.
     """
     if type(None) in (allowed := get_args(kind)):

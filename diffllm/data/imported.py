@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
-from diffllm.core.files import build_once
 from diffllm.data.config import DataConfig
 from diffllm.data.shards import LARGEST_SHARE, LEAST_TOKENS, MANIFEST, Manifest, Shard, Split
 from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans, token_counts

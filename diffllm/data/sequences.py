@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from diffllm.core.atomic_directories import build_once
 from diffllm.core.bounds import check_counts
 from diffllm.core.errors import DataError
-from diffllm.core.files import build_once
 from diffllm.data.config import DataConfig, Packing
 from diffllm.data.mixture import MixtureData, Prepared, of_source
 from diffllm.data.packing import PLAN_VERSION, WINDOW, PackingCounts, PackingPlan, write_plan

@@ -14,8 +14,9 @@ from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf.layout import ARCHITECTURE, Layout, layout_of
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.config.saved import load_run_config
+from diffllm.core.atomic_directories import new_directory
 from diffllm.core.errors import CheckpointError, DataError
-from diffllm.core.files import check_absent, new_directory
+from diffllm.core.files import check_absent
 from diffllm.data.tokenizer import (
     BEHAVIOUR_PROBE,
     FAST,

@@ -16,8 +16,9 @@ from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, name_from, origin_of
+from diffllm.core.atomic_directories import new_directory
 from diffllm.core.errors import ConfigError
-from diffllm.core.files import check_absent, new_directory, user_path
+from diffllm.core.files import check_absent, user_path
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files
 from diffllm.model import without_storage
 

@@ -16,17 +16,9 @@ from filelock import Timeout
 from processes import PATIENCE_S, wait_until
 from runs.ranks import forked
 
+from diffllm.core.atomic_directories import new_directory, publish, scratch_directory
 from diffllm.core.errors import ConfigError, InUseError
-from diffllm.core.files import (
-    acquire,
-    hold,
-    new_directory,
-    open_to_append,
-    publish,
-    replace_file,
-    scratch_directory,
-    why_no_file,
-)
+from diffllm.core.files import acquire, hold, open_to_append, replace_file, why_no_file
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
 

@@ -8,8 +8,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
-from diffllm.core.files import build_once
 from diffllm.core.printing import to_stderr
 from diffllm.data.config import MIXTURE, TOKENS, DataConfig
 from diffllm.data.imported import prepare_tokens

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import DataError
-from diffllm.core.files import publish
 from diffllm.core.printing import to_stderr
 from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, lowest
 from diffllm.data.preparation.workers import (

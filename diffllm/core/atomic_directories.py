@@ -1,0 +1,88 @@
+"""Directories that appear under their final name only when their content is complete."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import Timeout
+
+from diffllm.core.errors import InUseError
+from diffllm.core.files import acquire, holder, sync
+
+
+def build_once(final: Path, build: Callable[[Path], None]) -> None:
+    """Create the directory `final` unless `final` exists. Raises OSError.
+
+    `build` writes the content to a scratch directory, which is then renamed. If several processes
+    call this function, one process builds and the others wait.
+    """
+    if final.is_dir():
+        return
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_directory(final, wait=True) as scratch:
+        if not final.is_dir():
+            build(scratch)
+            publish(scratch, final)
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """Yield an empty scratch directory, and rename it to `final` when the context ends.
+
+    After an exception, remove the scratch directory instead. Raises OSError, also if `final`
+    exists. Raises InUseError if another process is creating `final`.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_directory(final) as scratch:
+        yield scratch
+        publish(scratch, final)
+
+
+@contextmanager
+def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
+    """Yield an empty hidden directory next to `final`; remove this directory after the context.
+
+    The caller may rename the directory. A lock excludes other processes: they wait if `wait` is
+    true, otherwise they raise InUseError. Raises OSError.
+    """
+    name = f".{final.name}"
+    if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes
+        name = f".{hashlib.sha256(os.fsencode(final.name)).hexdigest()}"
+    scratch, lock_file = final.with_name(f"{name}.partial"), final.with_name(f"{name}.lock")
+    try:
+        lock = acquire(lock_file, wait)
+    except Timeout:
+        raise InUseError(
+            f"{final} is being written by {holder(lock_file)}; try again later"
+        ) from None
+    try:
+        if scratch.is_dir() and not scratch.is_symlink():
+            shutil.rmtree(scratch)
+        scratch.unlink(missing_ok=True)
+        scratch.mkdir()
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):
+            lock_file.unlink()  # before the release, so that a waiting process creates a new lock
+        lock.release()
+
+
+def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
+    """Write a directory to disk with fsync, and rename the directory to `final`.
+
+    Raises FileExistsError if `final` exists.
+
+    Args:
+        files_synced: whether the files in the directory are already synced to disk.
+    """
+    for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
+        sync(path)
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    os.rename(scratch, final)
+    sync(final.parent)
