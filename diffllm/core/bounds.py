@@ -21,7 +21,7 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
-    """Declare a dataclass field with bounds, given by the keywords least, above, most and below."""
+    """Declare a dataclass field with the bounds least (>=), above (>), most (<=) and below (<)."""
     return field(default=default, metadata=metadata)
 
 

@@ -1,1 +1,1 @@
-"""Processes, meshes and sharding; the model code does not depend on them."""
+"""Processes, device meshes and sharding. Model code does not import this package."""

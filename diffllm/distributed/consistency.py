@@ -20,15 +20,14 @@ MIXER = 0x9E3779B97F4A7C15 - 2**64
 products use all 64 bits."""
 
 
-def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
-    """Check that `facts` are equal on all ranks, before a process group exists.
+def check_same(world: World, what: str, values: Mapping[str, object]) -> None:
+    """Check that the dict `values` is equal on all ranks, before a process group exists.
 
-    The ranks exchange the facts as text through the store of `world`. If facts differ, raise
-    LaunchError on rank 0 and AgreedError on the other ranks. Every rank must call this. `what`
-    names the facts in the error, and must be different in each call.
+    If a value differs, raise LaunchError on rank 0 and AgreedError on the other ranks. Every rank
+    must call this. `what` names the values in the error, such as "config"; use each name only once.
     """
     key = f"same/{what}"
-    mine = {name: str(value) for name, value in facts.items()}
+    mine = {name: str(value) for name, value in values.items()}
     world.store.set(f"{key}/{world.rank}", json.dumps(mine))
 
     def judge() -> None:
@@ -43,12 +42,9 @@ def check_same(world: World, what: str, facts: Mapping[str, object]) -> None:
 
 
 def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
-    """Return one message for each fact that differs between ranks.
+    """Compare one dict per rank; return one message for each key whose value differs.
 
-    A message lists the values of the fact with their ranks, beginning with the rarest value.
-
-    Args:
-        of_ranks: for each rank, a dict of facts by name.
+    A message starts with the rarest value: "seed is 2 on rank 3, 1 on ranks 0, 1, 2".
     """
     different = []
     for name in sorted({name for values in of_ranks for name in values}):
@@ -86,7 +82,7 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
     tensors are compared on all ranks. Every rank must call this.
 
     Args:
-        replica_size: number of neighbouring ranks that share one replica of the model.
+        replica_size: number of consecutive ranks that share one replica of the model.
 
     Raises AgreedError on every rank if copies differ.
     """
@@ -105,13 +101,13 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
                 different.append(f"{name} on {ranks_text(others)}")
     if different:
         raise AgreedError(
-            f"the ranks have different values: {listed(different)} "
-            "differ from the replicas on other ranks"
+            f"replicas of the model have different values: {listed(different)}; "
+            "resume from the last checkpoint"
         )
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """Return a hash of the bits of a tensor, a scalar int64 tensor.
+    """Hash the bits of a tensor; return a scalar int64 tensor.
 
     The hash is the sum of all 32-bit integers in the tensor's memory, modulo 2^64. Each integer is
     first multiplied by an odd factor that depends on its position.

@@ -1,7 +1,7 @@
 """Expert parallelism: ranks divide the experts of a layer, and exchange tokens.
 
-Shapes: M rows to send (a token has one row per selected expert), R received rows, D model width,
-E experts, n ranks that share the experts.
+Shapes: M rows before the exchange (a token has one row per selected expert), R rows after the
+exchange, D model width, E experts, n ranks that share the experts.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Compute how many token rows each rank sends and receives, from the counts of all ranks.
+    """Exchange the row counts of all ranks; return how many token rows to send and to receive.
 
     The host waits for the device, because the following collective needs the sizes.
 
     Args:
-        counts: number of rows of this rank per expert, (n_experts,) int64.
-        rows: total number of rows of this rank; not used.
+        counts: number of this rank's rows for each expert, (E,) int64.
+        rows: not used.
         mesh: the ranks that share the experts.
     """
     sent = counts.view(mesh.size(), -1)
@@ -40,7 +40,7 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Compute how many token rows each rank sends and receives if all experts get equally many.
+    """Return how many token rows to send and to receive if all experts get equally many rows.
 
     Used to simulate training without data; the ranks do not communicate.
 
@@ -63,9 +63,9 @@ def even_parts(total: int, n: int) -> list[int]:
 def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Divide the experts of a layer between ranks; the forward pass then exchanges tokens.
 
-    This rank keeps E/n of the E experts. The parameters, each (E, ...), become DTensors. The
-    signature of the forward pass stays the same: inputs are this rank's tokens for all E experts,
-    as rows (M, D) sorted by expert, weights (M,) and row counts (E,); the output is (M, D).
+    Each rank stores E/n of the E experts. The parameters, each (E, ...), become DTensors. The
+    arguments of the forward pass remain rows of this rank's tokens (M, D), sorted by expert,
+    weights (M,) and the number of rows per expert (E,). The result remains (M, D).
 
     Args:
         experts: module with the experts, changed in place.

@@ -1,10 +1,10 @@
 """Prepare a decoder for training: activation checkpointing, torch.compile and FSDP2.
 
-Order: activation checkpointing, torch.compile, fully_shard. With expert parallelism, the experts
-are sharded first, and checkpointing wraps the compiled code.
+These are applied in this order. With expert parallelism, the experts are sharded first, and
+checkpointing wraps the compiled code.
 
-`Weights` are the float32 parameters that the optimizer updates. On one rank FSDP2 would only cast
-and copy every parameter in both passes of every micro-batch, so `OneRank` keeps copies instead.
+`Weights` contains the float32 parameters that the optimizer updates. On one rank, FSDP2 would cast
+and copy all parameters twice per micro-batch; `OneRank` keeps copies in the compute dtype instead.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,9 +34,9 @@ def parallelize(
     """Prepare a decoder for training in place, on several ranks with FSDP2.
 
     Apply activation checkpointing and torch.compile, if set, to each of `model.layers`. On several
-    ranks, FSDP2 shards the parameters and averages gradients over all ranks in float32.
-    `finish_gradients` completes two kinds of gradients: of experts that ranks share, and of
-    parameters named in a module's `fp32_parameters`, which are not sharded.
+    ranks, FSDP2 shards the parameters and averages gradients over ranks in float32. Other gradients
+    need `finish_gradients`: those of experts that ranks share, and those of parameters that a
+    module lists in `fp32_parameters`, which are not sharded.
 
     Args:
         param_dtype: dtype of FSDP2's computation; not used on one rank.
@@ -73,9 +73,9 @@ def parallelize(
 
 
 def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
-    """Return arguments of `fully_shard` that shard parameters over the dimension `name` of `mesh`.
+    """Return arguments of `fully_shard` that shard parameters over the mesh dimension `name`.
 
-    If the dimension "replicate" has several ranks, the arguments include "replicate" (HSDP).
+    If the dimension "replicate" has several ranks, the arguments also replicate parameters (HSDP).
     """
 
     from torch.distributed.tensor import Shard
@@ -104,9 +104,10 @@ def wrap_forward(
     """Apply activation checkpointing and torch.compile, if set, to the forward pass of a layer.
 
     Args:
-        one_graph: compile the layer to one graph, which includes checkpointing, so that the
-            compiler selects the saved tensors. False for a layer that exchanges tokens between
-            ranks: this layer has several graphs, and checkpointing wraps all graphs.
+        one_graph: whether the layer compiles to one graph, which includes checkpointing. False for
+            a
+        layer that exchanges tokens between ranks: checkpointing wraps the several graphs of this
+            layer.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
@@ -145,9 +146,9 @@ LAST_UP_TO = 8 * 2**30
 
 
 class Weights:
-    """The float32 parameters of this rank, and the tensors that the model computes with.
+    """The float32 parameters of this rank (`params`), and the tensors that the model computes with.
 
-    Base class of `OneRank` and `Sharded`.
+    `choices` contains automatic settings with their reasons. Base class of `OneRank` and `Sharded`.
     """
 
     choices: dict[str, AutoSetting]
@@ -155,24 +156,21 @@ class Weights:
     """Float32 parameters by name, whose `grad` the optimizer reads."""
 
     def block(self, param: Tensor) -> LocalBlock:
-        """Return this rank's shard of a model parameter, the shard's offset, and the full shape.
-
-        Used to initialise parameters.
-        """
+        """Return this rank's shard of a parameter, the shard's offset, and the full shape."""
         raise NotImplementedError
 
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare a forward and backward pass; `last` marks the last micro-batch of a step."""
 
     def changed(self) -> None:
-        """Copy changed `params` to the tensors that the model computes with."""
+        """Copy the updated `params` to the tensors that the model computes with."""
 
     def reshard(self) -> None:
         """Free parameters gathered from other ranks, after a forward pass without backward pass."""
 
 
 class OneRank(Weights):
-    """Unsharded float32 parameters, and a copy in the compute dtype for the model.
+    """Float32 parameters on a single rank, and copies in the compute dtype for the model.
 
     The backward pass adds each gradient of a copy to the float32 gradient of the parameter.
     """
@@ -210,8 +208,8 @@ def empty_copies(
 
     Args:
         params: parameters of one module by name.
-        adjacent: names of parameters (E, F, D) that share memory: the results are consecutive
-            slices of one tensor in the second dimension.
+        adjacent: names of parameters (E, F, D) whose results are slices of one tensor (E, sum of F,
+            D).
     """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
     neighbours = [name for name in adjacent if name in params]
@@ -261,10 +259,10 @@ class Sharded(Weights):
 
 
 def chosen_reduce(asked: Reduce | None, params: Iterable[Tensor]) -> AutoSetting:
-    """Choose when ranks sum gradients, and return the choice with the reason.
+    """Choose when ranks sum gradients; return the choice with the reason.
 
-    `asked` is the choice in the config. If `asked` is None, sum once per step if the gradients
-    have at most 8 GiB per rank in float32, else after each micro-batch.
+    `asked` is the choice in the config. If `asked` is None, sum once per step if the float32
+    gradients of a rank have at most 8 GiB, else after each micro-batch.
     """
     if asked is not None:
         return AutoSetting(asked, ASKED)

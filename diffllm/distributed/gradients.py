@@ -20,9 +20,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Norms(NamedTuple):
-    """L2 norms of several tensors, as tensors on the device.
+    """L2 norms of several tensors: `squares` contains the squared norm of each tensor in `names`.
 
-    The norm of a sharded tensor includes all shards. Norms may differ between ranks by rounding.
+    `total` is the norm of all tensors together. The norm of a sharded tensor includes all shards.
+    Norms may differ between ranks by rounding.
     """
 
     names: list[str]
@@ -33,13 +34,13 @@ class Norms(NamedTuple):
 
 
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average the gradients that FSDP2 does not average over ranks; clip all gradients in place.
+    """Average gradients that FSDP2 has not averaged over ranks; then clip all gradients in place.
 
-    Return the gradient norms before clipping. The host does not wait for the device. Every rank
-    must call this.
+    These are the gradients of unsharded parameters and of experts that ranks share. Return the
+    gradient norms before clipping. The host does not wait for the device. Every rank must call
+    this.
 
     Args:
-        params: parameters by name; FSDP2 has averaged most of their gradients.
         mesh: mesh of dense parameters, with the dimension "fsdp".
         clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
     """
@@ -72,7 +73,7 @@ def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh)
     The host does not wait for the device. Every rank must call this.
 
     Args:
-        params: parameters by name, sharded like `tensors`.
+        params: parameters by name, sharded in the same way as `tensors`.
         tensors: this rank's shards, in the order of `params`.
         mesh: mesh of dense parameters, with the dimension "fsdp".
     """
@@ -95,10 +96,11 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
-    """Compute the L2 norm of the difference between `params` and earlier copies of `params`.
+    """Compute the L2 norm of the change of `params` since `before = copies(params)`.
+
+    The tensors in `before` are overwritten. Every rank must call this.
 
     Args:
-        before: an earlier result of `copies(params)`, overwritten by the difference.
         mesh: mesh of dense parameters, with the dimension "fsdp".
     """
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])

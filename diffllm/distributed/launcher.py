@@ -1,4 +1,4 @@
-"""Environment variables of the launcher (torchrun, srun or none): rank, world size, address."""
+"""Environment of a process: variables of torchrun, srun and MKL, and memory settings of glibc."""
 
 import ctypes
 import functools
@@ -25,8 +25,7 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from torchrun's or srun's environment variables.
 
-    Return (0, 1, 0) without such variables. Interactive shells and batch scripts in SLURM also have
-    some SLURM variables, but a training started there is a single process.
+    Return (0, 1, 0) without such variables, and in interactive shells and batch scripts of SLURM.
 
     Raises LaunchError for inconsistent variables.
     """
@@ -49,7 +48,7 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 
 def own_rank() -> int:
-    """Return the rank of this process from environment variables; 0 if these are inconsistent."""
+    """Return the rank of this process; 0 if the environment variables are inconsistent."""
     try:
         return environment()[0]
     except LaunchError:
@@ -104,7 +103,7 @@ def first_host(nodes: str) -> str:
 
 
 def end_with_torchrun() -> None:
-    """Ask Linux to kill this worker process when torchrun dies.
+    """Ask Linux to kill this worker process when torchrun exits.
 
     Otherwise the worker would keep its GPU and the lock of the run directory.
     """
@@ -125,8 +124,8 @@ def set_variables() -> None:
 def choose_mode(mode: str) -> None:
     """Set MKL_CBWR, the reproducibility mode of MKL, to `mode`.
 
-    Do nothing if the user set the variable, or if MKL has already read it. A second variable
-    records that the value does not come from the user.
+    Do nothing if the user set the variable, or if MKL has already read it. DIFFLLM_MKL_CBWR records
+    that this function, not the user, set the mode.
     """
     ours = os.environ.get(MKL_MODE) in (None, os.environ.get(OUR_MKL_MODE))
     if ours and not mode_in_force.cache_info().currsize:
@@ -137,9 +136,6 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the reproducible MKL_CBWR mode with the highest instruction set of this CPU.
 
     MKL replaces a mode that the CPU does not support with AUTO, which is not reproducible.
-
-    Args:
-        cpuinfo: file that lists the CPU flags.
     """
     try:
         flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
@@ -151,15 +147,12 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return the value of MKL_CBWR at the first call of this function; later changes are ignored.
-
-    MKL also reads the variable only once.
-    """
+    """Return the value of MKL_CBWR at the first call of this function: MKL reads it only once."""
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
-    """Set MKL_CBWR to the mode that a resumed run recorded, if this CPU supports the mode.
+    """Set MKL_CBWR to the mode that the resumed checkpoint contains, if this CPU supports the mode.
 
     Return the active mode. An empty `recorded` sets nothing.
     """

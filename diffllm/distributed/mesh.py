@@ -24,12 +24,15 @@ class Reduce(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the mesh (one size may be -1 for the remaining ranks), and gradient reduction."""
+    """Sizes of the device mesh, and the time of gradient reduction.
+
+    `replicate` or `shard` may be -1; the world size then determines this size.
+    """
 
     replicate: int = 1
-    """Number of copies of the parameters, each on a separate group of ranks (HSDP)."""
+    """Number of copies of the parameters, each on a separate group of ranks (HSDP); -1: all other ranks."""
     shard: int = -1
-    """Number of shards of each copy (FSDP), in addition to `expert`."""
+    """Number of shards of each copy (FSDP), in addition to `expert`; -1: all other ranks."""
     expert: int = bounded(1, least=1)
     """Number of neighbouring ranks that share the experts of every layer and exchange tokens."""
     reduce: Reduce | None = None
@@ -39,9 +42,13 @@ class ParallelConfig:
         for name in ("replicate", "shard"):
             size = getattr(self, name)
             if size < 1 and size != -1:
-                raise ConfigError(f"parallel.{name}={size} must be at least 1, or -1 for the rest")
+                raise ConfigError(
+                    f"parallel.{name}={size} must be at least 1, or -1 for all other ranks"
+                )
         if self.replicate == self.shard == -1:
-            raise ConfigError("only one of parallel.replicate and parallel.shard may be -1")
+            raise ConfigError(
+                "parallel.replicate=-1 and parallel.shard=-1 cannot be combined; set one of them"
+            )
         if self.expert != 1 and not n_experts:
             raise ConfigError(
                 f"parallel.expert={self.expert} needs a mixture-of-experts model; "
@@ -72,7 +79,10 @@ class ParallelConfig:
 
 
 class Meshes(NamedTuple):
-    """One mesh for dense parameters and one for experts; same ranks in the same order."""
+    """Device meshes of dense parameters and of experts, over the same ranks in the same order.
+
+    `experts` is None without expert parallelism.
+    """
 
     dense: DeviceMesh
     """Dimensions "replicate" and "fsdp" (shard x expert)."""

@@ -25,10 +25,10 @@ class StoppedEarly(BaseException):
 
 
 class StopRequest:
-    """Installs handlers of SIGTERM, SIGUSR1 and SIGINT in the main thread.
+    """Handlers of SIGTERM, SIGUSR1 and SIGINT; `close` restores the previous handlers.
 
-    While `deferred` is False, the first signal raises StoppedEarly, because there is nothing to
-    save. Other signals are recorded in `received`. A SIGINT after an earlier signal also raises
+    Before training (`deferred` is False), the first signal raises StoppedEarly. Later signals and
+    signals during training only set `received`. A SIGINT after an earlier signal also raises
     KeyboardInterrupt.
     """
 
@@ -71,7 +71,11 @@ class StopRequest:
 
 
 class Agreed(NamedTuple):
-    """Flags that are set if any rank has set them; returned by `Agreement`."""
+    """Flags that are set if any rank has set them; returned by `Agreement`.
+
+    `stopping` is a stop signal, `save` means that a checkpoint is due, and `failed` that a rank
+    failed to read data.
+    """
 
     stopping: signal.Signals | None
     save: bool
@@ -128,11 +132,7 @@ T = TypeVar("T")
 def raise_together(error: DataError | None, more: str = "") -> None:
     """Raise AgreedByAll on every rank if `error` is not None on any rank.
 
-    Every rank must call this.
-
-    Args:
-        error: error of this rank.
-        more: text to append to the message.
+    Every rank must call this. The message ends with `more`.
     """
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))

@@ -47,7 +47,11 @@ FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed o
 
 
 class Beat(NamedTuple):
-    """A heartbeat of one rank: its present activity, last collectives and state."""
+    """A heartbeat of one rank.
+
+    `place` is the rank's present activity, such as "step 7", which began `place_s` seconds ago.
+    `calls` contains the last collectives. `words` is the error of a failed rank, else "".
+    """
 
     number: int
     place: str
@@ -63,7 +67,7 @@ class Watch:
     """Detects missing ranks in background threads; exits this process if a rank is missing.
 
     The error message contains the number of the missing rank. On one rank, exits if the process
-    hangs.
+    hangs, for example while the data loader waits for a disk.
 
     Args:
         world: rank of this process, and the store for heartbeats.
@@ -135,12 +139,12 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Handle an error of this process: exit if a missing rank is the cause, else inform others.
+        """Inform other ranks of an error of this process; exit if the error is a failed collective.
 
-        Before the exit, print the number of the missing rank. Without a missing rank, return, and
+        Before the exit, print which rank is missing or has failed. For other errors, return, and
         let a timer kill this process after 10 seconds.
 
-        Raises StoppedEarly if a collective failed because another rank was stopped.
+        Raises StoppedEarly if the collective failed because another rank was stopped.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -311,10 +315,10 @@ class Watch:
         return True
 
     def _write_traces(self, message: str) -> str:
-        """Write the stack traces of all threads to a file, after `message`.
+        """Write `message` and the stack traces of all threads to a file.
 
-        Returns text to append to an error message: the directory of the file, or the reason why the
-        file cannot be written. Returns "" if no directory is set.
+        Return text to append to an error: the directory of the file, or why the file cannot be
+        written. Return "" if no directory is set.
         """
         if self.traces is None:
             return ""
@@ -337,7 +341,7 @@ def _shortened(error: BaseException) -> str:
 
 
 def is_failed_collective(error: BaseException | None) -> bool:
-    """Return whether `error` is a failed collective, which a missing rank may have caused."""
+    """Return whether `error`, or the cause of a UserError, comes from a failed collective."""
     if isinstance(error, UserError):
         return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (
@@ -346,11 +350,12 @@ def is_failed_collective(error: BaseException | None) -> bool:
 
 
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
-    """Return the ranks that have not called the collective in which another rank waits.
+    """Return the ranks that have not called the collective in which the rank of `beat` waits.
+
+    The result is empty if this rank does not wait.
 
     Args:
         beats: the last heartbeat of each rank.
-        beat: heartbeat of the waiting rank; if the rank does not wait, the result is empty.
     """
     if not beat.calls.pending:
         return []

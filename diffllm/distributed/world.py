@@ -39,7 +39,7 @@ STOPPED = "stopped"
 
 @dataclass
 class DistributedConfig:
-    """Timeout of collectives, and comparison of ranks."""
+    """Timeout of collectives in seconds, and steps between comparisons of ranks."""
 
     timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
     """Seconds after which an incomplete collective ends the run."""
@@ -68,8 +68,8 @@ class World:
     def broadcast_and_keep(self, key: str, choose: Callable[[], tuple[T, K]]) -> tuple[T, K | None]:
         """Call `choose` on rank 0, which returns two results; send the first result to every rank.
 
-        Return both results on rank 0, and (first result, None) on other ranks. Errors and `key` are
-        handled as in `broadcast_from_rank0`.
+        Return both results on rank 0, and (first result, None) on other ranks. Errors and the use
+        of `key` are as in `broadcast_from_rank0`.
         """
         if self.rank == 0:
             assert not self.store.check([key]), f"the key {key} was used before"
@@ -88,7 +88,8 @@ class World:
             self.wait([key])
         except DistStoreError as error:
             raise LaunchError(
-                f"rank 0 has not answered ({key}) within distributed.timeout={self.timeout} seconds"
+                f"rank 0 has not sent {key!r} within distributed.timeout={self.timeout} seconds; "
+                "see the output of rank 0"
             ) from error
         decision = json.loads(self.store.get(key))
         if "result" in decision:
@@ -131,7 +132,7 @@ class World:
         if self.local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"local rank {self.local_rank} has no GPU: this machine has "
-                f"{torch.cuda.device_count()}; start one process per GPU"
+                f"{torch.cuda.device_count()} GPUs; start at most one process per GPU"
             )
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
@@ -207,9 +208,9 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 class Calls(NamedTuple):
     """The last collectives of this process.
 
-    `name`, `group`, `number` and `age_s` describe the oldest pending collective or, if no
-    collective is pending, the newest. Torch marks collectives as completed with a delay.
-    `newest` is the number of the newest collective in each group.
+    The first five fields describe one collective: the oldest pending collective or, if no
+    collective is pending, the newest. `newest` maps each group to the number of the group's newest
+    collective. Torch marks collectives as completed with a delay.
     """
 
     name: str = ""
