@@ -30,7 +30,7 @@ class ParallelConfig:
     """
 
     replicate: int = 1
-    """Number of copies of the parameters, each on a separate group of ranks (HSDP); -1: all other ranks."""
+    """Number of copies of the parameters, each on separate ranks (HSDP); -1: all other ranks."""
     shard: int = -1
     """Number of shards of each copy (FSDP), in addition to `expert`; -1: all other ranks."""
     expert: int = bounded(1, least=1)

@@ -22,7 +22,11 @@ from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 
 @dataclass(frozen=True)
 class Training:
-    """All that a training step needs: model, optimizer, config and derived constants."""
+    """The objects of a training step: model, float32 parameters (`params`), optimizer and settings.
+
+    `tokens` is the number of tokens in the global batch. `choices` contains settings that depend on
+    device or model size, with the reason for each value.
+    """
 
     cfg: TrainConfig
     device: torch.device
@@ -59,7 +63,7 @@ class Training:
 
 
 class ShardedModel(NamedTuple):
-    """A model after sharding and compilation, with parameters that have no storage yet."""
+    """A model after sharding and compilation; the parameters have no storage yet."""
 
     model: Transformer
     meshes: Meshes
@@ -78,9 +82,9 @@ def build(
     Every rank must call this.
 
     Args:
-        document_end: id of the token that ends documents; None does not mask documents.
-        ignores_targets: whether training targets may be negative, to be ignored by the loss.
-        compile: whether to compile, with the reason; None chooses as for a short run.
+        document_end: id of the token that ends documents; None allows attention across documents.
+        ignores_targets: whether targets may be negative; the loss ignores negative targets.
+        compile: whether to use torch.compile, with the reason; None calls `chosen_compile`.
     """
     sharded = sharded_model(cfg, device, compile=compile)
     t = allocated(cfg, device, sharded, document_end, ignores_targets)
@@ -101,7 +105,7 @@ def sharded_model(
 
     Args:
         splits: function that computes how many tokens ranks exchange, if ranks share experts.
-        compile: whether to compile, with the reason; None chooses as for a short run.
+        compile: whether to use torch.compile, with the reason; None calls `chosen_compile`.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -121,8 +125,8 @@ def allocated(
     """Allocate the parameters of `sharded` on `device`, uninitialised, and create the optimizer.
 
     Args:
-        document_end: id of the token that ends documents; None does not mask documents.
-        ignores_targets: whether training targets may be negative, to be ignored by the loss.
+        document_end: id of the token that ends documents; None allows attention across documents.
+        ignores_targets: whether targets may be negative; the loss ignores negative targets.
     """
     model, meshes, choices = sharded
     model.to_empty(device=device)
@@ -186,7 +190,7 @@ def chosen_compile(
     Args:
         compile: the choice in the config; None compiles on GPUs, and on CPUs for long runs.
         flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
-        kept: the choice that the resumed checkpoint contains; CPUs keep this choice.
+        kept: the choice in the resumed checkpoint, which CPUs use again; None for a new run.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
@@ -208,7 +212,7 @@ def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) ->
     call this.
 
     Args:
-        kept: the choice that the resumed checkpoint contains; None without such a choice.
+        kept: the choice in the resumed checkpoint; None for a new run.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     # An estimate from the shape alone, so that all variants of the shape decide alike.

@@ -27,7 +27,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
     Return None if the learning rate changes by at most 5%.
 
     Args:
-        changes: changed config keys, with old and new values.
+        changes: changed config keys with pairs (old value, new value).
         step: number of training steps before the run resumes.
     """
     former = {
@@ -49,7 +49,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return three hashes by name, which identify the corpus, its tokenizer and its tokens."""
+    """Return three hashes of a corpus: {"corpus": ..., "tokenizer": ..., "tokens": ...}."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -63,11 +63,13 @@ def corpus_facts(data: Prepared) -> dict[str, str]:
 def check_fit(cfg: TrainConfig, data: Prepared) -> None:
     """Raise DataError if the prepared corpus does not match the config.
 
-    Each split must have at least one sequence, the tokenizer must not have more pieces than the
-    vocabulary of the model, and each held-out sample must contain targets.
+    Each split must have at least one sequence, the tokenizer must not have more entries than
+    model.vocab_size, and each held-out sample must contain targets.
     """
     if (pieces := data.manifest.vocab_size) > (most := cfg.model.vocab_size):
-        raise DataError(f"the corpus has {pieces:,} pieces, more than model.vocab_size={most}")
+        raise DataError(
+            f"the tokenizer of the data has {pieces:,} entries, more than model.vocab_size={most}"
+        )
     for source, part in {"": data, **data.sources}.items():
         for name, split in part.manifest.splits.items():
             if split.tokens < cfg.seq_len + 1:
@@ -89,22 +91,21 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError if `model.attention` has another class than `attention=NAME` selects."""
+    """Raise ConfigError if `model.attention` is not of the class that `attention=NAME` selects."""
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
-            f"model.attention is of class {attention.__name__}, but the config was composed with "
-            f"attention={name}, which is {expected.__name__}; compose with the matching attention="
+            f"model.attention has the class {attention.__name__}, but attention={name} needs "
+            f"{expected.__name__}; load the config with the attention= of this class"
         )
 
 
 def weights_of(cfg: TrainConfig) -> Path | None:
-    """Return the directory of the weights if `cfg.resume` is `weights:PATH`, else None.
+    """Return the checkpoint or Hugging Face directory of `resume=weights:PATH`.
 
-    The directory is a checkpoint or a Hugging Face model.
-
-    Raises ConfigError or CheckpointError if the weights do not match the model.
+    Return None if `cfg.resume` has another form. Raises ConfigError or CheckpointError if the
+    weights do not match the model.
     """
     path = named_in(cfg.resume)
     if path is None:
@@ -134,13 +135,13 @@ def weights_of(cfg: TrainConfig) -> Path | None:
 def check_same_tokens(cfg: TrainConfig, data: Prepared, path: Path) -> None:
     """Raise ConfigError if the data and the weights in `path` have different tokenizers.
 
-    If `cfg.run.allow_changes` contains `tokenizer`, do not check.
+    Different tokenizers are allowed if `cfg.run.allow_changes` contains `tokenizer`.
     """
     if is_allowed("tokenizer", cfg.run.allow_changes):
         return
     if Tokenizer.from_file(origin_of(path).tokenizer).pieces_hash != data.manifest.pieces_hash:
         allowed = ",".join([*cfg.run.allow_changes, "tokenizer"])
         raise ConfigError(
-            f"the data has a different tokenizer than {path}; to allow this: "
+            f"the data has a different tokenizer than {path}; to allow this, set "
             f"run.allow_changes=[{allowed}]"
         )

@@ -1,4 +1,4 @@
-"""The directory of a run: its name, its lock and its files."""
+"""The run directory: its name, its lock and its files."""
 
 import json
 import os
@@ -46,8 +46,8 @@ NAME = re.compile(r"(?!\.)[\w.,+-]+")
 class RunDirectory:
     """The directory of a run, locked by rank 0, and its files.
 
-    The constructor takes the lock. It raises ConfigError if another process has the lock, or if the
-    directory cannot be written.
+    The constructor locks the directory. It raises ConfigError if another process has the lock, or
+    if the directory cannot be written.
     """
 
     def __init__(self, path: Path, cfg: TrainConfig):
@@ -58,7 +58,7 @@ class RunDirectory:
         self.lock = hold(path, "run directory", "run.dir=...", "DIFFLLM_SWEEP_JOB" in os.environ)
 
     def check(self) -> None:
-        """Check that the run can start, or resume with the present config; do not write files.
+        """Check that a run can start or resume with this config; write no files.
 
         Raises ConfigError if the directory contains a run that cannot resume with this config, and
         CheckpointError if a file has the wrong type, for example a link.
@@ -143,9 +143,9 @@ class RunDirectory:
         self.lock.release()
 
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
-        """Write `facts` to run.json.
+        """Write the JSON object `facts` to run.json.
 
-        If `continues`, the run resumes: keep the old facts about initial parameters.
+        If `continues` is true, the run resumes: retain the values of "init_match" and "weights".
         """
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}
@@ -157,7 +157,7 @@ class RunDirectory:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of an output directory, "run", "sweep" or "study"; None for others."""
+    """Return the kind of an output directory: "run", "sweep" or "study"; None for another kind."""
     if any(os.path.exists(path / name) for name in ("config.yaml", "metrics.jsonl")):
         return "run"
     if (record := read_record(path / "sweep.json")) is None:
@@ -177,26 +177,24 @@ def check_kind(path: Path, kind: str, key: str) -> None:
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError if a file or directory of a run has the wrong type.
-
-    For example, a symbolic link in place of a file is an error.
-    """
+    """Raise CheckpointError if a file of a run is a link, or if a path has another wrong type."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
-            raise CheckpointError(f"{file} {wrong}; move it away, or choose another run.name")
+            raise CheckpointError(
+                f"{file} {wrong}; rename or delete this path, or choose another run.name"
+            )
     for name in DIRECTORIES:
         place = run / name
         if os.path.lexists(place) and not place.is_dir():
             raise CheckpointError(
-                f"{place} is not a directory; move it away, or mount the missing disk"
+                f"{place} is not a directory; rename or delete this path, or mount the missing disk"
             )
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the summary of a run if no training is left to do with `cfg`, else None.
+    """Return the summary of a run that needs no more training with `cfg`, else None.
 
-    No training is left if the run has made `cfg.steps` steps, or if the run diverged and `cfg` has
-    the same training settings.
+    Such a run has made `cfg.steps` steps, or has diverged with the training settings of `cfg`.
     """
     found = read_ending(path)
     if found and found.get("stopped"):
@@ -205,16 +203,16 @@ def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def steps_made(path: Path) -> int | None:
-    """Return the number of steps in a run's summary.json; None for a run without summary.json.
+    """Return the number of steps in a run's summary.json; None if the file does not exist.
 
-    Raises CheckpointError if summary.json lacks the number.
+    Raises CheckpointError if summary.json has no number of steps.
     """
     summary = read_summary(path)
     if summary is None:
         return None
     steps = summary.get("steps")
     if steps is None:
-        raise CheckpointError(f"{path / 'summary.json'} has no value for steps")
+        raise CheckpointError(f"{path / 'summary.json'} has no value for steps; delete this file")
     return int(steps)
 
 
@@ -227,7 +225,9 @@ def choose_path(cfg: TrainConfig) -> Path:
     """
     name = cfg.run.name
     if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
-        raise ConfigError(f"run.sweep={cfg.run.sweep} already exists; to resume the sweep, add -m")
+        raise ConfigError(
+            f"run.sweep={cfg.run.sweep} already exists; to resume the sweep, add -m to the command"
+        )
     if name is None:
         chosen = cfg.run.choices
         kind = chosen["model" if chosen["experiment"] == "none" else "experiment"]
@@ -247,7 +247,7 @@ def choose_path(cfg: TrainConfig) -> Path:
 
 
 def claim_directory(cfg: TrainConfig) -> RunDirectory:
-    """Choose and lock the run directory; create a new directory for a run without a name."""
+    """Lock the run directory; if run.dir and run.name are not set, create a new directory."""
     path = choose_path(cfg)
     if cfg.run.dir or cfg.run.name:
         return RunDirectory(path, cfg)

@@ -51,7 +51,7 @@ def train_loop(
         state: state of the loop, updated in place.
         here: state of this process, which includes stop signals.
         out: metrics files, checkpoints and profiler.
-        tasks: measures the model on evaluation tasks; None without tasks.
+        tasks: function that measures the model on evaluation tasks; None without tasks.
 
     Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
     """

@@ -26,13 +26,13 @@ Tasks = Callable[[Transformer], dict[str, float]]
 def measure(
     t: Training, data: Prepared, tasks: Tasks | None, due: Due
 ) -> tuple[dict[str, float], AgreedByAll | None]:
-    """Measure the model: held-out loss and tasks, if due at this step.
+    """Measure held-out loss and evaluation tasks, each only if due at this step.
 
     Return the values by metric name, and the error if a rank could not read held-out data, else
     None. Every rank must call this.
 
     Args:
-        tasks: measures the model on evaluation tasks.
+        tasks: function that measures the model on evaluation tasks.
         due: the actions that are due at this step.
     """
     values: dict[str, float] = {}
@@ -55,7 +55,7 @@ def measure(
 def heldout_samples(cfg: TrainConfig, data: Prepared) -> list[tuple[str, Prepared, int]]:
     """Return (source name, data, number of sequences) for each held-out sample.
 
-    The first sample has the name "" and covers all data. If the data is a mixture, one sample per
+    The first sample has the name "" and covers all data. For a data mixture, one sample for each
     source follows.
     """
     wanted = cfg.eval.sequences

@@ -40,10 +40,10 @@ def open_outputs(
 ) -> Outputs:
     """Write run.json, and open metrics files, wandb, checkpoints and profiler.
 
-    Metrics are opened only on rank 0. Every rank must call this.
+    Only rank 0 writes metrics. Every rank must call this.
 
     Args:
-        facts: content of run.json, except provenance.
+        facts: content of run.json, except the result of `provenance`.
     """
     from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
@@ -126,7 +126,7 @@ def finish(
     Args:
         summary: content of summary.json.
         losses: losses of held-out documents, if measured.
-        report: writes the report of a run directory; None writes no report.
+        report: function that writes the report of a run directory; None writes no report.
     """
     if not claimed.directory or not out.sinks:
         return

@@ -152,7 +152,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Return the Git commit of a directory, and whether tracked files have changed ("dirty").
+    """Return {"commit": hash, "dirty": whether tracked files have changed} of a directory.
 
     Return None if Git is missing, or if Git tracks no file of the directory.
     """

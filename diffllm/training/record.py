@@ -1,8 +1,8 @@
 """Turn device tensors of steps into lines in metrics.jsonl, wandb and the terminal.
 
-`Record.add` stores the result tensors of each step. `Record.write` reads loss, gradient norm and
-skip flag of all stored steps in one copy. Only logged, evaluated and saved steps call
-`Record.write`, because a read makes the host wait for the device.
+`Record.add` stores the result tensors of each step. `Record.write` copies loss, gradient norm and
+skip flag of all stored steps to the host at once. Only logged, evaluated and saved steps call
+`Record.write`, because a copy makes the host wait for the device.
 """
 
 import contextlib

@@ -50,8 +50,8 @@ def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -
     """Train one run as `cfg` describes, and return its summary. Every process must call this.
 
     Args:
-        make_tasks: creates evaluation tasks; None without tasks.
-        report: writes the report of a run directory; None writes no report.
+        make_tasks: function that creates evaluation tasks; None without tasks.
+        report: function that writes the report of a run directory; None writes no report.
 
     Raises UserError if the run cannot start or fails.
     """

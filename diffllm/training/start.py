@@ -51,7 +51,8 @@ OF_THE_MACHINE = re.compile(
 class Claimed(NamedTuple):
     """The locked run directory, and the checkpoint or weights to start from.
 
-    All ranks have equal fields, except `directory` and `saved`.
+    `ended` is the summary of an already finished run. `ranks` is the world size of the checkpoint.
+    Only rank 0 has `directory`, which owns the lock, and `saved`, the checkpoint's state.json.
     """
 
     path: Path
@@ -102,7 +103,7 @@ def claim_on_rank_0(
             tokenizer, most = cfg.data.tokenizer, cfg.model.vocab_size
             if tokenizer and (pieces := Tokenizer.from_file(tokenizer).vocab_size) > most:
                 raise DataError(
-                    f"data.tokenizer={tokenizer} has {pieces} pieces, more than "
+                    f"data.tokenizer={tokenizer} has {pieces} entries, more than "
                     f"model.vocab_size={most}"
                 )
             weights = None if checkpoint else weights_of(cfg)
@@ -206,7 +207,7 @@ def fill(
 ) -> dict[str, Any]:
     """Set the initial parameters: load a checkpoint or weights, or apply model.init_match.
 
-    Return facts about the initial parameters, for run.json. Every rank must call this.
+    Return entries of run.json about the initial parameters. Every rank must call this.
     """
     facts: dict[str, Any] = {}
     if claimed.checkpoint:
@@ -222,10 +223,10 @@ def fill(
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Multiply the initial output projection `wo` of each attention layer by a factor.
+    """Scale the initial output projection `wo` of each attention layer for model.init_match.
 
-    `model.init_match` decides the factors, which rank 0 measures on training sequences. Return one
-    factor per layer. Every rank must call this.
+    Rank 0 measures the factors on training sequences. Return one factor per layer. Every rank must
+    call this.
     """
     factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():
@@ -247,7 +248,8 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state from a checkpoint or Hugging Face directory.
 
-    Return facts about the loaded weights, for run.json. Every rank must call this.
+    Return path, step, config differences and corpus of the weights, for run.json. Every rank must
+    call this.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
@@ -259,7 +261,7 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     else:  # Tensors that are not in the directory keep their initial values.
         for name in origin.directory.names:
             if name not in tensors:
-                raise CheckpointError(f"{path} contains {name}, but the model does not")
+                raise CheckpointError(f"{path} contains the tensor {name}, but the model does not")
             block, offset, _ = t.weights.block(tensors[name])
             part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
             block.copy_(origin.directory.tensor(name)[part])

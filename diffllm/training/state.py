@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopState:
-    """The state of a training loop except tensors; stored as JSON in checkpoints."""
+    """The state of a training loop except tensors; stored as JSON in checkpoints.
+
+    `order` contains the settings that define the order of the data, and `data` the position in this
+    order. `seconds` is the training time so far.
+    """
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
@@ -88,7 +92,8 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     Args:
         state: loop state of the checkpoint.
         path: checkpoint directory.
-        ranks: world size of the checkpoint; ranks with higher numbers keep their generator states.
+        ranks: world size of the checkpoint; other ranks do not change their random generator
+            states.
 
     Raises CheckpointError if the checkpoint cannot be read.
     """
@@ -139,7 +144,7 @@ def continuation(
     if saved["loop"] is None:
         weights = printed_override("resume", f"{OF_WEIGHTS}{checkpoint}")
         raise CheckpointError(
-            f"{checkpoint} contains only parameters; to start from these parameters: {weights}"
+            f"{checkpoint} contains only parameters; to start from these parameters, set {weights}"
         )
     if (made := step_of(checkpoint)) > cfg.steps:
         raise ConfigError(f"steps={cfg.steps} must be at least {made}, the step of {checkpoint}")
@@ -177,10 +182,10 @@ def continued(
     Args:
         path: checkpoint directory, named in errors.
         saved: content of the checkpoint's state.json.
-        order: present settings that decide which samples each step reads.
-        allowed: settings that may differ from the checkpoint.
+        order: settings of this run that decide which samples each step reads.
+        allowed: names of settings that may have changed since the checkpoint.
 
-    Raises CheckpointError if another setting differs, or if state.json lacks a key.
+    Raises CheckpointError if another setting has changed, or if state.json lacks a key.
     """
     try:
         state = LoopState.of(saved["loop"])
@@ -193,7 +198,7 @@ def continued(
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
             f"the checkpoint has a different order of data ({changes_text(changes)}); to resume "
-            f"anyway: run.allow_changes=[{','.join([*allowed, *refused])}]"
+            f"anyway, set run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
     if changes.keys() - {"global_batch_size"}:
         state.data = {}

@@ -81,7 +81,8 @@ OVER_TARGETS = ("nll", "train/z_loss")
 class StepResult(NamedTuple):
     """Results of one optimizer step as tensors, equal on all ranks up to rounding.
 
-    Most tensors are on the device; the host has not waited for their values.
+    `nll` is the mean cross-entropy in nats per token, and `losses` contains other terms of the
+    objective by metric name. The host has not waited for tensors on the device.
     """
 
     nll: Tensor
@@ -158,9 +159,10 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Sums over this rank's micro-batches of one step.
+    """Sums over this rank's micro-batches of one step; `train_step` adds other ranks in place.
 
-    `train_step` later adds the sums of other ranks in place.
+    `losses` (n,) contains the sum of each loss in `names`. `routed` (L, E) counts tokens per layer
+    and expert.
     """
 
     names: tuple[str, ...]
@@ -222,10 +224,10 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
 
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """Scale the objective of a micro-batch, so that FSDP2's mean gradient over ranks is correct.
+    """Return a micro-batch's objective, scaled so that FSDP2's mean over ranks is correct.
 
-    The objective is a mean over all targets of the global batch that are not ignored. Router losses
-    are means over all tokens.
+    Losses of targets become means over all targets of the global batch that are not ignored. Router
+    losses become means over all tokens.
 
     Args:
         counted: number of targets that are not ignored; None if no target can be ignored.

@@ -84,7 +84,7 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Return one line per source of a data mixture: share of the run, epochs and tokens."""
+    """Return one line for each source of a data mixture: share of the run, epochs and tokens."""
     total = cfg.steps * cfg.global_batch_size
     read = samples_of(cfg, data).consumed(total) if data.sources else {}
     return [
@@ -106,9 +106,9 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
-    """Return facts about a run that are not in its config, such as model size and device.
+    """Return properties of a run that are not in its config, such as model size and device.
 
-    run.json and wandb contain these facts.
+    run.json and wandb contain these properties.
     """
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id

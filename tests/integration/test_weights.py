@@ -154,7 +154,7 @@ NO_FITS = {
     "parameters": (
         "{import}",
         [],
-        "only parameters; to start from these parameters: 'resume=weights:{import}/checkpoints",
+        "only parameters; to start from these parameters, set 'resume=weights:{import}/checkpoints",
     ),
 }
 
