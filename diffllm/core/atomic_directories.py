@@ -75,10 +75,8 @@ def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
 def publish(scratch: Path, final: Path, files_synced: bool = False) -> None:
     """Write a directory to disk with fsync, and rename the directory to `final`.
 
-    Raises FileExistsError if `final` exists.
-
-    Args:
-        files_synced: whether the files in the directory are already synced to disk.
+    If `files_synced` is true, the files in the directory are already on disk. Raises
+    FileExistsError if `final` exists.
     """
     for path in [scratch] if files_synced else [*scratch.rglob("*"), scratch]:
         sync(path)

@@ -286,11 +286,7 @@ def missing(path: Path) -> list[Path]:
 
 
 def take_back(path: Path, made: list[Path]) -> None:
-    """Remove a directory, its lock file and its empty parents, but only paths in `made`.
-
-    Args:
-        made: paths that this process has created, a result of `missing`.
-    """
+    """Remove the paths in `made`: the directory `path`, its lock file and its empty parents."""
     for part in made:
         with suppress(OSError):
             if part == path:

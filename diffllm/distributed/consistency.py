@@ -58,7 +58,6 @@ def differences_of(of_ranks: list[dict[str, str]]) -> list[str]:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """Format rank numbers as 'rank 3', 'ranks 1, 2' or 'ranks 1, 2, 3, 4 and 6 more'."""
     shown = ", ".join(map(str, ranks[:4])) + f" and {len(ranks) - 4} more" * (len(ranks) > 4)
     return f"rank{'s'[: len(ranks) > 1]} {shown}"
 

@@ -42,12 +42,8 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
     """Return how many token rows to send and to receive if all experts get equally many rows.
 
-    Used to simulate training without data; the ranks do not communicate.
-
-    Args:
-        counts: tensor whose length is the number of experts; the values are not used.
-        rows: total number of rows of this rank.
-        mesh: the ranks that share the experts.
+    Used to simulate training without data; the ranks do not communicate. `counts` only determines
+    the number of experts, and `rows` is the total number of rows of this rank.
     """
     n = mesh.size()
     send = even_parts(rows, n)

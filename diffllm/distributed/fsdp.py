@@ -81,11 +81,7 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Return the dimension in which to shard a parameter; None for FSDP2's default.
-
-        For expert weights (E, out, in), return the first dimension whose size is divisible by the
-        number of ranks.
-        """
+        """Return the dimension of expert weights (E, out, in) to shard; None for the default."""
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()

@@ -41,7 +41,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     this.
 
     Args:
-        mesh: mesh of dense parameters, with the dimension "fsdp".
+        mesh: mesh of dense parameters.
         clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]
@@ -68,14 +68,10 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Compute the L2 norms of sharded tensors with one collective.
+    """Compute the L2 norms of sharded tensors with one collective, which every rank must call.
 
-    The host does not wait for the device. Every rank must call this.
-
-    Args:
-        params: parameters by name, sharded in the same way as `tensors`.
-        tensors: this rank's shards, in the order of `params`.
-        mesh: mesh of dense parameters, with the dimension "fsdp".
+    `tensors` are shards of this rank, in the order of `params` and sharded like `params`. `mesh` is
+    the mesh of dense parameters. The host does not wait for the device.
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if is_dtensor(param)]
@@ -98,10 +94,8 @@ def copies(params: Mapping[str, Tensor]) -> list[Tensor]:
 def change_norm(params: Mapping[str, Tensor], before: list[Tensor], mesh: DeviceMesh) -> Tensor:
     """Compute the L2 norm of the change of `params` since `before = copies(params)`.
 
-    The tensors in `before` are overwritten. Every rank must call this.
-
-    Args:
-        mesh: mesh of dense parameters, with the dimension "fsdp".
+    The tensors in `before` are overwritten. `mesh` is the mesh of dense parameters. Every rank must
+    call this.
     """
     torch._foreach_sub_(before, [local(p).detach() for p in params.values()])
     return norms(params, before, mesh).total

@@ -48,7 +48,6 @@ def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 
 def own_rank() -> int:
-    """Return the rank of this process; 0 if the environment variables are inconsistent."""
     try:
         return environment()[0]
     except LaunchError:

@@ -352,10 +352,7 @@ def is_failed_collective(error: BaseException | None) -> bool:
 def not_called(beats: dict[int, Beat], beat: Beat) -> list[int]:
     """Return the ranks that have not called the collective in which the rank of `beat` waits.
 
-    The result is empty if this rank does not wait.
-
-    Args:
-        beats: the last heartbeat of each rank.
+    `beats` contains the last heartbeat of each rank. The result is empty if the rank does not wait.
     """
     if not beat.calls.pending:
         return []
@@ -369,10 +366,8 @@ def diagnosis(beats: dict[int, Beat], silent: list[int]) -> str:
     """Return one line that explains why ranks wait; "" if no rank is missing or has failed.
 
     The line names missing or failed ranks, and up to 3 waiting ranks with their collectives.
-
-    Args:
-        beats: the last heartbeat of each rank.
-        silent: ranks without a recent heartbeat.
+    `beats` contains the last heartbeat of each rank; `silent` lists ranks without a recent
+    heartbeat.
     """
     waited_for = {rank for beat in beats.values() for rank in not_called(beats, beat)}
     culprits = (

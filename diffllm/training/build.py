@@ -101,11 +101,8 @@ def sharded_model(
 ) -> ShardedModel:
     """Create the model on the meta device, sharded and compiled for training on `device`.
 
-    Every rank must call this.
-
-    Args:
-        splits: function that computes how many tokens ranks exchange, if ranks share experts.
-        compile: whether to use torch.compile, with the reason; None calls `chosen_compile`.
+    Every rank must call this. If ranks share experts, `splits` computes how many tokens they
+    exchange. If `compile` is None, `chosen_compile` chooses whether to compile.
     """
     precision = chosen_precision(cfg.precision, device)
     compile = compile or chosen_compile(cfg.compile, device)
@@ -124,9 +121,7 @@ def allocated(
 ) -> Training:
     """Allocate the parameters of `sharded` on `device`, uninitialised, and create the optimizer.
 
-    Args:
-        document_end: id of the token that ends documents; None allows attention across documents.
-        ignores_targets: whether targets may be negative; the loss ignores negative targets.
+    The remaining arguments are described in `build`.
     """
     model, meshes, choices = sharded
     model.to_empty(device=device)
@@ -208,11 +203,8 @@ def chosen_compile(
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
     """Choose whether to use torch.compile, with the reason; the choice is equal on all ranks.
 
-    The choice depends on the sizes of the model, but not on the attention variant. Every rank must
-    call this.
-
-    Args:
-        kept: the choice in the resumed checkpoint; None for a new run.
+    The choice depends on the sizes of the model, but not on the attention variant. `kept` is the
+    choice in the resumed checkpoint; None for a new run. Every rank must call this.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     # An estimate from the shape alone, so that all variants of the shape decide alike.

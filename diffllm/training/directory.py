@@ -263,9 +263,7 @@ def claim_directory(cfg: TrainConfig) -> RunDirectory:
 def request_requeue(path: Path, number: signal.Signals, step: int | None) -> None:
     """Write the file `requeue` into a run directory, to let the launch script requeue the job.
 
-    Args:
-        path: run directory.
-        number: the signal that stopped the run.
-        step: step of the last checkpoint; None if training had not begun.
+    `number` is the signal that stopped the run. `step` is the step of the last checkpoint, or None
+    if training had not begun.
     """
     write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")

@@ -47,13 +47,8 @@ def train_loop(
 ) -> Trained:
     """Train until the last step, a stop signal, divergence or a read error; save a checkpoint.
 
-    Args:
-        state: state of the loop, updated in place.
-        here: state of this process, which includes stop signals.
-        out: metrics files, checkpoints and profiler.
-        tasks: function that measures the model on evaluation tasks; None without tasks.
-
-    Raises AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
+    `state` is updated in place. `here` contains the stop signals of this process. Raises
+    AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
@@ -119,10 +114,8 @@ def exchange(
 ) -> Agreed:
     """Load the next batches, and combine this rank's flags with the flags of all ranks.
 
-    The flags are: a stop signal, a due checkpoint, and a read error. Every rank must call this.
-
-    Args:
-        left: number of steps until the end of the run.
+    The flags are: a stop signal, a due checkpoint, and a read error. `left` is the number of
+    remaining steps. Every rank must call this.
     """
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)

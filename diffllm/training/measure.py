@@ -30,10 +30,6 @@ def measure(
 
     Return the values by metric name, and the error if a rank could not read held-out data, else
     None. Every rank must call this.
-
-    Args:
-        tasks: function that measures the model on evaluation tasks.
-        due: the actions that are due at this step.
     """
     values: dict[str, float] = {}
     failure = None

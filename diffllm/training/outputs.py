@@ -40,10 +40,8 @@ def open_outputs(
 ) -> Outputs:
     """Write run.json, and open metrics files, wandb, checkpoints and profiler.
 
-    Only rank 0 writes metrics. Every rank must call this.
-
-    Args:
-        facts: content of run.json, except the result of `provenance`.
+    `facts` is the content of run.json except the result of `provenance`. Only rank 0 writes
+    metrics. Every rank must call this.
     """
     from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 
@@ -93,13 +91,9 @@ def say_stopped(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Report that a signal stopped the run, and close metrics files and wandb.
+    """Report that the signal `number` stopped the run after `step`; close metrics files and wandb.
 
     After SIGTERM or SIGUSR1, write the file `requeue`, to let the launch script requeue the job.
-
-    Args:
-        step: step of the last checkpoint.
-        number: the signal.
     """
     if claimed.directory and number in REQUEUE:
         request_requeue(claimed.path, number, step)
@@ -121,12 +115,9 @@ def finish(
     losses: DocumentLosses | None,
     report: Report | None,
 ) -> None:
-    """Write and print the results of a finished run on rank 0; do nothing on other ranks.
+    """Write summary.json, losses of held-out documents and the report; print the results.
 
-    Args:
-        summary: content of summary.json.
-        losses: losses of held-out documents, if measured.
-        report: function that writes the report of a run directory; None writes no report.
+    Do nothing on ranks other than 0.
     """
     if not claimed.directory or not out.sinks:
         return

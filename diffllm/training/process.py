@@ -51,13 +51,9 @@ def enter(cfg: TrainConfig, world: World, stop: StopRequest) -> Process:
 
 
 def leave(here: Process, error: BaseException | None, directory: RunDirectory | None) -> None:
-    """Clean up this process at the end of a run.
+    """Clean up this process after a run, which ended normally if `error` is None.
 
     Log the error, inform other ranks, and release the lock of the run directory.
-
-    Args:
-        error: the error that ended the run; None after a normal end.
-        directory: the locked run directory, on rank 0.
     """
     try:
         if error is None:

@@ -49,10 +49,7 @@ class Outcome(NamedTuple):
 def run(cfg: TrainConfig, make_tasks: MakeTasks | None, report: Report | None) -> Outcome:
     """Train one run as `cfg` describes, and return its summary. Every process must call this.
 
-    Args:
-        make_tasks: function that creates evaluation tasks; None without tasks.
-        report: function that writes the report of a run directory; None writes no report.
-
+    Without `make_tasks`, evaluation tasks are skipped. Without `report`, no report is written.
     Raises UserError if the run cannot start or fails.
     """
     cfg.check_world(environment()[1])

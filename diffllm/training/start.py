@@ -117,13 +117,10 @@ def claim_on_rank_0(
 
 
 def prepare_data(cfg: TrainConfig, here: Process, path: Path) -> tuple[torch.device, Prepared]:
-    """Choose this rank's device, and prepare the corpus; return both.
+    """Choose the device of this rank, and prepare the corpus of the run in directory `path`.
 
     The preparation may take hours, so all ranks must finish before the first collective, which has
     a timeout.
-
-    Args:
-        path: run directory.
     """
     device = here.world.device()
     dtype = chosen_precision(cfg.precision, device).value

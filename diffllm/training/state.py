@@ -87,15 +87,9 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    The checkpoint may come from a different number of ranks.
-
-    Args:
-        state: loop state of the checkpoint.
-        path: checkpoint directory.
-        ranks: world size of the checkpoint; other ranks do not change their random generator
-            states.
-
-    Raises CheckpointError if the checkpoint cannot be read.
+    The checkpoint, with the loop state `state`, may come from a different number of ranks, `ranks`.
+    Additional ranks do not change their random generator states. Raises CheckpointError if the
+    checkpoint cannot be read.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 

@@ -226,11 +226,8 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
     """Return a micro-batch's objective, scaled so that FSDP2's mean over ranks is correct.
 
-    Losses of targets become means over all targets of the global batch that are not ignored. Router
-    losses become means over all tokens.
-
-    Args:
-        counted: number of targets that are not ignored; None if no target can be ignored.
+    Losses of targets become means over all `counted` targets of the global batch; None means that
+    no target is ignored. Router losses become means over all tokens.
     """
     over_tokens = dist.get_world_size() / t.tokens
     if counted is None:

@@ -30,12 +30,9 @@ SPIKES = (
 
 
 def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path, step: int) -> str:
-    """Return the text printed before the first training step.
+    """Return the text printed before training starts or resumes after step `step`.
 
-    Args:
-        facts: the result of `describe`.
-        path: run directory.
-        step: number of training steps before the start.
+    `facts` is the result of `describe`, and `path` is the run directory.
     """
     choices, manifest = cfg.run.choices, data.manifest
     train, heldout = (manifest.splits[split] for split in SPLITS)
@@ -144,9 +141,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the content of summary.json; numbers that are not finite become None.
 
-    Args:
-        trained: the result of the training loop.
-        losses: losses of held-out documents; None if the run diverged.
+    `losses` are the losses of held-out documents; None if the run diverged.
     """
     cfg, train_loss = t.cfg, state.spikes.recent_loss(20)
     visible_keys = state.visible_keys.mean if t.documents else None
@@ -184,12 +179,9 @@ def summarise(
 
 
 def summary_text(cfg: TrainConfig, summary: dict[str, Any], path: Path, report: str) -> str:
-    """Return the text printed at the end of a run.
+    """Return the text printed at the end of a run in directory `path`.
 
-    Args:
-        summary: content of summary.json.
-        path: run directory.
-        report: path of the report, or the reason why the report is missing.
+    `report` is the path of the report, or the reason why the report is missing.
     """
     train, bits = summary["train_loss"], summary.get("train_bits_per_byte")
     steps = "the last 20 steps" if summary["steps"] > 20 else "all steps"
