@@ -102,7 +102,7 @@ FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_run_or_study_file_is_refused_or_gives_usable_content(
+def test_reader_of_damaged_file_raises_user_error_or_returns_valid_content(
     tmp_path: Path, name: str
 ) -> None:
     (whole, read, usable), file = FILES[name], tmp_path / name
@@ -139,7 +139,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_damaged_evaluation_result_is_skipped_unless_damage_has_no_effect(ended: Path) -> None:
+def test_damaged_evaluation_result_is_skipped_or_read_with_original_values(ended: Path) -> None:
     file = ended / "evaluation" / "step-00000004" / "own.jsonl"
     whole, before = file.read_bytes(), read_result(file, KEY)
     first, *lines = whole.splitlines(keepends=True)
@@ -156,7 +156,7 @@ def test_damaged_evaluation_result_is_skipped_unless_damage_has_no_effect(ended:
     try_all(check, damaged(whole) | other_first, 100)
 
 
-def test_damaged_file_of_document_losses_is_refused_unless_damage_has_no_effect(
+def test_damaged_file_of_document_losses_is_refused_or_read_with_original_values(
     ended: Path,
 ) -> None:
     file = ended / "heldout" / "step-00000004.npz"

@@ -131,7 +131,7 @@ def test_distributed_package_does_not_import_attention_classes():
 
 
 @pytest.mark.parametrize("part", STANDALONE)
-def test_standalone_packages_import_neither_model_nor_training_package(part):
+def test_data_optim_checkpoint_metrics_and_core_do_not_import_model_or_training(part):
     files = [path for path in modules(part) if path.parent.name != "hf"]  # layouts of models
     assert files
     assert all(path.is_file() for path in files)

@@ -102,7 +102,7 @@ def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:
     return [(file, function) for file, function in json.loads(printed[-1])]
 
 
-def test_training_step_calls_few_files_and_changes_package_rarely(tmp_path):
+def test_training_step_calls_few_source_files_and_rarely_switches_package(tmp_path):
     calls = calls_of_a_step(tmp_path)
     assert calls[0] == ("distributed/watch.py", "reached")
     assert {"train_step", "forward", "judge"} <= {function for _, function in calls}
@@ -124,7 +124,7 @@ def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-def test_training_functions_are_flat_with_at_most_six_arguments():
+def test_training_functions_have_no_nested_functions_and_at_most_six_arguments():
     files = sorted((PACKAGE / "training").glob("*.py"))
     assert {"loop.py", "run.py", "start.py", "step.py"} <= {path.name for path in files}
     for path in files:
@@ -138,7 +138,7 @@ def test_training_functions_are_flat_with_at_most_six_arguments():
             assert count <= 6, f"{where} takes {count} arguments"
 
 
-def test_callbacks_of_rank_0_broadcasts_do_not_append_to_lists():
+def test_functions_passed_to_rank_0_broadcasts_do_not_append_to_lists():
     """Callbacks must return rank 0's objects through `broadcast_and_keep`."""
     chosen = 0
     for path in sorted(PACKAGE.rglob("*.py")):

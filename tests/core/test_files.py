@@ -166,7 +166,7 @@ def test_hold_on_file_system_without_flock_raises_and_removes_created_paths(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_no_file_is_empty_while_another_thread_creates_and_deletes_the_file(tmp_path):
+def test_why_no_file_accepts_file_that_another_thread_creates_and_deletes(tmp_path):
     file, end = tmp_path / "lock", threading.Event()
 
     def create_and_delete() -> None:

@@ -33,7 +33,7 @@ def test_echo_escapes_every_control_character(text):
     assert not acted_on(file.getvalue())
 
 
-def test_echo_prints_line_breaks_tabs_and_joined_letters_unchanged(capsys):
+def test_echo_does_not_change_line_breaks_tabs_or_zero_width_joiners(capsys):
     echo("a\tb\n中\u3000文 \u200c\u200d é\u00a0!")
     echo(HOSTILE, end="")
     assert capsys.readouterr().out == f"a\tb\n中\u3000文 \u200c\u200d é\u00a0!\n{ESCAPED}"
@@ -88,13 +88,13 @@ def test_table_text_aligns_numbers_right_and_text_left():
     ]
 
 
-def test_table_text_wider_than_limit_has_first_cells_on_separate_lines():
+def test_table_text_wider_than_limit_has_row_names_on_separate_lines():
     table = Table.of(["", "a"], [["label", "1"], ["other", "22"]])
     assert table.text(9) == ["        a", "label   1", "other  22"]
     assert table.text(8) == ["     a", "label", "     1", "other", "    22"]
 
 
-def test_table_markdown_has_header_rule_and_escaped_bars():
+def test_table_markdown_has_header_separator_and_escaped_pipe_characters():
     assert TABLE.markdown().splitlines() == [
         "| Row | Loss, nats | State |",
         "|---|---|---|",
@@ -103,7 +103,7 @@ def test_table_markdown_has_header_rule_and_escaped_bars():
     ]
 
 
-def test_table_csv_has_full_precision_or_text_of_cells_without_number():
+def test_table_csv_contains_numbers_in_full_precision_and_text_of_other_cells():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],

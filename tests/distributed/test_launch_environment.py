@@ -209,7 +209,7 @@ def test_signal_to_single_rank_before_training_stops_all_ranks(server, first):
         leaving.result(PATIENCE_S)
 
 
-def test_collective_that_fails_after_stop_signal_is_not_reported_as_missing_rank(server):
+def test_collective_failure_after_stop_signal_does_not_report_missing_rank(server):
     worlds = two_worlds(server)
     watch = Watch(worlds[0], 600, NoSignal())
     worlds[1].stop(signal.SIGUSR1)
@@ -284,7 +284,9 @@ def test_mkl_strict_mode_uses_highest_reproducible_instruction_set_of_cpu(
         ("COMPATIBLE", "AVX512,STRICT", "AVX2,STRICT", "COMPATIBLE"),
     ],
 )
-def test_resume_keeps_mkl_mode_unless_set_by_user(monkeypatch, by_user, cpu, recorded, expected):
+def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
+    monkeypatch, by_user, cpu, recorded, expected
+):
     monkeypatch.setattr(launcher, "strict_mode", lambda: cpu)
     monkeypatch.delenv("DIFFLLM_MKL_CBWR", raising=False)
     monkeypatch.delenv("MKL_CBWR", raising=False)

@@ -140,7 +140,7 @@ def test_bf16_copies_of_parameters_equal_rounded_parameters_after_step():
         assert not torch.equal(copy, before[name]), name
 
 
-def test_gate_and_up_matrices_of_experts_share_storage_but_train_separately():
+def test_gate_and_up_matrices_of_experts_share_memory_but_get_different_updates():
     with gloo_group():
         t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts

@@ -72,7 +72,7 @@ def test_router_bias_is_updated_from_tokens_per_expert_at_every_step():
             torch.testing.assert_close(state[f"layers.{i}.ffn.router.load"], load)
 
 
-def test_evaluation_and_statistics_leave_router_state_unchanged():
+def test_evaluation_and_statistics_do_not_change_router_state():
     run = Run()
     run.steps(2)
     before = run.routers()

@@ -140,11 +140,11 @@ FREE = [
 
 
 @pytest.mark.parametrize("override", slow_but(FREE[:3], FREE))
-def test_resume_allows_changed_settings_without_effect_on_results(begun, override):
+def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, override):
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_accepts_run_config_with_setting_of_older_version(tmp_path, tokenizer):
+def test_resume_ignores_former_value_of_setting_that_is_now_automatic(tmp_path, tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
     first.begin(tokenizer)
@@ -280,7 +280,7 @@ def test_saved_config_yaml_restores_equal_config_and_initial_parameters(
 # Resume
 
 
-def test_resume_setting_selects_checkpoint(tmp_path):
+def test_resume_config_key_selects_checkpoint_to_resume_from(tmp_path):
     own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
     other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
     assert resume_checkpoint(tiny("resume=auto"), []) is None
