@@ -21,7 +21,10 @@ AT_ZERO = {("least", 0): "not be negative", ("above", 0): "be positive"}
 
 
 def bounded(default: Any, **metadata: Any) -> Any:
-    """Declare a dataclass field with the bounds least (>=), above (>), most (<=) and below (<)."""
+    """Declare a dataclass field with bounds: bounded(1, least=0, below=8) means 0 <= value < 8.
+
+    The keywords `above` and `most` mean > and <=.
+    """
     return field(default=default, metadata=metadata)
 
 

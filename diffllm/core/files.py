@@ -54,7 +54,8 @@ def user_path(text: str | Path, key: str) -> Path:
 def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     """Return '; did you mean PATH?' if `path` is missing and a similar path exists, else ''.
 
-    Search the directory of `path`, also below outputs/, for paths for which `fits` returns true.
+    The similar path is in the same directory as `path`, or in this directory below outputs/. `fits`
+    must accept the similar path.
     """
     found: dict[str, Path] = {}
     for directory in ("outputs" / path.parent, path.parent):
@@ -101,9 +102,9 @@ def readable(file: Path) -> Iterator[None]:
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
-    """Open a regular file without waiting for a pipe; return the file descriptor.
+    """Open a regular file with the flags of `os.open`; return the file descriptor.
 
-    Follow a link only if `follow` is true. Raises OSError.
+    Do not wait for a pipe. Follow a link only if `follow` is true. Raises OSError.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -332,7 +333,7 @@ def open_to_write(path: Path) -> int:
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
     """Write a file of a run atomically; raises CheckpointError on failure.
 
-    Before, create the nearest `new_parents` parent directories if they are missing.
+    Missing parent directories are created first, but only the nearest `new_parents` directories.
     """
     try:
         for parent in reversed(path.parents[:new_parents]):

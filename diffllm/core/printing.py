@@ -1,4 +1,4 @@
-"""Output of commands: text that may come from untrusted files, JSON, and tables."""
+"""Print the output of commands: JSON, tables, and text that may come from untrusted files."""
 
 import csv
 import io

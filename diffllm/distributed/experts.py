@@ -24,7 +24,7 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Exchange the row counts of all ranks; return how many token rows to send and to receive.
+    """Exchange row counts; return how many token rows to send to and receive from each rank.
 
     The host waits for the device, because the following collective needs the sizes.
 
@@ -40,7 +40,7 @@ def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
 
 
 def balanced_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Return how many token rows to send and to receive if all experts get equally many rows.
+    """Return how many token rows ranks would exchange if all experts got equally many rows.
 
     Used to simulate training without data; the ranks do not communicate. `counts` only determines
     the number of experts, and `rows` is the total number of rows of this rank.

@@ -81,7 +81,7 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Return the dimension of expert weights (E, out, in) to shard; None for the default."""
+        """Return the dimension of expert weights (E, out, in) to shard; None: FSDP2's default."""
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()
@@ -99,11 +99,9 @@ def wrap_forward(
 ) -> None:
     """Apply activation checkpointing and torch.compile, if set, to the forward pass of a layer.
 
-    Args:
-        one_graph: whether the layer compiles to one graph, which includes checkpointing. False for
-            a
-        layer that exchanges tokens between ranks: checkpointing wraps the several graphs of this
-            layer.
+    If `one_graph` is true, checkpointing is part of the compiled graph. A layer that exchanges
+    tokens between ranks compiles to several graphs, which checkpointing wraps; then `one_graph`
+    must be false.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)

@@ -41,7 +41,7 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
     this.
 
     Args:
-        mesh: mesh of dense parameters.
+        mesh: device mesh of dense parameters.
         clip_norm: maximum L2 norm of all gradients together; 0 turns clipping off.
     """
     gathered = [p.grad for p in params.values() if p.grad is not None]

@@ -73,7 +73,7 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return the address and port of rank 0, to which all ranks connect.
 
     Read MASTER_ADDR and MASTER_PORT; in a SLURM step, derive missing values from SLURM variables.
-    The derived port depends on job id and step id, so that jobs on the same node do not connect.
+    The derived port depends on job id and step id, so that different jobs on a node do not connect.
 
     Raises LaunchError if address or port is missing or invalid.
     """
@@ -151,7 +151,7 @@ def mode_in_force() -> str:
 
 
 def keep_mode(recorded: str) -> str:
-    """Set MKL_CBWR to the mode that the resumed checkpoint contains, if this CPU supports the mode.
+    """Set MKL_CBWR to `recorded`, the mode in the resumed checkpoint, if this CPU supports it.
 
     Return the active mode. An empty `recorded` sets nothing.
     """

@@ -24,7 +24,7 @@ class Reduce(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the device mesh, and the time of gradient reduction.
+    """Sizes of the device mesh, and when ranks sum gradients.
 
     `replicate` or `shard` may be -1; the world size then determines this size.
     """

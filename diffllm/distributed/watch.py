@@ -50,7 +50,8 @@ class Beat(NamedTuple):
     """A heartbeat of one rank.
 
     `place` is the rank's present activity, such as "step 7", which began `place_s` seconds ago.
-    `calls` contains the last collectives. `words` is the error of a failed rank, else "".
+    `calls` contains the last collectives. `left` is true if the rank has finished or failed, and
+    `words` is the error of a failed rank.
     """
 
     number: int

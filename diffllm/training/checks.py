@@ -97,7 +97,7 @@ def check_named(cfg: TrainConfig) -> None:
     if attention is not expected:
         raise ConfigError(
             f"model.attention has the class {attention.__name__}, but attention={name} needs "
-            f"{expected.__name__}; load the config with the attention= of this class"
+            f"{expected.__name__}; set attention= to a variant of this class"
         )
 
 
@@ -117,9 +117,10 @@ def weights_of(cfg: TrainConfig) -> Path | None:
     if there is not here:
         own = cfg.run.choices["attention"]
         convert = shlex.join(["diffllm", "import", f"hf={path}", f"attention={own}"])
-        hint = f"; to convert: {convert} out=..." * (own in TARGETS)
+        other = f"set attention={origin.attention}"
+        hint = f"to convert: {convert} out=..." if own in TARGETS else other
         raise ConfigError(
-            f"{path} has attention={origin.attention}, but the run has attention={own}{hint}"
+            f"{path} has attention={origin.attention}, but the run has attention={own}; {hint}"
         )
     checkpoint = origin.checkpoint()
     if checkpoint:

@@ -88,7 +88,7 @@ class RunDirectory:
         if done > self.cfg.steps or (done == self.cfg.steps and changes):
             raise ConfigError(
                 f"{self.path} is already at step {done}; these settings can no longer change: "
-                f"{changes_text(changes)}; choose another run.name, or more steps"
+                f"{changes_text(changes)}; choose another run.name, or set more steps"
             )
 
     @property
@@ -111,7 +111,6 @@ class RunDirectory:
         """Write config.yaml and the tokenizer of a run, and delete incomplete checkpoints.
 
         Args:
-            tokenizer: the tokenizer file to copy.
             step: number of training steps before the start; 0 for a new run.
             changes: changed settings that affect the order of the data.
         """
@@ -177,7 +176,7 @@ def check_kind(path: Path, kind: str, key: str) -> None:
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError if a file of a run is a link, or if a path has another wrong type."""
+    """Raise CheckpointError unless all files and directories of a run have the expected type."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
             raise CheckpointError(

@@ -220,10 +220,11 @@ def fill(
 
 
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
-    """Scale the initial output projection `wo` of each attention layer for model.init_match.
+    """Multiply the output projection `wo` of each attention layer by a factor (model.init_match).
 
-    Rank 0 measures the factors on training sequences. Return one factor per layer. Every rank must
-    call this.
+    With these factors, each layer initially writes the same RMS as standard attention. Rank 0
+    measures the factors on training sequences. Return one factor per layer. Every rank must call
+    this.
     """
     factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():
@@ -258,7 +259,10 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
     else:  # Tensors that are not in the directory keep their initial values.
         for name in origin.directory.names:
             if name not in tensors:
-                raise CheckpointError(f"{path} contains the tensor {name}, but the model does not")
+                raise CheckpointError(
+                    f"{path} contains the tensor {name}, but the model does not; "
+                    "use the model config of these weights"
+                )
             block, offset, _ = t.weights.block(tensors[name])
             part = tuple(slice(at, at + size) for at, size in zip(offset, block.shape, strict=True))
             block.copy_(origin.directory.tensor(name)[part])

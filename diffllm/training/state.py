@@ -87,9 +87,9 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    The checkpoint, with the loop state `state`, may come from a different number of ranks, `ranks`.
-    Additional ranks do not change their random generator states. Raises CheckpointError if the
-    checkpoint cannot be read.
+    `ranks` is the world size of the checkpoint, which may be another world size than now.
+    Additional ranks do not change their random generator states. `state` is the loop state of the
+    checkpoint. Raises CheckpointError if the checkpoint cannot be read.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 
