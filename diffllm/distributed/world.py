@@ -199,7 +199,7 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
             names = ", ".join(map(str, sorted(missing)))
             raise LaunchError(
                 f"{len(missing)} of {size} ranks did not connect within "
-                f"distributed.timeout={timeout} seconds: {names}"
+                f"distributed.timeout={timeout} seconds; missing ranks: {names}"
             )
         time.sleep(0.01)
     return meeting

@@ -238,7 +238,7 @@ def test_launch_error_lists_ranks_that_did_not_connect(server):
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(agree_on_name, *stores(server, 1), 1, 4, PATIENCE_S)
         wait_until(lambda: server.check(["arrived/1"]), "rank 1")
-        with pytest.raises(LaunchError, match="timeout=1 seconds: 2, 3"):
+        with pytest.raises(LaunchError, match="timeout=1 seconds; missing ranks: 2, 3"):
             agree_on_name(server, 0, 4, 1)
         one.result()
 
