@@ -67,7 +67,7 @@ def check_bounds(prefix: str, config: Any) -> None:
 
 
 def check_counts(least: int, **counts: int) -> None:
-    """Raise ConfigError unless all keyword arguments are whole numbers of at least `least`."""
+    """Raise ConfigError unless all `counts` are whole numbers of at least `least`."""
     for name, count in counts.items():
         if not isinstance(count, Integral) or isinstance(count, bool) or count < least:
             raise ConfigError(f"{name}={count!r} must be a whole number of at least {least}")

@@ -68,10 +68,10 @@ def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: 
 
 
 def norms(params: Mapping[str, Tensor], tensors: list[Tensor], mesh: DeviceMesh) -> Norms:
-    """Compute the L2 norms of sharded tensors with one collective, which every rank must call.
+    """Compute the L2 norms of sharded tensors with one collective. Every rank must call this.
 
     `tensors` are shards of this rank, in the order of `params` and sharded like `params`. `mesh` is
-    the mesh of dense parameters. The host does not wait for the device.
+    the device mesh of dense parameters. The host does not wait for the device.
     """
     named = dict(zip(params, tensors, strict=True))
     sharded = [name for name, param in params.items() if is_dtensor(param)]

@@ -132,7 +132,7 @@ T = TypeVar("T")
 def raise_together(error: DataError | None, more: str = "") -> None:
     """Raise AgreedByAll on every rank if `error` is not None on any rank.
 
-    Every rank must call this. The message ends with `more`.
+    The message of AgreedByAll ends with the text `more`. Every rank must call this.
     """
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, None if error is None else str(error))

@@ -24,11 +24,8 @@ from diffllm.training.measure import heldout_samples
 def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
     """Describe a jump of the learning rate that changed settings cause when a run resumes.
 
-    Return None if the learning rate changes by at most 5%.
-
-    Args:
-        changes: changed config keys with pairs (old value, new value).
-        step: number of training steps before the run resumes.
+    Return None if the learning rate changes by at most 5%. `changes` maps config keys to pairs (old
+    value, new value). `step` is the number of training steps before the run resumes.
     """
     former = {
         key.removeprefix("optim."): before

@@ -167,9 +167,7 @@ def kind_of(path: Path) -> str | None:
 def check_kind(path: Path, kind: str, key: str) -> None:
     """Raise ConfigError if a directory is a run, sweep or study, but not of the expected kind.
 
-    Args:
-        kind: the expected kind, "run", "sweep" or "study".
-        key: config key that the user can change, named in the error.
+    `kind` is "run", "sweep" or "study". The error asks the user to change the config key `key`.
     """
     if (found := kind_of(path)) not in (None, kind):
         raise ConfigError(f"{path} is a {found}, not a {kind}; choose another {key}")

@@ -87,7 +87,7 @@ def save(t: Training, state: LoopState, checkpointer: "Checkpointer", final: boo
 def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
     """Load parameters, optimizer state and random generator states from a checkpoint.
 
-    `ranks` is the world size of the checkpoint, which may be another world size than now.
+    `ranks` is the world size of the checkpoint, and may differ from the present world size.
     Additional ranks do not change their random generator states. `state` is the loop state of the
     checkpoint. Raises CheckpointError if the checkpoint cannot be read.
     """

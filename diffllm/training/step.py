@@ -26,7 +26,11 @@ from diffllm.training.build import Training
 
 
 class Due(NamedTuple):
-    """Actions to take at one training step; a field is True if the action is due."""
+    """Actions to take at one training step; a field is True if the action is due.
+
+    `sample` measures the held-out loss, `check` compares tensors between ranks, and `probes`
+    measures attention at some query positions.
+    """
 
     statistics: bool = False
     probes: bool = False
@@ -82,7 +86,7 @@ class StepResult(NamedTuple):
     """Results of one optimizer step as tensors, equal on all ranks up to rounding.
 
     `nll` is the mean cross-entropy in nats per token, and `losses` contains other terms of the
-    objective by metric name. The host has not waited for tensors on the device.
+    objective by metric name. Most tensors are on the device, and the host has not waited for them.
     """
 
     nll: Tensor
