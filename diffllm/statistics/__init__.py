@@ -1,1 +1,1 @@
-"""Statistics over seeds and documents: intervals, tests of gaps, power. Numbers only, no runs."""
+"""Statistics over seeds and documents: confidence intervals, tests of gaps, and power."""

@@ -1,7 +1,7 @@
-"""Comparison of two arms, each the runs of one variant, including the diverged runs.
+"""Comparison of the runs of two variants, including the diverged runs.
 
-A t test ignores diverged runs, which flatters the arm that has more of them. Therefore the p-value
-of a gap is 1 if the gap favours the arm that diverged more often.
+A t test ignores diverged runs, so it favours the variant that diverges more often. Therefore the
+p-value of a gap is 1 if the gap favours this variant.
 """
 
 import math
@@ -14,7 +14,7 @@ from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, we
 
 @dataclass(frozen=True)
 class Share:
-    """Number of diverged runs among the finished runs of one variant."""
+    """Number of diverged runs, and number of all ended runs, of one variant."""
 
     diverged: int
     runs: int
@@ -38,9 +38,8 @@ def p_more(own: Share, base: Share) -> float:
     """Return the one-sided p-value of "runs of `own` diverge more often than runs of `base`".
 
     The test is Fisher's exact test, with one exception. If all runs of `own` and no run of `base`
-    diverged, return the largest probability of this outcome under any common probability of
-    divergence (Barnard, 1945). This p-value is smaller, because Fisher's test is conditional on the
-    number of diverged runs.
+    diverged, return the smaller p-value of Barnard's test (1945): the largest probability of this
+    outcome under any common probability of divergence.
     """
     n, m = own.runs, base.runs
     if own.diverged == n and not base.diverged and n and m:
@@ -53,7 +52,7 @@ def p_more(own: Share, base: Share) -> float:
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Gap in final loss between the runs of two variants, with their shares of diverged runs."""
+    """Gap in final loss between the runs of two variants, and their shares of diverged runs."""
 
     paired: Gap | None
     """Gap over the seeds with finite losses in both arms; None without such a seed."""
@@ -67,7 +66,7 @@ class ArmComparison:
     def favours_diverging(self) -> bool:
         """Whether the variant with the lower mean loss diverged more often.
 
-        The mean losses are over common seeds with finite losses; False without such seeds.
+        The mean losses are over common seeds with finite losses. False without a common seed.
         """
         if self.paired is None:
             return False
@@ -76,9 +75,10 @@ class ArmComparison:
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of the paired t test; None without two seeds of finite losses.
+        """Two-sided p-value of the paired t test of the loss gap.
 
-        1 if the variant with the lower mean loss diverged more often.
+        The value is 1 if the variant with the lower mean loss diverged more often. The value is
+        None with fewer than two common seeds of finite loss.
         """
         p = self.paired.p if self.paired else None
         return 1.0 if p is not None and self.favours_diverging else p
@@ -97,10 +97,10 @@ class ArmComparison:
 def compare_arms(
     own: Mapping[Seed, float | None], base: Mapping[Seed, float | None]
 ) -> ArmComparison:
-    """Compare the runs of two variants by the final losses of all finished runs.
+    """Compare the final losses of two variants, and how many of their runs diverged.
 
     Args:
-        own, base: final loss by seed; None, NaN or infinity if the run diverged.
+        own, base: final loss by seed; None, NaN or infinity marks a diverged run.
     """
     first, second = (
         {seed: loss for seed, loss in arm.items() if loss is not None and math.isfinite(loss)}

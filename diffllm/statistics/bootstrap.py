@@ -1,7 +1,6 @@
-"""Bootstrap intervals over held-out documents: of a gap between two arms, or of one model's loss.
+"""Bootstrap confidence intervals over held-out documents, of a loss gap or of one model's loss.
 
-An arm is the runs of one variant. A gap depends on the documents as well as on the seeds, so each
-draw resamples both.
+A gap between two variants depends on the documents and on the seeds, so each draw resamples both.
 """
 
 from collections.abc import Iterator
@@ -22,9 +21,9 @@ Interval = tuple[float, float] | None
 
 
 def withheld(seeds: int, documents: int) -> str:
-    """Return the reason to hide a bootstrap confidence interval, or "" to show the interval.
+    """Return why a bootstrap confidence interval must be hidden, or "" if it can be shown.
 
-    The reason is too small a number of `seeds` or `documents`.
+    An interval is hidden if the number of `seeds` or of `documents` is too small.
     """
     if seeds < LEAST_SEEDS:
         return f"withheld: with fewer than {LEAST_SEEDS} seeds its coverage can be below 90%"
@@ -35,14 +34,13 @@ def withheld(seeds: int, documents: int) -> str:
 
 @dataclass(frozen=True)
 class DrawnGaps:
-    """Gaps between two variants in bootstrap draws over documents and seeds.
+    """Gap between two variants in each bootstrap draw over documents and seeds, (draws,).
 
-    `df` is the smallest number of seeds or documents, minus 1. Confidence bounds are widened as
-    Student's t with `df` degrees of freedom is wider than the normal distribution.
+    `df` is the number of seeds or of documents, whichever is smaller, minus 1. Confidence bounds
+    use Student's t distribution with `df` degrees of freedom.
     """
 
     draws: np.ndarray
-    """(draws,)"""
     df: int
 
     def bounds(self, alpha: float) -> tuple[float, float]:
@@ -51,11 +49,15 @@ class DrawnGaps:
         Args:
             alpha: probability that one bound is wrong.
         """
-        low, high = central(self.draws, expanded(alpha, self.df)).tolist()
+        low, high = low_and_high(self.draws, expanded_tail(alpha, self.df)).tolist()
         return low, high
 
     def p(self, bound: float, side: int) -> float:
-        """Return the one-sided p-value of "the gap is below `bound`" (side -1) or "above" (1)."""
+        """Return the one-sided p-value of "the gap is below `bound`" or "the gap is above `bound`".
+
+        Args:
+            side: -1 for "below", 1 for "above".
+        """
         from scipy.special import ndtri, stdtr
 
         beyond = int((side * (self.draws - bound) <= 0).sum())
@@ -66,16 +68,16 @@ class DrawnGaps:
 def bootstrap(
     own: np.ndarray, base: np.ndarray, tokens: np.ndarray, draws: int = DRAWS
 ) -> Estimate:
-    """Return the mean gap, own minus base, in nats per token, with its 95% bootstrap interval.
+    """Return the mean loss gap, own minus base, in nats per token, with its 95% bootstrap interval.
 
     Args:
-        own, base: (seeds, documents), loss in nats, summed over the tokens of each document. Equal
-            rows of both have the same seed.
+        own, base: (seeds, documents), loss in nats, summed over the tokens of each document. Row i
+            of both arrays has the same seed.
         tokens: (documents,), number of tokens of each document.
     """
     gap = float(((np.asarray(own) - base).sum(axis=1) / np.sum(tokens)).mean())
     found = drawn_gaps(own, base, tokens, draws=draws)
-    low, high = central(found.draws, (1 - CONFIDENCE) / 2).tolist()
+    low, high = low_and_high(found.draws, (1 - CONFIDENCE) / 2).tolist()
     return Estimate(gap, low, high, len(own))
 
 
@@ -87,18 +89,17 @@ def drawn_gaps(
     log: bool = False,
     draws: int = DRAWS,
 ) -> DrawnGaps:
-    """Resample documents and seeds `draws` times; return the gap, own minus base, of each draw.
+    """Resample documents and seeds `draws` times; return the loss gap of each draw, own minus base.
 
-    From n documents (or seeds) a draw takes n - 1 with replacement. The variance of such a mean is
-    unbiased (Rao and Wu, 1988), which matters with few seeds. All runs of a draw use the same
-    documents.
+    A draw takes n - 1 of n documents, and n - 1 of n seeds, with replacement. The variance of a
+    mean is then unbiased (Rao and Wu, 1988). All runs of a draw use the same documents.
 
     Args:
         own, base: (seeds, documents), loss in nats, summed over the tokens of each document.
         tokens: (documents,), number of tokens of each document.
-        paired: whether equal rows of `own` and `base` have the same seed; then a draw takes the
-            same seeds from both.
-        log: whether to compute the gap of the logarithms of the losses.
+        paired: whether row i of `own` and row i of `base` have the same seed. A draw then takes the
+            same seeds from both arrays.
+        log: whether to compute gaps of the logarithm of the loss.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
     weights = np.asarray(tokens, np.float64)
@@ -117,9 +118,9 @@ def drawn_gaps(
 
 
 def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
-    """Return the weight of each seed in each bootstrap draw, (draws, seeds), with sum 1 per draw.
+    """Return the weight of each seed in each bootstrap draw, (draws, seeds).
 
-    A draw takes `seeds` - 1 seeds with replacement.
+    A draw takes `seeds` - 1 seeds with replacement. The weights of a draw sum to 1.
     """
     return rng.multinomial(seeds - 1, np.full(seeds, 1 / seeds), size=draws) / (seeds - 1)
 
@@ -134,7 +135,6 @@ def of_documents(
     Args:
         nats: (documents,), loss summed over each document's tokens, or a difference of such sums.
         tokens: (documents,), number of tokens of each document.
-        seed: seed of the random draws.
     """
     sums, weights = (np.asarray(x, np.float64)[:, None] for x in (nats, tokens))
     return of_columns(sums, weights, draws, seed)[0]
@@ -143,14 +143,14 @@ def of_documents(
 def of_columns(
     sums: np.ndarray, weights: np.ndarray, draws: int = DRAWS, seed: int = 0
 ) -> list[Interval]:
-    """Return the 95% bootstrap intervals of K weighted means over documents.
+    """Return the 95% bootstrap interval over documents of each of K weighted means.
 
-    Mean k is the sum of `sums[:, k]` divided by the sum of `weights[:, k]`. A draw uses the same
-    documents for all means. An interval is None if the weights of a draw sum to 0. All intervals
-    are None with fewer than LEAST_OF_ONE documents that have a weight.
+    Mean k is the sum of `sums[:, k]` divided by the sum of `weights[:, k]`, such as nats per token.
+    All means of a draw use the same documents. An interval is None if all weights in a draw are 0,
+    or if fewer than LEAST_OF_ONE documents have a weight above 0.
 
     Args:
-        sums, weights: (documents, K), such as nats and numbers of tokens.
+        sums, weights: (documents, K).
     """
     there = (weights > 0).any(1)
     if there.sum() < LEAST_OF_ONE:
@@ -159,7 +159,7 @@ def of_columns(
     draw = drawn_documents(np.random.default_rng(seed), len(sums), draws)
     with np.errstate(invalid="ignore"):
         found = np.concatenate([(texts @ sums) / (texts @ weights) for texts in draw])
-    low, high = central(found, expanded((1 - CONFIDENCE) / 2, len(sums) - 1))
+    low, high = low_and_high(found, expanded_tail((1 - CONFIDENCE) / 2, len(sums) - 1))
     pairs = zip(low.tolist(), high.tolist(), strict=True)
     # Without weight a mean is NaN, for which the comparison is false.
     return [pair if pair[0] <= pair[1] else None for pair in pairs]
@@ -168,8 +168,8 @@ def of_columns(
 def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Iterator[np.ndarray]:
     """Yield the number of times that each document occurs in each bootstrap draw.
 
-    A draw takes `documents` - 1 documents with replacement. Each yielded array is (some draws,
-    documents) and fits into memory; all arrays together have `draws` rows.
+    Each yielded array has shape (some draws, documents) and fits into memory. A draw takes
+    `documents` - 1 documents with replacement.
     """
     size = max(1, CELLS // documents)
     for start in range(0, draws, size):
@@ -177,20 +177,12 @@ def drawn_documents(rng: np.random.Generator, documents: int, draws: int) -> Ite
         yield rng.multinomial(documents - 1, np.full(documents, 1 / documents), size=count)
 
 
-def central(found: np.ndarray, tail: float) -> np.ndarray:
-    """Return the quantiles `tail` and 1 - `tail` over the first axis of `found`.
-
-    The shapes are (draws, ...) for `found` and (2, ...) for the result.
-    """
-    return np.quantile(found, (tail, 1 - tail), axis=0)
+def low_and_high(draws: np.ndarray, tail: float) -> np.ndarray:
+    return np.quantile(draws, (tail, 1 - tail), axis=0)
 
 
-def expanded(tail: float, df: int) -> float:
-    """Return the normal tail probability at the quantile of Student's t for probability `tail`.
-
-    Bootstrap percentiles of few units are too narrow. The expanded percentile interval corrects
-    this (Hesterberg, arXiv 1411.5279).
-    """
+def expanded_tail(tail: float, df: int) -> float:
     from scipy.special import ndtr, stdtrit
 
+    # Percentiles of few documents or seeds are too narrow: expand them (Hesterberg, 1411.5279).
     return float(ndtr(stdtrit(df, tail)))

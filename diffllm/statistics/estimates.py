@@ -1,4 +1,4 @@
-"""Estimates for the runs of one variant: mean over seeds, rate of events, tokens until a target."""
+"""Estimates over the runs of one variant: mean, rate of events, and tokens to a target loss."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,16 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with the ends of its 95% interval; both ends are None for a single seed."""
+    """A mean over seeds with its 95% confidence interval, from `low` to `high`.
+
+    Both ends are None for a single seed. An uninformative interval contains every possible value.
+    """
 
     mean: float
     low: float | None = None
     high: float | None = None
     seeds: int = 1
     uninformative: bool = False
-    """Whether the interval contains every possible value."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -29,7 +31,7 @@ class Estimate:
 
     @property
     def all_equal(self) -> bool:
-        """Whether all seeds have the same value; the 95% interval is then a meaningless point."""
+        """Whether all seeds have the same value, so that the interval has no width."""
         return self.low is not None and self.low == self.high
 
     def within(self, low: float, high: float) -> "Estimate":
@@ -48,10 +50,9 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of n independent values and its 95% interval, mean ± t(n - 1) s / sqrt(n).
+    """Return the mean of independent values, and its 95% interval by Student's t distribution.
 
-    s is the sample standard deviation (n - 1 in the denominator). A single value has no interval.
-    Raises ValueError without values.
+    A single value has no interval. Raises ValueError for an empty sequence.
     """
     if not len(values):
         raise ValueError("an estimate needs at least one value")
@@ -66,10 +67,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson(share: float, examples: float) -> tuple[float, float]:
-    """Return Wilson's 95% score interval of a measured share, within [0, 1] (JASA 22, 1927).
+    """Return Wilson's 95% confidence interval of a share, such as an accuracy (JASA 22, 1927).
 
     Args:
-        share: share of the examples that have a property, such as right answers.
+        share: measured share of the examples, in [0, 1].
         examples: number of independent examples.
     """
     from scipy.special import ndtri
@@ -83,7 +84,7 @@ def wilson(share: float, examples: float) -> tuple[float, float]:
 def t_interval(
     mean: float, error: float, df: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Return Student's t interval of a mean.
+    """Return the lower and the upper end of Student's t confidence interval of a mean.
 
     Args:
         error: standard error of the mean.
@@ -97,7 +98,7 @@ def t_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """Rate of rare events, such as loss spikes, per 1,000 steps, from at least one step."""
+    """Number of rare events, such as loss spikes, in a number of training steps above 0."""
 
     count: int
     steps: int
@@ -108,7 +109,10 @@ class Rate:
 
     @property
     def low(self) -> float:
-        """Lower end of the rate's exact 95% Poisson interval (Garwood, Biometrika 28, 1936)."""
+        """Lower end of the exact 95% Poisson interval of the rate, in events per 1,000 steps.
+
+        The method is by Garwood (Biometrika 28, 1936).
+        """
         from scipy.special import gammaincinv
 
         low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0
@@ -123,7 +127,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Times:
-    """Tokens after which each run reached a target loss, or ended without reaching the target."""
+    """Number of tokens until each run reached a target loss.
+
+    `reached` is False for a run that ended without the target loss; `tokens` then contains the
+    number of tokens at the end of this run.
+    """
 
     tokens: Sequence[float]
     reached: Sequence[bool]
@@ -147,7 +155,7 @@ class Times:
     def median(self) -> float | None:
         """Kaplan-Meier median of the tokens until a run reaches its target loss.
 
-        None if the estimated share of runs that reach the target is below one half.
+        None if the estimate is that fewer than half of the runs reach this loss.
         """
         if not self.count:
             return None

@@ -1,4 +1,4 @@
-"""Tests of the gap between the runs of two variants: paired by seed, or independent (Welch)."""
+"""t tests of the gap between the runs of two variants: paired by seed, or Welch's test."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -19,10 +19,11 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two means over seeds, own minus base, with its t test.
+    """Difference of two means over seeds, own minus base, for a t test.
 
-    If the values do not vary between seeds, the confidence interval is one point and every p-value
-    is 1. `error` is the standard error; None if a mean has a single seed.
+    `error` is the standard error and `df` the degrees of freedom; both are None if a mean has a
+    single seed. If the values do not vary between seeds, the confidence interval is one point and
+    every p-value is 1.
     """
 
     mean: float
@@ -34,7 +35,7 @@ class Gap:
     zero_variance: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """Return Student's t interval of the gap; None without a standard error (a single seed)."""
+        """Return Student's t confidence interval of the gap; None if a mean has a single seed."""
         if self.error is None or self.df is None:
             return None
         return t_interval(self.mean, self.error, self.df, confidence)
@@ -55,7 +56,7 @@ class Gap:
     def p_below(self, bound: float = 0.0) -> float | None:
         """Return the one-sided p-value of "the gap is below `bound`".
 
-        Return None if the gap has no standard error (a single seed).
+        Return None if a mean has a single seed.
         """
         if self.error is None or self.df is None:
             return None
@@ -68,22 +69,22 @@ class Gap:
     def p_above(self, bound: float = 0.0) -> float | None:
         """Return the one-sided p-value of "the gap is above `bound`".
 
-        Return None if the gap has no standard error (a single seed).
+        Return None if a mean has a single seed.
         """
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of "the gap is not 0"; None for a single seed."""
+        """Two-sided p-value of "the gap is not 0"; None if a mean has a single seed."""
         below, above = self.p_below(), self.p_above()
         return None if below is None or above is None else min(1.0, 2 * min(below, above))
 
 
 def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the mean of own - base over common seeds, with the paired t test.
+    """Return the mean difference, own minus base, over common seeds, for a paired t test.
 
-    Return None without common seeds. Runs of equal seed have equal samples and initial parameters.
-    The effect of both on the losses cancels in the difference.
+    Return None without common seeds. Runs of equal seed have equal samples and initial parameters,
+    so the effects of samples and initial parameters cancel in the difference.
 
     Args:
         own, base: value of each run by seed, such as the final loss.
@@ -101,9 +102,9 @@ def paired(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 
 
 def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
-    """Return the mean of `own` minus the mean of `base`, with Welch's t test.
+    """Return the mean of `own` minus the mean of `base`, for Welch's t test of independent samples.
 
-    Return None if `own` or `base` is empty. Welch's test takes both as independent samples.
+    Return None if `own` or `base` is empty.
 
     Args:
         own, base: value of each run by seed, such as the final loss.
@@ -127,7 +128,7 @@ def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
 def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> float | None:
     """Return Pearson's correlation of `own` and `base` over their common seeds.
 
-    Return None with fewer than FEWEST common seeds, or if the values do not vary.
+    Return None with fewer than FEWEST common seeds, or if all values of one variant are equal.
 
     Args:
         own, base: value of each run by seed, such as the final loss.
@@ -143,23 +144,23 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
 
 @dataclass(frozen=True)
 class Equivalence:
-    """Result of two one-sided tests of whether a gap is within ± a margin (Schuirmann, 1987).
+    """Result of two one-sided tests of whether a gap is within ±margin (Schuirmann, 1987).
 
-    `low` and `high` are the ends of the gap's confidence interval at level 1 - 2 alpha.
+    `low` and `high` are the ends of the gap's confidence interval at level 1 - 2 alpha. `inside`
+    states whether this interval is within ±margin.
     """
 
     p: float
     low: float
     high: float
     inside: bool
-    """Whether the interval from `low` to `high` is within ±margin."""
 
 
 def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
     """Test by two one-sided t tests whether a gap is within ±margin.
 
-    Return None if the gap has no standard error (a single seed). Raises ValueError unless the
-    margin is above 0.
+    Return None if a mean of the gap has a single seed. Raises ValueError unless the margin is
+    above 0.
     """
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
@@ -171,10 +172,10 @@ def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | 
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return the adjusted p-values of a family of tests, in the order of `p` (Holm, 1979).
+    """Return p-values of several tests after Holm's correction, in the order of `p` (Holm, 1979).
 
-    The smallest of m p-values is multiplied by m, the next by m - 1, and so on. Adjusted p-values
-    never decrease in this order and are at most 1.
+    The smallest of m p-values is multiplied by m, the second smallest by m - 1, and the largest by
+    1. An adjusted p-value is at least the adjusted value of every smaller p-value, and at most 1.
     """
     values = np.asarray(p, dtype=np.float64)
     order = np.argsort(values, kind="stable")
@@ -192,7 +193,10 @@ def common_seeds(
 
 
 def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
-    """Return the values as float64, ordered by seed; raises ValueError unless all are finite."""
+    """Return the values as a float64 array, sorted by seed.
+
+    Raises ValueError if a value is not finite.
+    """
     found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
     if not np.isfinite(found).all():
         raise ValueError("a loss is not finite; use compare_arms for arms with diverged runs")

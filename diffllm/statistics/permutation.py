@@ -1,9 +1,10 @@
-"""Exact one-sided permutation tests: of signs, of labels, and of tokens until a target loss.
+"""Exact one-sided permutation tests: sign flips, label permutations, and the log-rank test.
 
-An assignment gives every value a sign or a label. The p-value is the share of assignments whose
-statistic is at least as large as the observed statistic. If at most `DRAWS` assignments exist, all
-are used. Otherwise `DRAWS` are drawn with a fixed seed, and the p-value is (1 + count) / (1 +
-draws), which is valid for any number of draws (Phipson and Smyth, 2010).
+A permutation changes signs of paired differences, or exchanges runs between two samples. The
+p-value is the share of permutations whose statistic is at least as large as the observed statistic.
+Up to `DRAWS` permutations are enumerated. Otherwise `DRAWS` permutations are drawn with a fixed
+seed, and the p-value is (1 + count) / (1 + draws), which is valid for any number of draws (Phipson
+and Smyth, 2010).
 """
 
 import math
@@ -24,19 +25,15 @@ Array = np.ndarray
 def sign_flip(differences: Array) -> float:
     """Return the p-value of "the mean is above 0" by random signs of paired differences.
 
-    Under the null hypothesis every sign is random.
-
     Args:
-        differences: (n,), one per pair. To test against a bound other than 0, subtract the bound
-            first.
+        differences: (n,), own minus base for each seed. To test against a bound other than 0,
+            subtract the bound first.
     """
     return share_as_large(np.asarray(differences, np.float64), signs(len(differences)))
 
 
 def label(own: Array, base: Array) -> float:
-    """Return the p-value of "`own` has the larger mean" by random labels of all values.
-
-    Under the null hypothesis, a value of one sample could as well be in the other sample.
+    """Return the p-value of "`own` has the larger mean" by exchanging values between two samples.
 
     Args:
         own, base: (n,) and (m,), values of two independent samples.
@@ -48,11 +45,7 @@ def label(own: Array, base: Array) -> float:
 def log_rank(own: Times, base: Times) -> float | None:
     """Return the p-value of "runs of `own` reach the target loss after fewer tokens than `base`".
 
-    Return None if no run reaches the target, or without runs in `own` or `base`.
-
-    The log-rank statistic, observed minus expected events of `own`, equals the sum of the scores of
-    its runs. A score is 1 for a run that reaches the target, else 0, minus the Nelson-Aalen hazard.
-    Scores do not depend on labels, so they are computed once for all permutations of labels.
+    Return None if no run reaches the target loss, or if `own` or `base` contains no run.
     """
     if not own.count + base.count or not own.tokens or not base.tokens:
         return None
@@ -62,16 +55,17 @@ def log_rank(own: Times, base: Times) -> float | None:
     events = np.unique(tokens[reached])
     rates = [reached[tokens == time].sum() / at_risk[tokens == time][0] for time in events]
     hazard = np.append(0.0, np.cumsum(rates))[np.searchsorted(events, tokens, side="right")]
+    # The log-rank statistic is the sum of these scores over `own`; scores depend on no labels.
     scores = reached - hazard
     return label(scores[: len(own.tokens)], scores[len(own.tokens) :])
 
 
 def share_as_large(values: Array, assignments: Array) -> float:
-    """Return the share of assignments whose sum of values is at least the observed sum.
+    """Return the share of weighted sums of `values` that are at least as large as the first sum.
 
     Args:
         values: (n,).
-        assignments: (count, n), factors of the values; the first row is the observed assignment.
+        assignments: (count, n), weights of the values in each sum. Row 0 gives the observed sum.
     """
     sums = assignments @ values
     enough = sums[0] - ROUNDING * np.abs(values).sum()
@@ -80,9 +74,9 @@ def share_as_large(values: Array, assignments: Array) -> float:
 
 @cache
 def signs(n: int) -> Array:
-    """Return assignments of signs 1 and -1 to n values, (count, n); the first row has only 1.
+    """Return combinations of signs for n values as 1 and -1, (count, n); row 0 contains only 1.
 
-    All 2^n assignments if these are at most DRAWS, otherwise random assignments.
+    Return all 2^n combinations if these are at most DRAWS, otherwise random combinations.
     """
     if 2**n <= DRAWS:
         # Bit j of row i is the sign of difference j; row 0 has only positive signs.
@@ -93,10 +87,10 @@ def signs(n: int) -> Array:
 
 @cache
 def chosen(n: int, total: int) -> Array:
-    """Return choices of n out of `total` values, (count, total): 1 if a value is chosen, else 0.
+    """Return choices of n of `total` values, (count, total): 1 for a chosen value, otherwise 0.
 
-    The first row, the observed choice, has the first n values. All choices if these are at most
-    DRAWS, otherwise random choices.
+    Row 0 chooses the first n values. Return all choices if these are at most DRAWS, otherwise
+    random choices.
     """
     if math.comb(total, n) <= DRAWS:
         places = np.array([*combinations(range(total), n)])

@@ -1,4 +1,4 @@
-"""Variance between seeds: pooled over arms, and of paired differences."""
+"""Standard deviation between seeds, and of differences between two variants at equal seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ UPPER = 0.8
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """Standard deviation between runs that differ only in seed, and its degrees of freedom."""
+    """Standard deviation between runs that differ only in the seed, and its degrees of freedom."""
 
     sd: float
     df: int
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% confidence interval of the standard deviation, by the chi-square distribution."""
+        """95% chi-square confidence interval of the standard deviation."""
         from scipy.special import chdtri
 
         tail = (1 - CONFIDENCE) / 2
@@ -33,8 +33,8 @@ class SeedSpread:
         """Upper one-sided 80% confidence limit of the standard deviation.
 
         A study that is planned with this limit reaches its power with 80% confidence (Browne,
-        Statistics in Medicine 14, 1995). 80% is the usual choice (Whitehead et al., Statistical
-        Methods in Medical Research 25, 2016).
+        Statistics in Medicine 14, 1995), the usual choice (Whitehead et al., Statistical Methods in
+        Medical Research 25, 2016).
         """
         from scipy.special import chdtri
 
@@ -42,7 +42,9 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between seeds, pooled over arms; None if no arm has two seeds.
+    """Return the standard deviation between seeds, pooled over variants.
+
+    Return None if no variant has two seeds.
 
     Args:
         arms: for each variant, the value of each run by seed, such as the final loss.
@@ -56,11 +58,10 @@ def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
 
 
 def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Return the variance pooled over samples, and its degrees of freedom.
+    """Return the variance over the first axis, pooled over samples, and its degrees of freedom.
 
     Args:
-        samples: arrays (n, ...); the variance is over the first axis. n is at least 2 and may
-            differ.
+        samples: arrays (n, ...). The number of values n is at least 2 and can vary between samples.
     """
     df = sum(len(sample) - 1 for sample in samples)
     squares = [((sample - sample.mean(axis=0)) ** 2).sum(axis=0) for sample in samples]
@@ -69,7 +70,11 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Standard deviation of differences between runs of equal seed, and correlation over seeds."""
+    """Standard deviation of the differences between runs of equal seed from two variants.
+
+    `correlation` is the correlation of the variants over seeds, and `seeds` the number of common
+    seeds.
+    """
 
     differences: SeedSpread
     correlation: float | None
@@ -78,9 +83,10 @@ class Pairs:
 
 
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
-    """Return the spread of differences between runs of equal seed, and their correlation.
+    """Return the standard deviation of the differences between two variants at equal seeds.
 
-    Return None with fewer than two arms, or fewer than two seeds that all arms have.
+    The result is pooled over all pairs of variants, and contains their correlation over seeds.
+    Return None with fewer than two variants, or with fewer than two seeds that all variants have.
 
     Args:
         arms: for each variant, the value of each run by seed, such as the final loss.

@@ -1,4 +1,4 @@
-"""Smallest p of an exact permutation test for a given number of seeds."""
+"""Smallest p-value of an exact permutation test for a given number of seeds."""
 
 import math
 
@@ -6,14 +6,12 @@ from diffllm.statistics.permutation import DRAWS
 
 
 def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> float:
-    """Return the smallest p-value that a permutation test can have with these numbers of seeds.
-
-    A two-sided p-value is twice the one-sided p-value.
+    """Return the smallest p-value that a permutation test can give for these numbers of seeds.
 
     Args:
-        test: "paired" flips the signs of paired differences; "welch" and "log_rank" permute the
-            labels of both arms, the runs of two variants.
-        sides: 1 or 2, for a one-sided or a two-sided test.
+        test: "paired" flips the signs of paired differences. "welch" and "log_rank" exchange runs
+            between the two variants.
+        sides: 1 or 2; a two-sided p-value is twice the one-sided p-value.
     """
     if test == "paired":
         assignments = 2 ** min(own_seeds, base_seeds)
@@ -26,11 +24,10 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
 
 
 def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int | None:
-    """Return the fewest seeds per arm, at least 2, whose smallest p-value is below alpha.
+    """Return the fewest seeds per variant, at least 2, with a smallest p-value below alpha.
 
-    The p-value is multiplied by `tests`, the first step of Holm's correction for that many tests.
-    Return None if no number of seeds is enough, because a test with many seeds draws only DRAWS
-    assignments of signs or labels.
+    The p-value is multiplied by `tests`, as in Holm's correction for this number of tests. Return
+    None if no number of seeds is enough, because the test draws at most DRAWS permutations.
     """
     n = 2
     while (p := smallest_p(test, n, n, sides)) * tests >= alpha:

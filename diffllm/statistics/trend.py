@@ -1,8 +1,8 @@
-"""Trends: whether the gap between two arms grows or shrinks along tokens, parameters or positions.
+"""Trends: whether the gap between two variants grows with tokens, parameters or positions.
 
-A least-squares line over log2 of x is fitted to every run. All runs share the same x, so the slope
-of a gap is the difference of two slopes. Seeds are the unit of all tests, so correlated noise along
-one curve does not affect the coverage.
+A least-squares line over log2 of x is fitted to every run. All runs have the same x values, so the
+slope of a gap is the difference of two slopes. Tests use the variance between seeds. Correlated
+noise along one curve therefore does not affect the coverage of intervals.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Trend:
-    """Slope of a gap, own minus base, per doubling of x, and the fitted gap at both ends of x.
+    """Change of a gap, own minus base, along x.
 
-    `first` and `last` are the ends of x, `start` and `end` the mean gaps there, `points` the number
-    of x.
+    `slope` is the change per doubling of x. `first` and `last` are the smallest and the largest x,
+    `start` and `end` are the fitted gaps at these x, and `points` is the number of x values.
     """
 
     slope: Gap
@@ -65,15 +65,15 @@ def gap_trend(
     base: Mapping[Seed, np.ndarray],
     test: Callable[[Mapping[Seed, float], Mapping[Seed, float]], Gap | None],
 ) -> Trend | None:
-    """Return the slope of the gap, own minus base, over log2 of x, with its test over seeds.
+    """Return the slope of the gap, own minus base, over log2 of x, with a test over seeds.
 
-    Return None if `test` returns None, as without common seeds. With a single seed, the slope has
-    no confidence interval.
+    Return None if `test` returns None, for example without common seeds. With a single seed, the
+    slope has no confidence interval.
 
     Args:
         x: increasing values (n,), such as tokens or parameters.
         own, base: finite values (n,) of each run, by seed.
-        test: `paired` or `welch`, applied to the slopes of all runs.
+        test: the function `paired` or `welch`, which is applied to the slopes of all runs.
     """
     first, second = ({seed: fit_line(x, y) for seed, y in arm.items()} for arm in (own, base))
     slope, start, end = (
@@ -88,12 +88,12 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x (n,) at which all curves are finite, and the y (n,) of each curve at these x.
+    """Return the x values (n,) at which all curves are finite, and each curve's y values (n,) there.
 
-    Ignore x below `window` times the last common x.
+    Ignore x below `window` times the largest common x.
 
     Args:
-        curves: pairs of arrays (x, y).
+        curves: arrays (x, y) of each curve.
     """
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)
