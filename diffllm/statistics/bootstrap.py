@@ -106,7 +106,7 @@ def drawn_gaps(
     rng, found = np.random.default_rng(0), []
     for texts in drawn_documents(rng, len(weights), draws):
         # Paired arms share one draw of seeds, because `drawn * 2` repeats the single entry.
-        drawn = [seeds_drawn(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
+        drawn = [seed_weights(rng, len(side), len(texts)) for side in sides[: 1 if paired else 2]]
         losses = [(texts @ side.T) / (texts @ weights)[:, None] for side in sides]
         first, second = (
             ((np.log(of_seed) if log else of_seed) * seeds).sum(axis=1)
@@ -117,11 +117,7 @@ def drawn_gaps(
     return DrawnGaps(np.concatenate(found), df)
 
 
-def seeds_drawn(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
-    """Return the weight of each seed in each bootstrap draw, (draws, seeds).
-
-    A draw takes `seeds` - 1 seeds with replacement. The weights of a draw sum to 1.
-    """
+def seed_weights(rng: np.random.Generator, seeds: int, draws: int) -> np.ndarray:
     return rng.multinomial(seeds - 1, np.full(seeds, 1 / seeds), size=draws) / (seeds - 1)
 
 

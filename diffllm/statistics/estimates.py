@@ -98,7 +98,7 @@ def t_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """Number of rare events, such as loss spikes, in a number of training steps above 0."""
+    """Number of rare events, such as loss spikes, and number of training steps (at least 1)."""
 
     count: int
     steps: int

@@ -165,7 +165,7 @@ def chance_of_less(
     wanted: float,
     less: float,
 ) -> float | None:
-    """Return the probability that a pilot recommends seeds whose true power is below `less`.
+    """Return the probability that a pilot recommends so few seeds that the power is below `less`.
 
     The pilot estimates the standard deviation between seeds. It recommends the fewest seeds with
     the power `wanted` for `scale` times this estimate. Return None if the power `less` needs more

@@ -85,8 +85,9 @@ class Pairs:
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
     """Return the standard deviation of the differences between two variants at equal seeds.
 
-    The result is pooled over all pairs of variants, and contains their correlation over seeds.
-    Return None with fewer than two variants, or with fewer than two seeds that all variants have.
+    The differences are pooled over all pairs of variants. Also return the correlation of the
+    variants over seeds. Return None with fewer than two variants, or with fewer than two seeds that
+    all variants have.
 
     Args:
         arms: for each variant, the value of each run by seed, such as the final loss.

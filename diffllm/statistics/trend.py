@@ -88,7 +88,7 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x values (n,) at which all curves are finite, and each curve's y values (n,) there.
+    """Return the x values (n,) at which all curves are finite, and the y values (n,) of each curve.
 
     Ignore x below `window` times the largest common x.
 

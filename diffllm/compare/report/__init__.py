@@ -1,4 +1,4 @@
-"""Reports that compare runs on disk: one self-contained HTML page and one CSV table."""
+"""Reports that compare runs on disk: a self-contained HTML page and a CSV table."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ from pathlib import Path
 def write_report(
     paths: list[Path], baseline: str | None = None, out: Path | None = None
 ) -> tuple[Path, Path]:
-    """Write report.html and report.csv about the runs in `paths`, and return both paths.
+    """Write report.html and report.csv, which compare runs, and return the paths of both files.
 
     Raises ConfigError if no run can be read, if no run has the attention variant `baseline`, or if
     `out` cannot be written.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: attention variant that other variants are compared with; None selects `standard`
-            if a run has this variant.
+        baseline: attention variant that other variants are compared with; None selects `standard`,
+            or the first variant if no run has `standard`.
         out: directory of both files; None selects the closest directory that contains all `paths`.
     """
     from diffllm.compare.report.comparison import read
@@ -25,15 +25,15 @@ def write_report(
 
 
 def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
-    """Return a text table of the runs' mean losses, gaps and 95% intervals, followed by notes.
+    """Return a text table of held-out losses and their gaps to the baseline, followed by notes.
 
-    The table is at most 100 columns wide. Raises ConfigError if no run can be read, or if no run
-    has the attention variant `baseline`.
+    The table contains means over seeds with 95% intervals, in lines of at most 100 characters.
+    Raises ConfigError if no run can be read, or if no run has the attention variant `baseline`.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: attention variant that other variants are compared with; None selects `standard`
-            if a run has this variant.
+        baseline: attention variant that other variants are compared with; None selects `standard`,
+            or the first variant if no run has `standard`.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import whole_text

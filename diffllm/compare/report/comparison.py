@@ -1,6 +1,6 @@
-"""Comparison of runs: the loss gap of each row of runs to its baseline, and notes.
+"""Compare runs: group the runs that differ only in the seed, and measure loss gaps to a baseline.
 
-A row is the runs that differ only in the seed.
+Runs that differ only in the seed are one row of the report.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from diffllm.compare.report.curves import BUDGETS, equal_gap
 from diffllm.compare.report.evaluations import Evaluated, columns, evaluations
 from diffllm.compare.report.keys import ATTENTION, MATCHES, distinguish, overrides
 from diffllm.compare.report.notes import fact_notes, parameter_notes, run_notes, speed_notes
+from diffllm.compare.report.numbers import plural
 from diffllm.compare.report.rows import Group, Row, make_groups, make_rows
 from diffllm.compare.report.runs import Run, find_runs, load_run, sweep_notes
 from diffllm.compare.report.tables import row_values
@@ -27,7 +28,10 @@ from diffllm.statistics.gap_tests import holm
 
 @dataclass
 class Comparison:
-    """All numbers and notes of a report."""
+    """Content of a report: its rows, evaluation scores and notes.
+
+    A row is a set of runs that differ only in the seed. The rows of a group can be compared.
+    """
 
     title: str
     rows: list[Row]
@@ -44,49 +48,52 @@ class Comparison:
 def read(
     paths: list[Path], baseline: str | None = None, step: int = 0
 ) -> tuple[Comparison, Path | None]:
-    """Compare all runs in `paths`; return the comparison and the directory for a report.
+    """Compare all runs in `paths`; return the comparison and the default directory of its report.
 
-    The directory is None if the runs have no suitable common directory. A run that cannot be read
-    is skipped with a note. Raises ConfigError if no run can be read, or if no run has the attention
-    variant `baseline`.
+    The directory is the closest one that contains all runs, or None if it may belong to other
+    users. A run that cannot be read is skipped with a note. Raises ConfigError if no run can be
+    read, or if no run has the attention variant `baseline`.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: attention variant that other variants are compared with; None for the default.
-        step: step of the checkpoints whose evaluations are shown; 0 selects each run's newest
-            evaluated checkpoint.
+        baseline: attention variant that other variants are compared with; None selects `standard`,
+            or the first variant if no run has `standard`.
+        step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
+            checkpoint of each run.
     """
     found = find_runs(paths)
     runs: list[Run] = []
-    unreadable: list[str] = []
+    unreadable: dict[Path, str] = {}
     for path in found.runs:
         try:
             runs.append(load_run(path))
         except CheckpointError as error:
-            unreadable.append(f"{path} is skipped: {error}.")
+            unreadable[path] = str(error)
     if not runs:
-        more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
-        raise ConfigError(f"no run can be read: {unreadable[0]}{more}")
+        first, *others = unreadable.values()
+        more = f"; {plural(len(others), 'more run')} cannot be read" if others else ""
+        raise ConfigError(f"none of the runs can be read: {first}{more}")
     comparison = compare(runs, baseline, found.title, step)
     waiting = [note for sweep in found.sweeps for note in sweep_notes(sweep)]
-    comparison.notes = unreadable + waiting + comparison.notes
-    comparison.score_notes = unreadable + comparison.score_notes
+    skipped = [f"{path} is skipped: {reason}." for path, reason in unreadable.items()]
+    comparison.notes = skipped + waiting + comparison.notes
+    comparison.score_notes = skipped + comparison.score_notes
     return comparison, found.home
 
 
 def compare(
     runs: list[Run], baseline: str | None = None, title: str = "", step: int = 0
 ) -> Comparison:
-    """Group runs into rows, and measure the loss gap of each row to its baseline row.
+    """Group runs that differ only in the seed, and measure each group's loss gap to its baseline.
 
     Raises ConfigError if no run has the attention variant `baseline`.
 
     Args:
-        baseline: attention variant of the baseline; None selects `standard` if a run has this
-            variant, else the variant of the first of several rows.
+        baseline: attention variant that other variants are compared with; None selects `standard`,
+            or the first variant if no run has `standard`.
         title: title of the report.
-        step: step of the checkpoints whose evaluations are shown; 0 selects each run's newest
-            evaluated checkpoint.
+        step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
+            checkpoint of each run.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
@@ -121,17 +128,20 @@ def compare(
 def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
     variants = list(dict.fromkeys(row.keys["attention"] for row in rows))
     if wanted is not None and wanted not in variants:
-        raise ConfigError(f"no run has baseline={wanted}; choose from {', '.join(variants)}")
+        raise ConfigError(
+            f"baseline={wanted} is not the attention variant of any run; "
+            f"choose from {', '.join(variants)}"
+        )
     default = variants[0] if len(rows) > 1 else None
     return wanted or ("standard" if "standard" in variants else default)
 
 
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
-    """Return the row that `row` is compared with; None if no row qualifies.
+    """Return the report row that `row` is compared with, or None.
 
-    The returned row has the attention variant `baseline`, and agrees with `row` in all keys outside
-    of attention. If several rows qualify, choose the row without overrides of attention. The result
-    may be `row` itself. Return None if the config of `row` changed during training.
+    The result has the attention variant `baseline`, and the values of `row` for all keys outside
+    of `model.attention`. Of several such rows, choose the row without overrides of attention. The
+    result can be `row` itself. Return None if the config of `row` changed during training.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -147,9 +157,10 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
 
 
 def of_one_size(row: Row, other: Row, match: str) -> bool:
-    """Return whether two rows are matched in size to the same attention variant.
+    """Return whether the matching of parameters or FLOPs permits a comparison of two report rows.
 
-    The variant that other rows are matched to counts as matched to itself.
+    Both rows must be matched to the same variant, or one row must be matched to its own variant,
+    which does not change its size.
 
     Args:
         match: the key model.match_params_to or model.match_flops_to.
@@ -179,7 +190,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
     """Return the loss gap of `row` to `base` with a bootstrap interval over documents and seeds.
 
-    If the interval cannot be computed, return None and the reason. Otherwise, the reason is "".
+    Also return "". If the interval cannot be computed, return None and the reason instead.
     """
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())

@@ -1,4 +1,4 @@
-"""Curves of the runs of a row, combined over seeds, and loss gaps at equal cost."""
+"""Curves of runs, combined over seeds, and loss gaps at equal cost."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ MACHINE = ("device", "ranks", "torch", "compiled")
 
 @dataclass(frozen=True)
 class Band:
-    """The curves of a row's runs on common x values: mean and range over seeds.
+    """Mean and range over seeds of a metric, as curves at common x values.
 
-    Arrays are (n,), with NaN where a seed has no value.
+    Arrays are (n,), with NaN where a seed has no value. `singles` are curves of single seeds, at
+    points where another seed has no value. `stops` are the last finite points (x, y) of seeds that
+    end before the last x.
     """
 
     x: Array
@@ -31,9 +33,7 @@ class Band:
     low: Array
     high: Array
     singles: list[Array]
-    """Curves of single seeds, (n,) each, at points where another seed has no value."""
     stops: list[tuple[float, float]]
-    """Last finite points (x, y) of the seeds that end before the last x."""
 
     @property
     def drawn(self) -> Array:
@@ -42,10 +42,9 @@ class Band:
 
 
 def over_seeds(curves: Iterable[Series]) -> Band | None:
-    """Combine the curves of several seeds into their mean and range at all x values of any curve.
+    """Combine the curves of several seeds into their mean and range; None without a finite value.
 
-    Values between the points of a curve are interpolated linearly. Return None if no curve has a
-    finite value.
+    The x values are those of all curves. Each curve is interpolated linearly between its points.
     """
     curves = [curve for curve in curves if len(curve.tokens)]
     if not any(np.isfinite(curve.values).any() for curve in curves):
@@ -79,10 +78,13 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """Return a quantity that is logged per layer, as curves over the layer number.
+    """Return the mean and range over seeds of a metric that is logged per layer, by layer index.
 
-    The values are those of the last logged step that all runs of the row have in common. Return
-    None if the runs have no common step.
+    Use the last step that all finished runs of the row logged (all runs if no run has finished).
+    Return None without a common step.
+
+    Args:
+        quantity: name of the metric without "/layer_00".
     """
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
@@ -97,9 +99,9 @@ def at_end(row: Row, quantity: str) -> Band | None:
 
 
 def envelope(band: Band) -> tuple[Array, Array, Array]:
-    """Reduce a band to at most `POINTS` intervals of x, for drawing.
+    """Divide a band into at most `POINTS` intervals of x, for drawing.
 
-    Returns the first x, the lowest and the highest value of each interval.
+    Returns the first x, the minimum and the maximum of each interval, (intervals,) each.
     """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
@@ -108,7 +110,7 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return the held-out sample loss of a row minus that of its baseline, over tokens.
+    """Return the held-out sample loss of a row minus its baseline's loss, over training tokens.
 
     Runs are paired by seed. Return None if the row has no baseline, or if no seed is common.
     """
@@ -129,10 +131,10 @@ def rows_of_gaps(rows: list[Row]) -> list[Row]:
 
 
 def seed_noise(rows: list[Row]) -> Series | None:
-    """Return half the width of the noise floor of loss gaps at each evaluation.
+    """Return half the width of the noise floor of loss gaps, over training tokens.
 
-    The noise floor is the range of 95% of gaps between rows with equal expected loss. Half its
-    width is t s sqrt(2 / n): s is the standard deviation between seeds pooled over rows, n the
+    The noise floor is the range of 95% of the gaps between variants of equal expected loss. Half of
+    this range is t s sqrt(2 / n): s is the standard deviation between seeds pooled over rows, n the
     smallest number of seeds per row, and t the quantile of Student's distribution. Return None if
     no row has two seeds.
     """
@@ -160,12 +162,9 @@ class Budget(NamedTuple):
 
 
 def seconds_spent(run: Run, tokens: Array) -> Array | None:
-    """Return the training time of a run, in seconds, after each number of tokens.
+    """Return the training time in seconds at which a run reached each number of `tokens`, (n,).
 
-    Evaluations and saves are excluded. Return None if the run did not log step times.
-
-    Args:
-        tokens: numbers of tokens, (n,).
+    Evaluations and checkpoints are excluded. Return None if the run did not log step times.
     """
     if "perf/step_ms" not in run.metrics.columns:
         return None
@@ -206,36 +205,30 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
     return None if spent is None else increasing(spent, losses[known])
 
 
-def increasing(spent: Array, values: Array) -> Series | None:
-    """Return the finite values of a curve over the cost spent, such as FLOPs.
+def increasing(costs: Array, values: Array) -> Series | None:
+    """Return the finite values of a curve (n,) against costs (n,), such as training FLOPs.
 
-    Return None if no value is finite, or if the costs are not positive and sorted.
-
-    Args:
-        spent: cost at each point, (n,).
-        values: value at each point, (n,).
+    Return None without a finite value, or unless all costs are positive and in increasing order.
     """
     known = np.isfinite(values)
-    spent, values = spent[known], values[known]
-    if not len(spent) or not np.isfinite(spent).all():
+    costs, values = costs[known], values[known]
+    if not len(costs) or not np.isfinite(costs).all():
         return None
-    return Series(spent, values) if spent[0] > 0 and (np.diff(spent) >= 0).all() else None
+    return Series(costs, values) if costs[0] > 0 and (np.diff(costs) >= 0).all() else None
 
 
 def last_common(curves: Iterable[Series]) -> float | None:
-    """Return the largest x that is in the range of all curves; None if the ranges do not
-    overlap.
-    """
+    """Return the largest x that is in the range of all curves; None without a common range."""
     curves = [*curves]
     at = float(min((curve.tokens[-1] for curve in curves), default=0))
     return at if curves and at >= max(curve.tokens[0] for curve in curves) else None
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """Return the loss gap of a row to its baseline at equal cost.
+    """Return the loss gap of a row to its baseline after equal cost, such as equal training FLOPs.
 
-    Return None if the row has no gap, if the cost of a run is unknown, or if costs are not
-    comparable because the runs used different machines.
+    Return None if the row has no gap, if the cost of a run is unknown, or if a cost in seconds was
+    measured on different machines.
     """
     if row.gap is None or row.baseline is None:
         return None
@@ -257,11 +250,10 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
 
 
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
-    """Interpolate the loss at x = `at`, linearly in log x; return the loss and an error estimate.
+    """Interpolate a loss curve at x = `at`, linearly in log x; return the loss and its error.
 
-    The error estimate is the largest error of the same interpolation at the two neighbouring
-    points. The estimate is 0 at a point of the curve, and infinite if no neighbour can be
-    interpolated.
+    The error is estimated as the largest error of the same interpolation at the two neighbouring
+    points. It is 0 at a point of the curve, and infinite if both neighbours are end points.
     """
     x, y = np.log(curve.tokens), curve.values
     place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))

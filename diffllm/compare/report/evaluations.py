@@ -1,4 +1,4 @@
-"""Results of `diffllm evaluate` in a report: mean scores over seeds, and gaps paired by seed."""
+"""Scores of `diffllm evaluate` in a report: means over seeds, and gaps paired by seed."""
 
 import json
 import math
@@ -53,10 +53,11 @@ class Evaluated(NamedTuple):
 
 
 def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[str]]:
-    """Return the results of all evaluations of the rows' runs, and notes about skipped results.
+    """Return the scores of all evaluations of the runs in a report, and notes about skipped runs.
 
     Args:
-        step: step of the evaluated checkpoints; 0 selects each run's newest evaluated checkpoint.
+        step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
+            checkpoint of each run.
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
@@ -70,16 +71,16 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
 def gathered(
     name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
 ) -> tuple[Evaluated | None, str]:
-    """Combine the results of one evaluation over all runs of all rows.
+    """Combine the scores of one evaluation over all runs of a report.
 
-    Runs with settings other than those of the first evaluated run are skipped.
+    Runs with other settings of the evaluation than the first evaluated run are skipped.
 
     Args:
         name: name of the evaluation.
-        by_run: results by run directory and step.
+        by_run: results by run directory, step of the checkpoint, and name of the evaluation.
 
     Returns:
-        The combined results (None if no run has a score), and a note about skipped runs.
+        The combined scores (None without a score), and a note about skipped runs (or "").
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -134,7 +135,7 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
 def by_name(result: Line) -> Lines:
     """Return the scores of an evaluation result by name.
 
-    For a task with several levels, the first score is the mean over levels.
+    For an accuracy at several levels of a task, add the mean over levels as the first score.
     """
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
@@ -152,9 +153,9 @@ def independent_examples(score: Line) -> float:
 
 
 def scores_by_fact(scores: Lines) -> Lines:
-    """Return the scores of subgroups of examples, such as "512, depth 0.25".
+    """Return the scores of subgroups of examples by name.
 
-    A score contains the values of its subgroups in fields such as `by_depth`.
+    The name "512, depth 0.25" refers to the key 0.25 in the field `by_depth` of the score "512".
     """
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
@@ -166,19 +167,20 @@ def scores_by_fact(scores: Lines) -> Lines:
 
 
 def loss_of_all(runs: Sequence[Sequence[Checkpoint]]) -> float | None:
-    """Return the lowest loss that every run reached at an evaluated checkpoint.
+    """Return the lowest loss that every run reached at its evaluated checkpoints.
 
-    Return None if all runs have the same lowest loss, because interpolation between checkpoints
-    would then change nothing.
+    Return None if the lowest losses of all runs are equal, because scores can then be compared
+    without interpolation.
     """
     lowest = [min(known) for run in runs if (known := [x.loss for x in run if x.loss is not None])]
     return max(lowest) if len({*lowest}) > 1 else None
 
 
 def scores_at(loss: float, checkpoints: Sequence[Checkpoint]) -> Lines:
-    """Interpolate a run's scores between its checkpoints at the held-out sample loss `loss`.
+    """Interpolate a run's scores between its checkpoints, at the held-out sample loss `loss`.
 
-    Return {} if `loss` is outside of the range of the checkpoints' losses.
+    The interpolation is linear in loss. Return {} if `loss` is outside of the range of the
+    checkpoints' losses.
     """
     known = [(each.loss, each.scores) for each in checkpoints if each.loss is not None]
     for at, scores in known:
@@ -202,12 +204,12 @@ def score_lines(
 ) -> list[ScoreLine]:
     """Return the mean of each score over seeds, and its gap to the baseline, with 95% t intervals.
 
-    Intervals are limited to possible values: [0, 1] for a share of correct answers, else the field
-    "range" of the score. Intervals of gaps are limited to possible differences.
+    Intervals are limited to possible values: [0, 1] for accuracies, and the score's field "range"
+    for other scores. Intervals of gaps are limited to possible differences.
 
     Args:
-        results: scores by seed and name, for each row.
-        bases: index of the baseline of each row; None without a baseline.
+        results: for each report row, the scores by seed and name.
+        bases: for each report row, the index of its baseline row, or None.
         unit: unit of the evaluation.
     """
     lines = []
@@ -246,10 +248,9 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval over examples to an accuracy without an interval over seeds.
+    """Add Wilson's interval over examples to an accuracy with one seed, or with equal seed values.
 
-    This is the case for a single seed, and for seeds with equal accuracy. Other cells are returned
-    unchanged.
+    Return other scores unchanged.
 
     Args:
         examples: number of independent examples.

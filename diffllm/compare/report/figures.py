@@ -1,7 +1,4 @@
-"""Figures of a report: line styles of rows, curves with bands, and gaps with intervals.
-
-All figures are SVG images on a white background.
-"""
+"""Figures of a report as SVG images: curves with bands, and gaps with intervals."""
 
 import base64
 import io
@@ -131,7 +128,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def add_legend(figure: "Figure") -> None:
-    """Add a legend below the axes, and make the figure higher by the height of the legend."""
+    """Add a legend below the axes, and increase the figure's height by the legend's height."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     # Names of rows, which begin with a space, may be equal after `short_label`.
     kept = [i for i, label in enumerate(labels) if label[0] == " " or label not in labels[:i]]
@@ -158,11 +155,10 @@ def draw_curves(
     mark: tuple[float, str] | None = None,
     floor: Series | None = None,
 ) -> "Figure":
-    """Draw one band per row over a common horizontal axis.
+    """Draw the curves of all report rows over a common horizontal axis.
 
-    Each band shows the mean over seeds as a line, the range over seeds as an area, and sections
-    with a single seed as a thin line. A cross shows the last finite value of a seed that ends
-    early.
+    A line shows the mean over seeds, an area the range over seeds, and a thin line the points with
+    only one seed. A cross shows the last finite value of a seed that ends early.
 
     Args:
         bands: the curves of each row, None for rows without values.
@@ -215,20 +211,19 @@ def draw_band(axes: "Axes", band: Band, style: RowStyle, log: bool, name: str) -
     marker = style.marker if len(band.x) <= FEW else ""
     how: dict[str, Any] = {"marker": marker, **style.line}
     for y, width, label in ((band.mean, 1.6, name), *((y, 0.7, "") for y in band.singles)):
-        axes.plot(band.x, on_scale(y, log), lw=width, ms=2 * width, label=label, **how)
+        axes.plot(band.x, hide_nonpositive(y, log), lw=width, ms=2 * width, label=label, **how)
     x, low, high = envelope(band)
-    low = on_scale(low, log)
+    low = hide_nonpositive(low, log)
     known = np.isfinite(low) & np.isfinite(high)
     if (high > low)[known].any():
         axes.fill_between(x, low, high, where=known, color=style.colour, alpha=0.13, lw=0)
     if band.stops:
         x, y = np.transpose(band.stops)
         how = {"color": style.colour, "ms": 6, "mew": 1.6, "label": "last finite value"}
-        axes.plot(x, on_scale(y, log), "x", **how)
+        axes.plot(x, hide_nonpositive(y, log), "x", **how)
 
 
-def on_scale(values: np.ndarray, log: bool) -> np.ndarray:
-    """Replace values that a logarithmic scale cannot show by NaN, if `log` is true."""
+def hide_nonpositive(values: np.ndarray, log: bool) -> np.ndarray:
     return np.where(values > 1 / LARGEST, values, np.nan) if log else values
 
 
@@ -258,9 +253,9 @@ def draw_gaps(
 
     Args:
         gaps: at least one gap.
-        styles: line style of each gap's row.
+        styles: style of each gap, with its label and colour.
         across: label of the horizontal axis.
-        hollow: whether the mean of each gap is drawn as a ring; empty draws no rings.
+        hollow: for each gap, whether its mean is drawn as a ring; empty draws no rings.
         sides: labels of the sides below 0 and above 0.
         ends: description of the intervals, for the legend.
     """
@@ -301,7 +296,10 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return axis limits that contain 0 and the intervals over the most seeds, except outliers."""
+    """Return axis limits that contain 0 and the intervals of all gaps, except outliers.
+
+    Intervals of gaps with fewer seeds than another gap are ignored.
+    """
     most = max(gap.seeds for gap in gaps)
     bounds = [
         [x for x in (gap.mean, gap.low, gap.high) if x is not None]

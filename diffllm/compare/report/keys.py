@@ -1,4 +1,4 @@
-"""Find the config keys and facts of run.json that differ between runs.
+"""Find the config keys and the entries of run.json that differ between runs.
 
 Some of these differences prevent a comparison of the runs.
 """
@@ -69,7 +69,11 @@ SPEED = (
 
 @dataclass(frozen=True)
 class Keys:
-    """Config keys and facts in which runs differ."""
+    """Config keys and entries of run.json that differ between runs.
+
+    `swept` lists the keys that distinguish the rows of a report. A difference in an `incomparable`
+    key prevents a comparison. `values` contains the values of each run by key.
+    """
 
     swept: list[str]
     incomparable: list[str]
@@ -78,11 +82,12 @@ class Keys:
 
 
 def distinguish(runs: list[Run]) -> Keys:
-    """Return the config keys and facts in which runs differ, and their values for each run.
+    """Return the config keys and entries of run.json in which runs differ, with their values.
 
-    Seeds, keys of speed or location, and keys that follow from another key are omitted. If only
-    some runs record a fact in run.json, these runs are not comparable to the other runs. If no run
-    records the fact, the config keys that determine the fact are compared instead.
+    Seeds, keys that affect only speed or file locations, and keys that follow from another key are
+    omitted. Some entries of run.json replace config keys, such as the hash of the corpus. A run
+    without such an entry is not comparable to a run that has this entry. If all runs lack the
+    entry, their config keys are compared.
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
@@ -132,13 +137,13 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Treat a variant that other runs are matched to in size as matched to itself.
+    """Set model.match_params_to of a variant to its own name if other runs are matched to it.
 
-    This applies to the keys model.match_params_to and model.match_flops_to, and changes `values` in
-    place. A variant remains unmatched if some of its runs are matched to a further variant.
+    Apply the same rule to model.match_flops_to. Variants with runs that are already matched remain
+    unchanged.
 
     Args:
-        values: config values and facts by key, for each run.
+        values: values of each run by key, changed in place.
     """
     unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
@@ -150,7 +155,7 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the fields of `model.attention` that a run sets to other values than its variant."""
+    """Return the keys of `model.attention` in which a run differs from its variant's defaults."""
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()
@@ -173,10 +178,10 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
 
 
 def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Return whether `key` differs between runs, but not between runs with equal values of `keys`.
+    """Return whether `key` differs between runs, but is equal in runs with equal values of `keys`.
 
     Args:
-        values: values by key, for each run.
+        values: values of each run by key.
     """
     seen: dict[str, set[str]] = {}
     for each in values:

@@ -1,4 +1,4 @@
-"""Sentences of a report: findings about rows, and notes about runs and settings."""
+"""Sentences of a report: the result of each row, and notes about runs and settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -43,8 +43,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def family(rows: list[Row]) -> list[Row]:
-    """Return the rows whose loss gap has a p value; Holm's correction applies to these p values."""
+def tested_rows(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.p_holm is not None]
 
 
@@ -53,14 +52,13 @@ def survives(row: Row) -> bool:
 
 
 def p_text(p: float | None) -> str:
-    """Format a p value as "0.031", "0.0012" or "<0.0001"; None as a dash."""
     if p is None or p < 0.0001:
         return MISSING if p is None else "<0.0001"
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
 def holm_sentence(rows: list[Row]) -> str:
-    if not (tested := family(rows)):
+    if not (tested := tested_rows(rows)):
         return ""
     kept = [(row.label, row.gap.mean) for row in tested if row.gap and survives(row)]
     better, worse = ([name for name, x in kept if side * x > 0] for side in (-1, 1))
@@ -73,9 +71,9 @@ def holm_sentence(rows: list[Row]) -> str:
 
 
 def thin_note(runs: Iterable[Run]) -> str:
-    """Return a warning if finished runs have too little held-out text for a reliable loss.
+    """Return a warning if a finished run has too little held-out text for a reliable loss.
 
-    Return "" if the held-out text of all runs is large enough.
+    Return "" without such a run.
     """
     found = []
     for run in runs:
@@ -107,13 +105,11 @@ def gap_tag(row: Row) -> str:
 
 
 def divergence(row: Row, of: str = "", share: bool = True) -> str:
-    """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)".
-
-    Return "" if no seed diverged.
+    """Return a text such as "1 of 3 seeds diverged (33%, 0.84% to 91%)", or "" if no seed diverged.
 
     Args:
         of: text inserted after "seeds".
-        share: include the share of diverged seeds and its interval.
+        share: whether to add the share of diverged seeds and its interval in parentheses.
     """
     if not row.diverged:
         return ""
@@ -145,7 +141,6 @@ def finding(row: Row) -> str:
 
 
 def progress(run: Run) -> str:
-    """Return a text such as "step 10 of 20, held-out sample loss 4.123 nats per token"."""
     losses = run.series("eval/loss").values
     sample = f", held-out sample loss {fixed(losses[-1], 3)} nats per token" if len(losses) else ""
     return f"step {run.last_step} of {run.cfg.steps}{sample}"
@@ -211,7 +206,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def setting_of(run: Run, key: str) -> Any:
-    """Return the value of a fact of run.json, or else of a config key.
+    """Return the value of `key` in run.json or, if the file lacks the key, in the config.
 
     The corpus of an imported model is "unknown", and its config keys of the corpus are None.
     """

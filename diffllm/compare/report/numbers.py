@@ -1,4 +1,4 @@
-"""Formatting of numbers in a report."""
+"""Format numbers for a report."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def in_digits(value: Any) -> str:
 
 
 def short(value: Any, digits: int = 3) -> str:
-    """Format a number with `digits` significant digits; a missing number as a dash."""
+    """Format a number with `digits` significant digits; a missing or infinite number as a dash."""
     x = finite(value)
     if x is None:
         return MISSING
@@ -72,7 +72,7 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
 
 
 def digits_for(estimate: Estimate) -> int:
-    """Return the number of decimals to show for a mean and its interval."""
+    """Return the number of decimals for printing a mean and its interval."""
     known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
     if known and (widest := max(map(abs, known))) < TINY:
         return 1 - math.floor(math.log10(widest))

@@ -13,11 +13,11 @@ from diffllm.compare.report.curves import POINTS, gap_band, rows_of_gaps, seed_n
 from diffllm.compare.report.figures import RC, RowStyle, row_styles
 from diffllm.compare.report.notes import (
     divergence,
-    family,
     finding,
     holm_sentence,
     runs_summary,
     settings,
+    tested_rows,
     thin_note,
 )
 from diffllm.compare.report.numbers import MISSING, ascii_minus, compact, fixed, with_interval
@@ -35,19 +35,24 @@ MOST = 12
 
 
 def write(comparison: Comparison, directory: Path | None) -> tuple[Path, Path]:
-    """Write report.html and report.csv, and return the paths of both files.
+    """Write report.html and report.csv into `directory`, and return the paths of both files.
 
     Raises ConfigError if `directory` is None or cannot be written.
     """
     if directory is None:
-        raise ConfigError("the runs have no common directory for a report; choose one with out=DIR")
+        raise ConfigError(
+            "the runs have no common directory for the report; choose a directory with out=DIR"
+        )
     html, table = page(comparison).encode(), csv_text(comparison.rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / "report.html", html)
         replace_file(directory / "report.csv", table)
     except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror}; choose another out=DIR") from error
+        raise ConfigError(
+            f"the report cannot be written to {directory}: {error.strerror}; "
+            "choose another directory with out=DIR"
+        ) from error
     return directory / "report.html", directory / "report.csv"
 
 
@@ -78,7 +83,7 @@ def page(comparison: Comparison) -> str:
         thin=thin_note(run for row in rows for run in row.runs),
         tests=tables.gap_table(rows, styles),
         costs=tables.cost_table(rows, comparison.baseline),
-        family=len(family(rows)),
+        family=len(tested_rows(rows)),
         documents="; ".join(dict.fromkeys(row.no_documents for row in rows if row.no_documents)),
         hidden=hidden,
         results=Table([names, *every]),
@@ -104,10 +109,10 @@ def template(name: str) -> Any:
 
 
 def findings(comparison: Comparison, styles: list[RowStyle]) -> list[dict[str, Any]]:
-    """Return the line style and the summary sentence of each row, for the first screen.
+    """Return the template fields of the page's summary, one dict per report row.
 
-    The first row of a variant also contains the variant's description, and the first row of a group
-    the group's description.
+    The keys are "style" (line style), "sentence" (result of the row), "about" (description of the
+    variant) and "group" (description of the group). A description is "" after its first use.
     """
     groups = comparison.groups if len(comparison.groups) > 1 else []
     heads = {id(group.rows[0]): f"{group.letter}: {in_short(group, 100)}" for group in groups}
@@ -149,7 +154,7 @@ def whole_text(comparison: Comparison) -> str:
 
 
 def table_text(comparison: Comparison) -> str:
-    """Return the table of mean losses and gaps as ASCII text of at most `WIDTH` columns."""
+    """Return an ASCII table of mean losses and gaps, at most `WIDTH` characters wide."""
     rows, groups = comparison.rows, comparison.groups
     heads = ["", "held-out loss", f"gap to {comparison.baseline}", "seeds", "parameters"]
     shown = [i for i in range(len(heads)) if i != 2 or any(row.gap for row in rows)]
@@ -184,11 +189,11 @@ def row_cells(row: Row) -> list[str]:
 
 
 def record_gaps(comparison: Comparison, directory: Path) -> bool:
-    """Log the loss gap of each row to its baseline over tokens, to a new wandb run.
+    """Log the loss gap of each row to its baseline, over training tokens, to a new wandb run.
 
-    Metrics are `gap/<row>`, `gap/<row>/low`, `gap/<row>/high` and `gap/noise_floor`. The wandb mode
-    and project are those of the first row's runs. Return False if no row has a gap, or if wandb is
-    disabled.
+    Metrics are `gap/<row>` (mean over seeds), `gap/<row>/low` and `gap/<row>/high` (range), and
+    `gap/noise_floor`. The wandb mode and project come from the first run. Return False if no row
+    has a gap, or if wandb is disabled.
     """
     rows = [row for row in comparison.rows if row.gap]
     bands = {row.label: band for row in rows if (band := gap_band(row)) is not None}

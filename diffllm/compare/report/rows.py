@@ -1,6 +1,6 @@
 """Rows of a report, groups of comparable rows, and labels.
 
-A row is the runs of one combination of swept keys, which differ only in the seed.
+A row is a set of runs that differ only in the seed.
 """
 
 import math
@@ -33,18 +33,19 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
 @dataclass(frozen=True)
 class EqualGap:
-    """The loss gap of a row to its baseline at equal cost."""
+    """Loss gap of a row to its baseline after the equal cost `at`, such as equal training FLOPs.
+
+    `error` is the possible error of interpolation, in nats per token.
+    """
 
     gap: Estimate
     at: float
-    """Amount spent, which all runs of both rows reached."""
     error: float
-    """Possible error of interpolation, nats per token."""
 
 
 @dataclass
 class Row:
-    """The runs that differ only in the seed, and statistics over these runs."""
+    """Runs that differ only in the seed, and statistics over these runs."""
 
     label: str
     """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
@@ -131,9 +132,10 @@ class Row:
 
 
 def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
-    """Group runs by the values of their differing keys; return sorted rows without labels and gaps.
+    """Group the runs that differ only in the seed into rows, and sort the rows by variant and keys.
 
-    If several runs of a row have the same seed, use only one, and add a message to `notes`.
+    If several runs of a row have the same seed, use the newest finished run, or else the newest
+    run, and add a message to `notes`. Labels and gaps of the rows are still empty.
 
     Args:
         keys: the differing keys of `runs`, see `distinguish`.
@@ -190,9 +192,9 @@ def row_value(row: Row, metric: Metric) -> float | None:
 
 
 def run_value(run: Run, metric: Metric) -> float | None:
-    """Return the value of a metric of a run for report.csv; None without a finite value.
+    """Return a run's value of a metric for report.csv; None without a finite value.
 
-    The metric's column defines the steps, and how their values are combined.
+    `metric.column` selects the last or all logged steps, and the reduction over these steps.
     """
     column, layers = metric.column, metric.name.endswith("*")
     assert column
@@ -214,21 +216,22 @@ TELLING = ("model", "steps", "seq_len", "global_batch_size", "optim.lr", "optim.
 
 @dataclass
 class Group:
-    """Rows that can be compared, because all incomparable keys have equal values."""
+    """Rows of a report that can be compared with each other.
+
+    `values` contains the keys that differ between groups, and this group's values as text.
+    """
 
     letter: str
     rows: list[Row]
     values: dict[str, str] = field(default_factory=dict)
-    """Keys that differ between groups, and the values of this group as text."""
 
 
 def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
-    """Group comparable rows, and set the labels of all rows.
+    """Divide the rows of a report into groups of comparable rows, and set the label of each row.
 
-    Groups are sorted: the group with most comparable rows is the first.
+    The group with the most comparable rows is the first group.
 
     Args:
-        runs: the runs of `rows`.
         keys: the differing keys of `runs`, see `distinguish`.
     """
     together: dict[str, list[Row]] = {}
@@ -262,11 +265,11 @@ def rows_to_compare(group: Group) -> int:
 
 
 def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = False) -> str:
-    """Return the variant and the keys that distinguish the row from `rows`: "diff_v2 lr=0.001".
+    """Return a label that distinguishes `row` from `rows`, such as "diff_v2 lr=0.001".
 
     Args:
         shown_together: keys that the label replaces by `model=<choice>`.
-        inside: omit keys whose values are equal in all of `rows`.
+        inside: whether to omit keys whose values are equal in all of `rows`.
     """
     own, parts = overrides(row.runs[0]), []
     for key, value in row.keys.items():
@@ -290,12 +293,11 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
 
 
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
-    """Return the swept keys of `model` whose values follow from the choice `model=<name>`.
+    """Return the differing keys that `model=<choice>` sets, such as model.dim for `model=mini`.
 
-    Return an empty set if fewer than two keys follow from this choice.
+    Return an empty set for fewer than two keys, or if runs of different choices have equal values.
 
     Args:
-        runs: the compared runs.
         keys: the differing keys of `runs`, see `distinguish`.
     """
     values = [
@@ -312,7 +314,11 @@ def distinguishing(
 ) -> dict[str, str]:
     """Return the keys that distinguish the group of `row` from other groups, with values as text.
 
-    A key qualifies if its value is the same within each group, and differs between groups.
+    Such a key has one value within each group, and different values between groups.
+
+    Args:
+        shown_together: keys that depend on the choice of `model`; if any, the result also contains
+            this choice.
     """
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):

@@ -33,7 +33,7 @@ NAMES, WAITING = 4, 8
 
 
 class Series(NamedTuple):
-    """The logged values of one metric of a run, and the number of tokens at each value."""
+    """Logged values of one metric of a run, and the number of training tokens at each value."""
 
     tokens: np.ndarray
     """(n,) int64, increasing unless the batch became smaller during training."""
@@ -44,11 +44,11 @@ class Series(NamedTuple):
 class Metrics:
     """The content of metrics.jsonl, as one column per metric.
 
-    Lines that are None, and lines whose step does not increase, are skipped and counted.
+    Damaged lines, and lines whose step does not increase, are skipped and counted.
 
     Args:
-        lines: the numbers of each line, including `step` and `tokens`. A number that is None
-            becomes NaN; a damaged line is None.
+        lines: the numbers of each line, such as {"step": 1, "tokens": 512, "train/loss": 2.1}; None
+            for a damaged line. A number that is None becomes NaN.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
@@ -78,7 +78,7 @@ class Metrics:
 
 @dataclass(eq=False)
 class Run:
-    """A run directory as read for a report."""
+    """Content of a run directory, as read for a report."""
 
     path: Path
     cfg: TrainConfig
@@ -147,9 +147,9 @@ class Run:
         return Series(self.metrics.tokens[places], values)
 
     def by_layer(self, quantity: str) -> Series:
-        """Return a quantity that is logged per layer, as one array (n steps, L layers).
+        """Return a metric that is logged per layer, as one array (n steps, L layers).
 
-        The array is (0, 0) if the quantity was never logged.
+        The shape is (0, 0) if no step logged all layers.
 
         Args:
             quantity: name of the metric without "/layer_00".
@@ -193,10 +193,10 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Return the facts of run.json, with flops_per_token recomputed from the logged visible keys.
+    """Return `facts`, the content of run.json, with flops_per_token corrected for masked documents.
 
-    A visible key is a key that a query can attend to. Runs log the number of visible keys only with
-    data.mask_documents; the facts of other runs are returned unchanged.
+    The number of keys that a query can attend to is logged only with data.mask_documents. The
+    content is returned unchanged for other runs.
     """
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
@@ -207,17 +207,17 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the training FLOPs per token, and the additional FLOPs per visible key.
+    """Return the training FLOPs per token, and the additional FLOPs per visible key, from run.json.
 
-    A value is None if run.json does not record it.
+    A number is None if run.json does not record it.
     """
     return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
 
 
 def keys_seen(metrics: Metrics) -> Series:
-    """Return the total number of keys that all queries attended to, over tokens.
+    """Return the cumulative number of keys that queries attended to, over training tokens.
 
-    The series is empty unless training used data.mask_documents.
+    The result is empty unless the run used data.mask_documents.
     """
     places, keys = metrics.columns.get(VISIBLE_KEYS, (np.zeros(0, np.int64), np.zeros(0)))
     tokens = metrics.tokens[places]
@@ -231,7 +231,7 @@ def skipped_text(path: Path, lines: int) -> str:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run; the result is empty if metrics.jsonl is missing.
+    """Read the metrics of a run directory; the result is empty if metrics.jsonl is missing.
 
     An incomplete last line is ignored, because a running process may still write this line. Raises
     CheckpointError if the file cannot be read.
@@ -244,8 +244,6 @@ def read_metrics(path: Path) -> Metrics:
 
 
 class Found(NamedTuple):
-    """The runs and sweeps that `find_runs` found."""
-
     runs: list[Path]
     sweeps: list[Path]
     title: str
@@ -254,19 +252,23 @@ class Found(NamedTuple):
 
 
 def find_runs(named: list[Path]) -> Found:
-    """Find all runs and sweeps in run directories, parent directories and globs.
+    """Find all runs and sweeps in run directories, in directories that contain runs, and in globs.
 
-    Raises ConfigError for a path without runs.
+    Raises ConfigError if a path contains no run.
     """
     if not named:
-        raise ConfigError("no runs given: name run directories, sweep directories or globs")
+        raise ConfigError(
+            "no run directory is given; name at least one run directory, sweep directory or glob"
+        )
     directories: list[Path] = []
     searched: list[Path] = []
     for path in (user_path(path, "DIR") for path in named):
         below = expand_glob(path)
         found = [place for directory in below for place in search(directory)]
         if not any(map(is_run, found)):
-            raise ConfigError(f"{path} contains no run (a run has config.yaml and metrics.jsonl)")
+            raise ConfigError(
+                f"{path} contains no run directory (with config.yaml and metrics.jsonl)"
+            )
         directories += below
         searched += found
     shortest_first = sorted(searched, key=lambda path: (len(path.parts), path))
@@ -284,12 +286,12 @@ def shortlist(names: list[str], most: int) -> str:
 
 
 def home_of(directories: list[Path]) -> Path | None:
-    """Return the directory in which a report about runs in `directories` is saved.
+    """Return the default directory of a report about runs in `directories`.
 
-    This is the closest directory that contains all `directories`, relative to the current directory
-    if possible. Return None if this directory is the root, or if it is outside of the current
-    directory and more than one level above all `directories`: such a directory may belong to other
-    users.
+    The result is the closest directory that contains all `directories`, relative to the current
+    directory if possible. Return None for the root directory. Outside of the current directory,
+    also return None for a directory that is more than one level above all `directories`, because
+    it may belong to other users.
     """
     absolute = [Path(os.path.abspath(directory)) for directory in directories]
     home = Path(os.path.commonpath(absolute))
@@ -302,7 +304,9 @@ def home_of(directories: list[Path]) -> Path | None:
 def expand_glob(path: Path) -> list[Path]:
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
-            raise ConfigError(f"{path} cannot be read: permission denied")
+            raise ConfigError(
+                f"{path} cannot be read: permission denied; make the directory readable"
+            )
         return [path]
     matches = sorted(filter(Path.is_dir, map(Path, glob.glob(str(path), recursive=True))))
     if not matches:
@@ -316,9 +320,9 @@ def is_run(path: Path) -> bool:
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
-    """Return `path` and all readable directories below it, at most `depth` levels deep.
+    """Return `path` and the directories below it, at most `depth` levels deep.
 
-    Directories inside of a run and hidden directories are omitted.
+    Hidden directories, and directories inside of runs or unreadable directories, are omitted.
     """
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]

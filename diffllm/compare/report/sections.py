@@ -1,6 +1,6 @@
 """Sections of a report page and their figures, in the order of the table of metrics.
 
-Sections without data are omitted, as are figures without data or with only zeros.
+Sections without figures are omitted, and also figures whose values are all 0 or missing.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -21,7 +21,7 @@ from diffllm.compare.report.figures import (
     draw_gaps,
     to_image,
 )
-from diffllm.compare.report.notes import family, survives
+from diffllm.compare.report.notes import survives, tested_rows
 from diffllm.compare.report.numbers import plural, short
 from diffllm.compare.report.rows import keys_apart
 from diffllm.compare.report.runs import Run, Series
@@ -72,8 +72,8 @@ def page_sections(
     """Draw all figures of the page.
 
     Args:
-        styles: line style of each row.
-        hidden: indices of rows that are not drawn.
+        styles: line style of each report row.
+        hidden: indices of report rows that are not drawn.
 
     Returns:
         The figures at the top of the page, and the sections with the other figures.
@@ -99,14 +99,12 @@ def page_sections(
 
 
 class Figures:
-    """Draws the figures of a comparison."""
-
     def __init__(
         self, comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
     ):
         kept = [i for i in range(len(comparison.rows)) if i not in hidden]
         self.rows, self.styles = [comparison.rows[i] for i in kept], [styles[i] for i in kept]
-        self.baseline, self.tested = comparison.baseline, len(family(comparison.rows))
+        self.baseline, self.tested = comparison.baseline, len(tested_rows(comparison.rows))
         self.runs = [run for row in self.rows for run in row.runs]
         logged = [len(run.series("train/loss").values) for run in self.runs]
         self.smoothed_over = points = curves.window(max(logged))
@@ -203,7 +201,7 @@ class Figures:
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
     ) -> list[Card]:
-        """Draw curves as a figure; return a list with the figure.
+        """Draw curves as a figure; return a list with this figure.
 
         Return an empty list if all values are 0 or missing.
 
@@ -211,7 +209,6 @@ class Figures:
             plot: settings of the figure from the table of metrics.
             caption: text below the figure.
             unit: unit of the values.
-            bands: curves of each row.
             how: further arguments of `draw_curves`.
         """
         values = finite_values(bands)
@@ -235,9 +232,9 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Return the upper end of a linear loss axis.
+    """Return the upper end of a linear axis for losses.
 
-    High values of the first steps and of spikes are ignored, so that all curves are readable.
+    Ignore high values of the first steps and of spikes, so that all curves are readable.
     """
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)

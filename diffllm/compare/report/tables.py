@@ -40,7 +40,7 @@ class PageColumn(NamedTuple):
 
 
 def row_values(row: Row) -> dict[str, Any]:
-    """Return the cells of a row in report.csv, by column in order; None is an empty cell."""
+    """Return the cells of a row in report.csv by name of the column; None for an empty cell."""
     found, loss, gap, ended = row.outcome, row.loss, row.gap, row.ended
     paired = found and found.paired
     events = {series: row.events(series) for series in ("loss", "grad")}
@@ -217,7 +217,7 @@ def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
     """Return the columns of the results table that have a value in at least one row.
 
     Args:
-        baseline: name of the baseline variant, for the titles.
+        baseline: name of the baseline variant, for the column titles.
     """
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
@@ -238,10 +238,9 @@ def cost_columns(rows: list[Row]) -> list[TableColumn]:
 
 
 def fold_constant(table: Table) -> tuple[Table, list[str]]:
-    """Remove columns whose cells are all equal from a table.
+    """Remove columns in which all cells are equal, except the first column.
 
-    Returns the table of the first column and all differing columns, and sentences that state the
-    values of the removed columns.
+    Returns the table of the remaining columns, and sentences with the values of removed columns.
     """
     kept, folded = [table.columns[0]], dict[str, list[str]]()
     for column in table.columns[1:]:

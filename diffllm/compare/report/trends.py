@@ -1,4 +1,4 @@
-"""Trends of loss gaps over tokens, and sentences about these trends."""
+"""Trends of loss gaps over training tokens, and sentences about these trends."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 
 
 def row_trend(row: Row, base: Row) -> Trend | None:
-    """Return the trend of the gap between two rows over tokens, from their common seeds.
+    """Return the trend of the loss gap between two rows over training tokens, from common seeds.
 
-    Return None if the rows have fewer than FEWEST_POINTS common evaluations.
+    Return None if the runs have fewer than FEWEST_POINTS evaluations at common tokens.
     """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
@@ -28,12 +28,10 @@ def row_trend(row: Row, base: Row) -> Trend | None:
 
 
 def trend_sentence(own: str, base: str, trend: Trend) -> str:
-    """Return a sentence such as "The gap of diff_v2 to standard shrinks: +0.012 nats per token
-    ...".
+    """Return a sentence such as "The gap of diff_v2 to standard shrinks: +0.012 nats per token ..."
 
     Args:
-        own: label of the row.
-        base: label of its baseline.
+        own, base: labels of the compared row and of its baseline.
     """
     slope = trend.slope.estimate
     digits = digits_for(slope)
@@ -51,9 +49,9 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
 
 
 def direction(trend: Trend) -> str:
-    """Return a verb for the change of a gap: "grows", "shrinks", "crosses 0" or "shows no trend".
+    """Return a verb for the trend: "grows", "shrinks", "crosses 0" or "shows no trend".
 
-    Without a confidence interval, return "moves" or "stays".
+    Without a confidence interval, return "moves", or "stays" if the gap is constant.
     """
     slope = trend.slope.estimate
     if slope.low is None or slope.all_equal:
@@ -72,10 +70,10 @@ def seeds_text(slope: Gap) -> str:
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
-    """Return one sentence per gap about its trend over tokens.
+    """Return one sentence for each gap about its trend over training tokens.
 
-    For more than NAMED gaps, return one sentence about the gap with the largest slope. Slopes that
-    survive Holm's correction over all trends have priority.
+    For more than NAMED gaps, return only a sentence about the trend with the largest slope. Trends
+    that survive Holm's correction have priority.
     """
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:

@@ -149,7 +149,7 @@ def test_report_command_accepts_baseline_and_output_directory(swept, capsys):
     [
         (["cmp1", "baseline=gated"], ["baseline=gated", "standard, diff_v2"]),
         (["cmp1", "basline=gated"], ["basline=gated", "did you mean baseline=?"]),
-        ([], ["no runs given"]),
+        ([], ["no run directory is given"]),
         (["nowhere"], ["nowhere: no such directory"]),
         (["cmp1", "nowhere*"], ["nowhere*: no such directory"]),
         (["cmp1/standard-seed0/config.yaml"], ["config.yaml: no such directory"]),
@@ -209,6 +209,6 @@ def test_report_command_fails_if_all_runs_are_damaged(swept, capsys):
         (run / "config.yaml").write_text("")
     code, out, err = report(capsys, "cmp1")
     assert (code, out) == (2, "")
-    assert "no run can be read" in err
-    assert "(and 3 more)" in err
+    assert "none of the runs can be read" in err
+    assert "; 3 more runs cannot be read" in err
     assert not Path("cmp1/report.html").exists()
