@@ -82,17 +82,12 @@ def wilson(share: float, examples: float) -> tuple[float, float]:
 
 
 def t_interval(
-    mean: float, error: float, df: float, confidence: float = CONFIDENCE
+    mean: float, standard_error: float, df: float, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Return the lower and the upper end of Student's t confidence interval of a mean.
-
-    Args:
-        error: standard error of the mean.
-        df: degrees of freedom.
-    """
+    """Return the lower and the upper end of Student's t confidence interval of a mean."""
     from scipy.special import stdtrit  # slow to import, and not needed for a single run
 
-    half = float(stdtrit(df, (1 + confidence) / 2)) * error
+    half = float(stdtrit(df, (1 + confidence) / 2)) * standard_error
     return mean - half, mean + half
 
 
@@ -109,10 +104,7 @@ class Rate:
 
     @property
     def low(self) -> float:
-        """Lower end of the exact 95% Poisson interval of the rate, in events per 1,000 steps.
-
-        The method is by Garwood (Biometrika 28, 1936).
-        """
+        """Lower end of the exact 95% Poisson interval of the rate (Garwood, Biometrika, 1936)."""
         from scipy.special import gammaincinv
 
         low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0

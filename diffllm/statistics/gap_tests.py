@@ -35,7 +35,7 @@ class Gap:
     zero_variance: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
-        """Return Student's t confidence interval of the gap; None if a mean has a single seed."""
+        """Return Student's t confidence interval of the gap; None for a single seed."""
         if self.error is None or self.df is None:
             return None
         return t_interval(self.mean, self.error, self.df, confidence)
@@ -54,10 +54,7 @@ class Gap:
         return self.estimate.high
 
     def p_below(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p-value of "the gap is below `bound`".
-
-        Return None if a mean has a single seed.
-        """
+        """Return the one-sided p-value of "the gap is below `bound`"; None for a single seed."""
         if self.error is None or self.df is None:
             return None
         if self.zero_variance:
@@ -67,15 +64,12 @@ class Gap:
         return float(stdtr(self.df, (self.mean - bound) / self.error))
 
     def p_above(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p-value of "the gap is above `bound`".
-
-        Return None if a mean has a single seed.
-        """
+        """Return the one-sided p-value of "the gap is above `bound`"; None for a single seed."""
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of "the gap is not 0"; None if a mean has a single seed."""
+        """Two-sided p-value of "the gap is not 0"; None for a single seed."""
         below, above = self.p_below(), self.p_above()
         return None if below is None or above is None else min(1.0, 2 * min(below, above))
 
@@ -157,10 +151,9 @@ class Equivalence:
 
 
 def equivalence(gap: Gap, margin: float, alpha: float = ALPHA) -> Equivalence | None:
-    """Test by two one-sided t tests whether a gap is within ±margin.
+    """Test by two one-sided t tests whether a gap is within ±margin; return None for a single seed.
 
-    Return None if a mean of the gap has a single seed. Raises ValueError unless the margin is
-    above 0.
+    Raises ValueError unless the margin is above 0.
     """
     if not margin > 0:
         raise ValueError(f"margin={margin} must be above 0")
@@ -193,10 +186,7 @@ def common_seeds(
 
 
 def in_seed_order(values: Mapping[Seed, float]) -> np.ndarray:
-    """Return the values as a float64 array, sorted by seed.
-
-    Raises ValueError if a value is not finite.
-    """
+    """Return the values as float64, sorted by seed; raise ValueError unless all are finite."""
     found = np.array([values[seed] for seed in sorted(values)], dtype=np.float64)  # type: ignore[type-var]
     if not np.isfinite(found).all():
         raise ValueError("a loss is not finite; use compare_arms for arms with diverged runs")

@@ -25,7 +25,6 @@ def welch_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides: 
         gap: true difference of the means.
         sd: standard deviation between the seeds of one sample, equal for both samples.
         seeds: number of seeds per sample.
-        alpha: significance level.
         sides: 1 or 2, for a one-sided or a two-sided test.
     """
     noncentrality = abs(gap) / (sd * math.sqrt(2 / seeds))
@@ -39,7 +38,6 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
         gap: true mean of the paired differences.
         sd: standard deviation of the paired differences.
         seeds: number of paired differences.
-        alpha: significance level.
         sides: 1 or 2, for a one-sided or a two-sided test.
     """
     df = seeds - 1
@@ -131,10 +129,7 @@ def two_tests_power(
 
 
 def pairing_pays_above(seeds: int) -> float:
-    """Return the correlation between two variants above which pairing narrows the gap's interval.
-
-    The correlation is between the losses of runs with equal seed.
-    """
+    """Return the correlation of paired losses above which pairing narrows the interval of a gap."""
     from scipy.special import stdtrit
 
     paired, unpaired = (float(stdtrit(df, 0.975)) for df in (seeds - 1, 2 * seeds - 2))

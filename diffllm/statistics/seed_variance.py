@@ -42,9 +42,7 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between seeds, pooled over variants.
-
-    Return None if no variant has two seeds.
+    """Return the standard deviation between seeds, pooled over variants; None for single seeds.
 
     Args:
         arms: for each variant, the value of each run by seed, such as the final loss.

@@ -71,16 +71,13 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
 def gathered(
     name: str, rows: Sequence[Row], by_run: Mapping[Path, Mapping[int, Lines]]
 ) -> tuple[Evaluated | None, str]:
-    """Combine the scores of one evaluation over all runs of a report.
+    """Combine the scores of one evaluation over all runs; also return a note about skipped runs.
 
-    Runs with other settings of the evaluation than the first evaluated run are skipped.
+    Runs with other settings of the evaluation than the first evaluated run are skipped. The scores
+    are None if no run has a score, and the note is "" if no run is skipped.
 
     Args:
-        name: name of the evaluation.
         by_run: results by run directory, step of the checkpoint, and name of the evaluation.
-
-    Returns:
-        The combined scores (None without a score), and a note about skipped runs (or "").
     """
     asked: str | None = None
     found: list[dict[Seeds, list[Checkpoint]]] = [{} for _ in rows]
@@ -210,7 +207,6 @@ def score_lines(
     Args:
         results: for each report row, the scores by seed and name.
         bases: for each report row, the index of its baseline row, or None.
-        unit: unit of the evaluation.
     """
     lines = []
     for of in dict.fromkeys(of for own in results for scores in own.values() for of in scores):
@@ -248,13 +244,7 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval over examples to an accuracy with one seed, or with equal seed values.
-
-    Return other scores unchanged.
-
-    Args:
-        examples: number of independent examples.
-    """
+    """Add Wilson's interval over examples to an accuracy that does not vary between seeds."""
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:

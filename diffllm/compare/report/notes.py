@@ -71,10 +71,7 @@ def holm_sentence(rows: list[Row]) -> str:
 
 
 def thin_note(runs: Iterable[Run]) -> str:
-    """Return a warning if a finished run has too little held-out text for a reliable loss.
-
-    Return "" without such a run.
-    """
+    """Return "", or a warning if runs have too little held-out text for a reliable loss."""
     found = []
     for run in runs:
         summary, data = run.summary or {}, run.cfg.data

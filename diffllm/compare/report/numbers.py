@@ -82,9 +82,7 @@ def digits_for(estimate: Estimate) -> int:
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
     """Format a mean with its interval, such as "-0.200 (-0.313 to -0.088)".
 
-    Args:
-        signed: show a plus sign for positive numbers.
-        digits: number of decimals; 0 chooses the number by the size of the values.
+    If `digits` is 0, the size of the values determines the number of decimals.
     """
     digits = digits or digits_for(estimate)
     mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)

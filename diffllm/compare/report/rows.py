@@ -106,12 +106,9 @@ class Row:
         return float(np.mean(known)) if known else None
 
     def events(self, series: str) -> Rate | None:
-        """Return the rate of loss or gradient spikes per 1,000 steps over all ended runs.
+        """Return the rate of spikes in the series "loss" or "grad" over all ended runs.
 
         Return None if no step was tested for spikes.
-
-        Args:
-            series: "loss" or "grad".
         """
         count, judged = (
             sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0
@@ -136,9 +133,6 @@ def make_rows(runs: list[Run], keys: Keys, notes: list[str]) -> list[Row]:
 
     If several runs of a row have the same seed, use the newest finished run, or else the newest
     run, and add a message to `notes`. Labels and gaps of the rows are still empty.
-
-    Args:
-        keys: the differing keys of `runs`, see `distinguish`.
     """
     groups: dict[str, list[int]] = {}
     for i, values in enumerate(keys.values):
@@ -230,9 +224,6 @@ def make_groups(rows: list[Row], runs: list[Run], keys: Keys) -> list[Group]:
     """Divide the rows of a report into groups of comparable rows, and set the label of each row.
 
     The group with the most comparable rows is the first group.
-
-    Args:
-        keys: the differing keys of `runs`, see `distinguish`.
     """
     together: dict[str, list[Row]] = {}
     for row in rows:
@@ -296,9 +287,6 @@ def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
     """Return the differing keys that `model=<choice>` sets, such as model.dim for `model=mini`.
 
     Return an empty set for fewer than two keys, or if runs of different choices have equal values.
-
-    Args:
-        keys: the differing keys of `runs`, see `distinguish`.
     """
     values = [
         {**each, "choice": run.cfg.run.choices["model"]}

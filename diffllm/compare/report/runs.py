@@ -170,12 +170,9 @@ class Run:
 
 
 def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
-    """Read the directory of a finished or unfinished run.
+    """Read the directory of a finished or unfinished run, with its config from `load`.
 
     Raises CheckpointError if a file is missing or damaged.
-
-    Args:
-        load: function that reads the config of a run directory.
     """
     cfg = load(path)
     facts, summary = read_record(path / "run.json") or {}, read_summary(path)
@@ -207,10 +204,7 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the training FLOPs per token, and the additional FLOPs per visible key, from run.json.
-
-    A number is None if run.json does not record it.
-    """
+    """Return training FLOPs per token and further FLOPs per visible key; None if unknown."""
     return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
 
 

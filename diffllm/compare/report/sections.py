@@ -69,14 +69,9 @@ class PageSection(NamedTuple):
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
-    """Draw all figures of the page.
+    """Draw the figures of the page: those at its top, and the sections with all other figures.
 
-    Args:
-        styles: line style of each report row.
-        hidden: indices of report rows that are not drawn.
-
-    Returns:
-        The figures at the top of the page, and the sections with the other figures.
+    Report rows whose index is in `hidden` are not drawn.
     """
     draw = Figures(comparison, styles, hidden)
     if any(row.gap for row in draw.rows):
@@ -201,14 +196,11 @@ class Figures:
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
     ) -> list[Card]:
-        """Draw curves as a figure; return a list with this figure.
-
-        Return an empty list if all values are 0 or missing.
+        """Draw curves as a figure; return [] if all values are 0 or missing.
 
         Args:
             plot: settings of the figure from the table of metrics.
             caption: text below the figure.
-            unit: unit of the values.
             how: further arguments of `draw_curves`.
         """
         values = finite_values(bands)

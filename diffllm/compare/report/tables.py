@@ -214,11 +214,7 @@ EVENTS = {"": "count", "_judged": "steps", "_per_1000": "value", "_low": "low", 
 
 
 def table_columns(rows: list[Row], baseline: str | None) -> list[TableColumn]:
-    """Return the columns of the results table that have a value in at least one row.
-
-    Args:
-        baseline: name of the baseline variant, for the column titles.
-    """
+    """Return the columns of the results table that have a value in at least one row."""
     made = []
     for name, (title, unit, meaning, cell) in PAGE.items():
         cells = [cell(row) for row in rows]
