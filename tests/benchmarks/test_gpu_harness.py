@@ -56,12 +56,12 @@ def test_gpu_harness_records_crash_hang_and_out_of_memory_and_continues(tmp_path
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_gpu_harness_skips_and_names_measurements_after_deadline(tmp_path):
+def test_gpu_harness_skips_measurements_after_deadline_and_returns_skipped_names(tmp_path):
     lines, left = measured(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 
 
-def test_gpu_harness_resume_skips_only_successes_with_same_code_and_arguments(tmp_path):
+def test_gpu_harness_resume_skips_only_successful_measurements_of_same_code_and_arguments(tmp_path):
     items = [item("fast"), item("raises")]
     measured(tmp_path, items)
     for words, again in (
@@ -93,7 +93,7 @@ def test_config_of_every_gpu_measurement_loads(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_harness_measures_training_step_and_time_of_its_parts(tmp_path):
+def test_gpu_harness_measures_time_of_training_step_and_of_step_parts(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
     names = ["facts", "step at 64: standard", "breakdown in ms: standard"]
     lines, _ = measured(tmp_path, [items[name] for name in names])
@@ -124,7 +124,7 @@ def test_gpu_harness_measures_training_step_and_time_of_its_parts(tmp_path):
         ("void at::native::vectorized_elementwise_kernel<4, MulFunctor<float>>", "pointwise"),
     ],
 )
-def test_profiled_kernel_name_determines_part_of_training_step(kernel, part):
+def test_profiled_kernel_is_assigned_by_name_to_part_of_training_step(kernel, part):
     assert part_of(kernel) == part
 
 
@@ -132,7 +132,7 @@ def tiny(*words):
     return load_config(["model=tiny", "seq_len=24", "compile=false", "precision=fp32", *words])
 
 
-def test_benchmark_full_flops_count_all_keys_and_causal_flops_visible_keys():
+def test_full_flops_count_all_keys_and_causal_flops_count_visible_keys():
     cfg = tiny("attention=standard").model
     causal, full = steps.flops_per_token(cfg).values()
     maps = cfg.n_layers * 12 * cfg.n_heads * cfg.head_dim * cfg.seq_len

@@ -24,7 +24,7 @@ def row(number, contestant, speed):
     }  # fmt: skip
 
 
-def test_benchmark_summary_compares_speeds_within_the_same_round():
+def test_benchmark_summary_compares_speeds_of_frameworks_within_same_round():
     speeds = {
         "LitGPT": [50, 100, None],
         "diffllm": [100, 150, 300],
@@ -41,7 +41,9 @@ def test_benchmark_summary_compares_speeds_within_the_same_round():
     assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in lines
 
 
-def test_benchmark_skips_missing_contestant_with_a_single_line(tmp_path, monkeypatch, capsys):
+def test_benchmark_skips_framework_that_is_not_installed_and_prints_single_line(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(peers, "PEERS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["peers.py", "--contestants", "diffllm", "LitGPT"])
     monkeypatch.setattr(peers, "measure", lambda name, *_: row(0, name, 100))
@@ -52,7 +54,9 @@ def test_benchmark_skips_missing_contestant_with_a_single_line(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("contestant", slow_but(["diffllm"], ["diffllm", "diffllm trainer"]))
-def test_benchmark_measures_diffllm_contestants_on_tiny_model(contestant, tmp_path, monkeypatch):
+def test_benchmark_measures_step_and_whole_trainer_of_diffllm_on_tiny_model(
+    contestant, tmp_path, monkeypatch
+):
     monkeypatch.setattr(peers, "SHAPES", {"A": TINY})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     args = Namespace(seconds=0.1, attention="gated")

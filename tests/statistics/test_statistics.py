@@ -68,7 +68,7 @@ def test_single_seed_gives_gap_without_p_value():
     assert welch({}, {0: 1.0}) is None
 
 
-def test_paired_t_test_refuses_loss_that_is_not_finite():
+def test_paired_t_test_raises_for_loss_that_is_not_finite():
     with pytest.raises(ValueError, match="diverged"):
         paired({0: 4.0, 1: math.nan}, {0: 4.0, 1: 4.1})
 

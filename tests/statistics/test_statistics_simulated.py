@@ -61,7 +61,7 @@ def test_paired_and_welch_confidence_intervals_cover_true_gap_in_95_percent(seed
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 @pytest.mark.parametrize(("correlation", "ratio"), [(0.0, 1.0), (0.9, 1.0), (0.0, 2.0)])
-def test_gap_intervals_cover_95_percent_at_any_seed_correlation_and_sd_ratio(
+def test_gap_intervals_cover_95_percent_at_any_seed_correlation_and_variance_ratio(
     seeds, correlation, ratio
 ):
     both = list(arms(seeds, 6000, correlation, ratio=ratio))
@@ -143,7 +143,7 @@ def test_power_of_t_tests_rises_with_gap_and_seeds():
     assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
 
 
-def test_holm_correction_limits_false_gaps_to_5_percent_of_test_families():
+def test_holm_correction_limits_comparisons_with_false_gap_to_5_percent():
     """Eight equal arms are compared with the same base, so their gaps are correlated."""
     rng, draws = np.random.default_rng(0), 400
     false = 0
@@ -155,7 +155,7 @@ def test_holm_correction_limits_false_gaps_to_5_percent_of_test_families():
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
-def test_equivalence_at_true_gap_of_margin_is_shown_in_at_most_5_percent(seeds):
+def test_equivalence_is_shown_in_at_most_5_percent_if_true_gap_equals_margin(seeds):
     both = list(arms(seeds, gap=0.04))
     wrong = rate(equivalence(welch(*each), 0.04).p < 0.05 for each in both)
     assert wrong < 0.05 + 3 * math.sqrt(0.05 * 0.95 / DRAWS)

@@ -48,7 +48,7 @@ def share_of_pilots_asking_for_less(power, upper, less):
         (lambda sd, n: paired_power(1.0, sd, n), 0.5, 0.16, 0.04),
     ],
 )
-def test_pilot_with_4_degrees_of_freedom_recommends_too_few_seeds_as_predicted(
+def test_pilot_with_4_degrees_of_freedom_recommends_too_few_seeds_as_often_as_predicted(
     power, less, by_sd, by_upper
 ):
     pilot = SeedSpread(1.0, 4)
@@ -76,7 +76,7 @@ def test_upper_limit_of_sd_recommends_too_few_seeds_in_at_most_20_percent_of_pil
     assert min(shares) >= 0
 
 
-def test_chance_of_less_returns_none_if_power_is_unreachable():
+def test_chance_of_too_few_seeds_returns_none_if_power_is_unreachable():
     assert chance_of_less(lambda sd, n: 0.06, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) is None
     assert chance_of_less(lambda sd, n: 0.99, SeedSpread(1.0, 4), 1.0, 0.8, 0.5) == 0
 
@@ -107,7 +107,7 @@ def test_smallest_p_value_is_inverse_number_of_permutations(test, own, base, sid
     assert smallest_p(test, own, base, sides) == pytest.approx(expected)
 
 
-def test_permutation_test_of_clearest_result_gives_smallest_p_value():
+def test_permutation_test_of_fully_separated_samples_gives_smallest_p_value():
     early, late = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0, 7.0])
     assert sign_flip(late) == smallest_p("paired", 4, 4)
     assert label(late, early) == smallest_p("welch", 4, 3)

@@ -66,7 +66,7 @@ def test_gap_trend_of_single_seed_has_slope_without_confidence_interval():
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], [1.0, 2.0, 2.0], [0.0, 1.0, 2.0]])
-def test_line_fit_with_two_different_x_or_x_of_zero_is_refused(x):
+def test_line_fit_raises_for_two_different_x_or_x_of_zero(x):
     with pytest.raises(ValueError, match="at least 3 different x"):
         fit_line(np.array(x), np.zeros(len(x)))
 
@@ -96,7 +96,7 @@ def test_gap_slope_intervals_cover_95_percent_under_autocorrelated_noise(test, s
     assert 0.93 <= sum(hits) / DRAWS <= 0.97
 
 
-def test_one_sided_p_values_of_gap_slope_find_sign():
+def test_one_sided_p_values_of_gap_slope_detect_sign_of_slope():
     rising = gap_trend(TOKENS, *planted(5, 0.01, 0.005), paired).slope
     assert rising.p_above() < 0.01 < 0.99 < rising.p_below()
     assert rising.p == pytest.approx(2 * rising.p_above())

@@ -204,7 +204,7 @@ def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> 
 
 
 def flops_facts(facts: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return training FLOPs per token and further FLOPs per visible key; None if unknown."""
+    """Return training FLOPs per token and additional FLOPs per visible key; None if unknown."""
     return finite(facts.get("flops_per_token")), finite(facts.get("flops_per_visible_key"))
 
 

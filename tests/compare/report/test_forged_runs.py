@@ -50,7 +50,7 @@ def test_extreme_number_in_metrics_or_summary_is_read_as_none(tmp_path: Path, va
 
 
 @pytest.mark.parametrize("fact", ['"parameters": 0', '"flops_per_token": -1e3', '"environment": 7'])
-def test_reading_run_json_with_impossible_fact_raises_error(tmp_path: Path, fact: str):
+def test_reading_run_json_with_impossible_value_raises_error(tmp_path: Path, fact: str):
     (tmp_path / "run.json").write_text(f"{{{fact}}}")
     with pytest.raises(CheckpointError, match=f"has no usable {fact.split(chr(34))[1]}"):
         read_record(tmp_path / "run.json")
@@ -162,7 +162,7 @@ def backwards(texts: list[str], number: int) -> list[str]:
     ],
     ids=["loss", "signs", "small", "logs", "facts", "flops", "metrics", "clock", "order", "odd"],
 )  # fmt: skip
-def test_commands_on_forged_run_directories_exit_with_0_or_2(kept, tmp_path, monkeypatch, forge):
+def test_commands_on_corrupted_run_directories_exit_with_0_or_2(kept, tmp_path, monkeypatch, forge):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     for number, run in enumerate(sorted(Path("s").iterdir())):

@@ -112,7 +112,7 @@ def test_report_page_fits_browser_width_and_follows_light_or_dark_theme(views, w
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_report_pages_with_unusual_content_fit_360_pixels(views, name):
+def test_report_page_with_unusual_content_fits_screen_of_360_pixels(views, name):
     answers = views[name, 360, False]
     assert isinstance(answers, dict), answers
     assert answers["wide"] <= 360

@@ -97,7 +97,7 @@ def test_reported_interpolation_error_of_loss_gap_bounds_true_error(tmp_path):
     assert gated.equal["tokens"].error == 0
 
 
-def test_read_curve_is_exact_at_points_and_has_infinite_error_with_two_points():
+def test_loss_interpolation_is_exact_at_points_and_has_infinite_error_with_only_two_points():
     curve = Series(np.array([10.0, 20.0]), np.array([3.0, 2.0]))
     assert read_curve(curve, 20.0) == (2.0, 0.0)
     assert read_curve(curve, math.sqrt(200)) == (pytest.approx(2.5), math.inf)
@@ -141,7 +141,7 @@ def test_noise_floor_of_loss_gaps_uses_pooled_variance_between_seeds(tmp_path):
     assert seed_noise([rows[0]]).values[0] == pytest.approx(stdtrit(1, 0.975) * 0.02)
 
 
-def test_noise_floor_contains_95_percent_of_gaps_between_rows_of_equal_expected_loss():
+def test_noise_floor_contains_95_percent_of_loss_gaps_without_true_difference():
     rng = np.random.default_rng(0)
 
     class Drawn:

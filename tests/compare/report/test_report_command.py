@@ -71,7 +71,7 @@ def test_report_is_written_next_to_runs_with_run_names_in_title(
     assert read([Path(word) for word in words])[0].title == title
 
 
-def test_find_runs_returns_run_named_twice_only_once(swept):
+def test_find_runs_returns_run_with_several_paths_only_once(swept):
     link = swept / "link"
     link.symlink_to(swept / "cmp1")
     paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
@@ -80,7 +80,7 @@ def test_find_runs_returns_run_named_twice_only_once(swept):
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
-def test_report_of_runs_with_distant_common_directory_needs_out_argument(
+def test_report_of_runs_without_nearby_common_directory_needs_out_argument(
     swept, tmp_path, monkeypatch, capsys
 ):
     for name in ("a/x", "b/y", "b/z"):

@@ -100,7 +100,7 @@ def test_diverged_seed_is_reported_in_terminal_table_page_and_csv(tmp_path, gave
     assert float(lines[0]["diverged_low"]) == 0
 
 
-def test_row_with_only_diverged_seeds_shows_diverged_share_and_no_loss(tmp_path):
+def test_variant_with_only_diverged_runs_shows_diverged_share_and_no_loss(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "attention=standard", f"seed={seed}", loss=math.nan)
     found = compare(loaded(sorted(tmp_path.iterdir())))
@@ -128,7 +128,7 @@ def test_row_with_only_diverged_seeds_shows_diverged_share_and_no_loss(tmp_path)
         ([Cell("3")], []),
     ],
 )
-def test_table_column_with_equal_cells_is_replaced_by_sentence(cells, said):
+def test_report_replaces_table_column_of_equal_cells_by_sentence(cells, said):
     names = TableColumn("Row", [Cell("a"), Cell("b")][: len(cells)])
     table, found = fold_constant(Table([names, TableColumn("Events", cells, "per step")]))
     assert found == said

@@ -22,7 +22,7 @@ def checkpoint(loss: float, value: float | None) -> Checkpoint:
     return Checkpoint(loss, {"top_1": {"of": "top_1", "value": value, "chance": None}})
 
 
-def test_loss_for_comparison_is_lowest_loss_that_all_runs_reach() -> None:
+def test_scores_are_compared_at_lowest_loss_that_all_runs_reach() -> None:
     slow = [checkpoint(5.0, 1), checkpoint(4.0, 2)]
     fast = [checkpoint(4.5, 1), checkpoint(3.0, 4)]
     assert loss_of_all([slow, fast]) == 4.0

@@ -124,7 +124,7 @@ def test_report_uses_newest_evaluated_step_and_skips_runs_without_this_step(runs
         ({0: 0.9, 1: 0.95}, "0.607 to 1.000"),
     ],
 )
-def test_confidence_intervals_of_accuracy_stay_between_0_and_1(
+def test_confidence_intervals_of_accuracy_are_between_0_and_1(
     tmp_path: Path, shares: dict[int, float], text: str
 ) -> None:
     for variant in EASY:
@@ -147,7 +147,7 @@ def test_confidence_intervals_of_accuracy_stay_between_0_and_1(
         ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
-def test_confidence_interval_is_negative_only_for_scores_that_are_changes(
+def test_confidence_interval_has_negative_end_only_for_scores_that_measure_a_change(
     tmp_path: Path, unit: str, text: str
 ) -> None:
     for seed, value in enumerate((0.5, 2.5)):
@@ -159,7 +159,7 @@ def test_confidence_interval_is_negative_only_for_scores_that_are_changes(
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_confidence_intervals_of_scores_stay_within_stored_range(runs: Path) -> None:
+def test_confidence_intervals_of_scores_are_within_recorded_range_of_score(runs: Path) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
@@ -247,7 +247,7 @@ def test_report_skips_evaluation_result_with_edited_scores(runs: Path) -> None:
     assert said in comparison.notes
 
 
-def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
+def test_report_shows_stored_results_of_evaluations_that_no_longer_exist(runs: Path) -> None:
     for run in runs.iterdir():
         right = 0.5 if run.name.startswith("standard") else 0.75
         about = {"shortened": 0, "shots": 0, "version": 1.0, "interval": [0.25, 0.9]}

@@ -82,7 +82,7 @@ def test_report_page_contains_generated_text_command_commit_and_duration(tmp_pat
 
 
 @pytest.mark.parametrize("odd", [3, None, {"commit": 3}])
-def test_report_page_omits_facts_of_wrong_type(tmp_path, odd):
+def test_report_page_omits_run_json_values_of_wrong_type(tmp_path, odd):
     facts = {"command": odd, "git": odd, "variant_line": odd, "heldout_unigram_entropy": odd}
     path = write_run(tmp_path / "a", "attention=gated", facts=facts)
     summary = json.loads((path / "summary.json").read_text())
@@ -102,7 +102,7 @@ def test_every_attention_variant_has_unique_one_line_description():
     assert max(map(len, lines)) < 160
 
 
-def test_report_figures_show_only_first_of_incomparable_groups(swept, tmp_path):
+def test_report_figures_show_only_first_group_if_runs_are_incomparable(swept, tmp_path):
     write_run(
         tmp_path / "longer", "attention=diff_v1", "steps=40", lines=metric_lines(40, 256, 3.0)
     )

@@ -75,7 +75,7 @@ def gap_cells(found):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_report_begins_with_gaps_that_survive_holm_correction(four, shown):
+def test_report_begins_with_number_of_gaps_that_survive_holm_correction(four, shown):
     expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")
@@ -117,7 +117,7 @@ def test_gap_figure_shows_arrow_and_value_for_gap_beyond_axis(four, seeds):
     assert legend == ["95% interval", "mean", "off the scale"]
 
 
-def test_loss_gap_of_equal_differences_or_single_seed_is_never_significant():
+def test_loss_gap_without_variance_or_with_single_seed_is_never_significant():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
     found = compared(losses)
     gated, diff_v2 = found.rows[1:]
@@ -129,7 +129,7 @@ def test_loss_gap_of_equal_differences_or_single_seed_is_never_significant():
     page(found)
 
 
-def test_row_with_more_diverged_runs_has_no_significant_improvement():
+def test_variant_with_more_diverged_runs_has_no_significant_improvement():
     losses = {
         "standard": [4.00, 4.10, 4.20, 4.05],
         "gated": [3.50, 3.61, 3.70, float("nan")],

@@ -133,7 +133,7 @@ def test_report_figures_are_complete_svg_images_with_alt_texts(case):
         assert "</title></svg><img src=x onerror=alert(1)>" in words
 
 
-def test_report_figures_have_legend_with_row_labels():
+def test_report_figures_have_legend_with_label_of_every_curve():
     labels = [row.label for row in comparison_of("nine rows").rows]
     figures = figures_of(html_of("nine rows"))
     assert words_of(figures["Held-out sample loss"])[-9:] == labels
@@ -160,7 +160,7 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
     assert '<th scope="col">Seed</th>' in listed
 
 
-def test_legend_lists_variants_instead_of_rows_if_rows_are_many():
+def test_figure_legend_of_more_than_ten_curves_lists_attention_variants():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
     rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
     styles = row_styles(rows)
@@ -170,7 +170,7 @@ def test_legend_lists_variants_instead_of_rows_if_rows_are_many():
     assert [name for name, _ in legend_of(plugins)] == [f"p{i}" for i in range(10)]
 
 
-def test_report_page_of_incomparable_rows_names_differing_keys_and_shows_no_gap():
+def test_report_page_of_incomparable_runs_names_differing_keys_and_shows_no_gap():
     text = " ".join(Reader(html_of("incomparable")).text.split())
     assert "2 groups of rows that cannot be compared; they differ in steps." in text
     assert "Astandard steps=800800 Bdiff_v2 steps=400400" in text
@@ -188,7 +188,7 @@ def cells_of(comparison: Comparison) -> dict[str, list[Cell]]:
     return {column.title: column.cells for column in columns}
 
 
-def test_gap_cell_has_tag_no_difference_if_confidence_interval_contains_0():
+def test_gap_cell_shows_tag_no_difference_if_confidence_interval_contains_0():
     comparison = with_baseline(sample.compared(("standard", "gated"), 2, 10))
     base, row = comparison.rows
 
@@ -222,7 +222,7 @@ def series(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 
 
-def test_mean_curve_ends_where_curve_of_shortest_seed_ends():
+def test_mean_curve_over_seeds_ends_with_shortest_run():
     band = curves.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
@@ -257,7 +257,7 @@ def test_smoothed_curve_equals_centred_running_mean(n, points):
     assert smooth[0] == pytest.approx(series.values[: half + 1].mean())
 
 
-def test_reduced_curve_for_drawing_keeps_minimum_and_maximum():
+def test_downsampled_curve_keeps_minimum_and_maximum():
     y = np.random.default_rng(0).normal(size=(3, 2000))
     y[0, 333], y[1, 1555] = 90, -90
     band = curves.over_seeds([Series(np.arange(2000), seed) for seed in y])
@@ -291,7 +291,7 @@ def test_loss_gap_curve_is_paired_by_seed():
     assert curves.gap_band(base) is None
 
 
-def test_figure_by_layer_uses_finished_runs_or_else_last_common_step():
+def test_layer_figure_uses_finished_runs_or_else_last_common_step():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])
@@ -318,7 +318,7 @@ def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
         return draw_curves(bands, row_styles(rows), "unit", **how).axes[0]
 
 
-def test_loss_axis_ignores_spike_and_shows_arrow_for_row_above_axis():
+def test_loss_axis_ignores_spike_and_shows_arrow_for_curve_above_axis():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000

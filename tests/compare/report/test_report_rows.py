@@ -74,7 +74,7 @@ def four(tmp_path_factory):
     return loaded(sweep(root, FOUR, "model.match_params_to=diff_v2"))
 
 
-def test_comparison_of_sweep_has_one_row_per_attention_variant(four):
+def test_comparison_of_sweep_has_one_table_row_per_attention_variant(four):
     assert len({run.cfg.model.ffn_dim for run in four}) > 1, "solved widths are not swept"
     found = compare(four, title="four")
     assert found.title == "four"
@@ -220,7 +220,7 @@ SWEPT = {
 
 
 @pytest.mark.parametrize("case", SWEPT)
-def test_comparison_measures_loss_gap_of_each_row_to_matching_baseline_row(tmp_path, case):
+def test_loss_gap_is_measured_to_baseline_runs_with_same_config_keys(tmp_path, case):
     runs, baseline, expected = SWEPT[case]
     found = compare(written(tmp_path, *runs), baseline)
     assert [*gaps(found).items()] == [*expected.items()]
@@ -238,7 +238,7 @@ def test_comparison_measures_loss_gap_of_each_row_to_matching_baseline_row(tmp_p
         "model.z_loss=1e-4", "model.init_std=0.1", "model.ffn_dim=512",
     ]),
 )  # fmt: skip
-def test_comparison_treats_rows_with_different_swept_key_as_comparable(tmp_path, override):
+def test_runs_that_differ_in_swept_key_are_comparable(tmp_path, override):
     swept = [(f"{variant} {override}", loss) for variant, loss in PLAIN]
     found = compare(written(tmp_path, *PLAIN, *swept))
     assert found.differences == []
@@ -318,7 +318,7 @@ def test_comparison_names_config_key_that_makes_runs_incomparable(tmp_path, over
 
 
 @pytest.mark.parametrize("fact", ["corpus", "tokenizer", "compute_dtype"])
-def test_comparison_names_fact_of_run_json_that_makes_runs_incomparable(tmp_path, fact):
+def test_comparison_names_run_json_entry_that_makes_runs_incomparable(tmp_path, fact):
     other = {fact: "0123456789abcdef"}
     runs = [("standard", 4.0), ("diff_v2", 3.0, other), ("standard seed=1", 4.0, other)]
     found = compare(written(tmp_path, *runs))
@@ -332,7 +332,7 @@ def test_comparison_names_fact_of_run_json_that_makes_runs_incomparable(tmp_path
 NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 
 
-def test_comparison_uses_config_keys_if_run_json_lacks_facts(tmp_path):
+def test_comparison_uses_config_keys_if_run_json_does_not_record_corpus(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
     runs = written(tmp_path, *runs)
@@ -348,7 +348,7 @@ def test_comparison_uses_config_keys_if_run_json_lacks_facts(tmp_path):
     assert [row.gap for row in found.rows] == [None] * 3
 
 
-def test_run_with_empty_run_json_has_no_gap_to_run_with_recorded_facts(tmp_path):
+def test_run_with_empty_run_json_has_no_gap_to_run_with_complete_run_json(tmp_path):
     runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     runs[2:] = [replace(run, facts={}) for run in runs[2:]]
     found = compare(runs[:2] + runs[3:])
@@ -405,7 +405,7 @@ def test_additional_run_with_different_key_changes_no_existing_gap(tmp_path, ove
     assert two == {(row.keys["attention"], row.loss): row.gap for row in before.rows}
 
 
-def test_long_row_labels_are_replaced_by_group_letters(tmp_path):
+def test_long_labels_of_report_rows_are_shortened_with_group_letters(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
     runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     found = compare(runs)
@@ -419,7 +419,7 @@ def test_long_row_labels_are_replaced_by_group_letters(tmp_path):
 # Notes
 
 
-def test_unfinished_run_has_row_but_is_excluded_from_loss_and_gap(tmp_path):
+def test_unfinished_run_is_in_table_but_excluded_from_loss_and_gap(tmp_path):
     paths = sweep(tmp_path, {"standard": [4.0, 4.2], "diff_v2": [3.9, None], "gated": [None]})
     found = compare(loaded(paths))
     assert labels(found) == ["standard", "gated", "diff_v2"]
@@ -467,7 +467,7 @@ def test_loss_gap_pairs_runs_by_seed_and_init_seed(tmp_path):
 
 
 @pytest.mark.parametrize("newest", ["a", "b"])
-def test_comparison_uses_newest_finished_run_of_duplicate_seed(tmp_path, newest):
+def test_comparison_uses_newest_finished_run_of_several_runs_with_equal_seed(tmp_path, newest):
     for name, loss in (("a", 4.0), ("b", 5.0)):
         written = 2e9 if name == newest else 1e9
         write_run(tmp_path / name, "attention=standard", loss=loss, written=written)
@@ -590,7 +590,7 @@ def test_report_csv_columns_contain_statistics_over_seeds(tmp_path):
         assert gated[name] is None, name
 
 
-def test_by_layer_returns_more_than_99_layers_in_numerical_order(tmp_path):
+def test_layer_metrics_of_more_than_99_layers_are_in_numerical_order(tmp_path):
     lines = metric_lines(20, 256, 4.0, layers=103)
     (run,) = loaded([write_run(tmp_path / "a", "attention=standard", lines=lines)])
     last = run.by_layer("hidden_kurtosis").values[-1]

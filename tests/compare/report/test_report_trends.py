@@ -67,7 +67,9 @@ def sentence(found):
         (-0.03, 0.002, "shows no trend: +0.0020 nats"),
     ],
 )
-def test_trend_sentence_verb_follows_from_slope_and_sign_of_loss_gap(tmp_path, start, slope, words):
+def test_verb_of_trend_sentence_follows_from_slope_and_sign_of_loss_gap(
+    tmp_path, start, slope, words
+):
     said = sentence(compared(tmp_path, start, slope))
     assert f"The gap of gated to standard {words} per token per doubling of tokens" in said
     end = start + slope * math.log2(10)
@@ -100,7 +102,7 @@ def test_trend_of_loss_gap_excludes_seed_with_diverged_run(tmp_path):
     assert "2 seeds" in said
 
 
-def test_row_with_two_evaluations_has_no_trend_of_loss_gap(tmp_path):
+def test_runs_with_two_evaluations_have_no_trend_of_loss_gap(tmp_path):
     found = compared(tmp_path, -0.03, 0.008, steps=(1, 10, 20))
     assert found.rows[1].gap is not None
     assert found.rows[1].trend is None
