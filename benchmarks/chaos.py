@@ -99,9 +99,10 @@ class Victim:
         return any(p.name[1:] > newest for p in directory.glob(".step-*.incomplete"))
 
     def wait(self, condition: Callable[[], bool], what: str) -> bool:
-        """Wait until a condition is true; return False if the run ends first.
+        """Wait until `condition` is true; return False if the run ends first.
 
-        Restart a run with faults that ends with a disk error. Fail without progress.
+        Restart the run if faults are enabled and it exits with a disk error. Exit with an error if
+        the run makes no step for a long time.
         """
         made, deadline = self.steps_made(), time.monotonic() + PATIENCE_S
         while not condition():
@@ -119,7 +120,9 @@ class Victim:
                 deadline = time.monotonic() + PATIENCE_S
                 if made == before:
                     text = self.log.read_text()[-3000:]
-                    raise SystemExit(f"error: no step in {PATIENCE_S} s before the {what}:\n{text}")
+                    raise SystemExit(
+                        f"error: no step in {PATIENCE_S} s while waiting for the {what}:\n{text}"
+                    )
             time.sleep(0.0005)
         return True
 
@@ -168,7 +171,7 @@ def kill(pid: int) -> None:
 
 
 def compare(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Run the undisturbed and the killed run, and return the comparison."""
+    """Train without kills and with kills; return the numbers of kills, starts and differences."""
     corpus = command.write_corpus(directory)
     steps = max(20, 3 * args.every * args.kills)
     words = [f"steps={steps}", f"checkpoint.interval={args.every}", "log_interval=1"]

@@ -108,7 +108,7 @@ def write_corpus(path: Path, word: str) -> None:
 
 
 def run_cases(code: Path, place: Path, cases: list[str]) -> None:
-    """Run cases with the code of the checkout `code`, in the new directory `place`."""
+    """Run cases with the code of the checkout `code`; `place` is the new directory for results."""
     (place / "plugin/attention").mkdir(parents=True)
     (place / "plugin/golden_plugin.py").write_text(PLUGIN)
     yaml = "# @package model.attention\ndefaults: [faulty_schema, _self_]\n"
@@ -142,7 +142,7 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
 
 
 def facts(place: Path, name: str) -> dict[str, Any]:
-    """Collect the results of a run by name: tensors, loop states, metrics, collectives, graphs."""
+    """Return the tensors, loop states, metrics, collectives and graph counts of a run by name."""
     found: dict[str, Any] = {}
     for checkpoint in sorted((place / name).glob("checkpoints/step-*")):
         found |= {f"{checkpoint.name} {key}": t for key, t in tensors(checkpoint).items()}

@@ -297,7 +297,7 @@ def measure(name: str, folder: Path, segment: str, args: argparse.Namespace) -> 
 
 
 def summary(rows: list[Row]) -> dict[str, Row]:
-    """Summarize speeds, and ratios of speeds in the same round, by segment."""
+    """Return the range of speeds, and of speed ratios within a round, by segment and contestant."""
     found: dict[str, Row] = {}
     for segment in dict.fromkeys(row["segment"] for row in rows):
         speeds: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}

@@ -152,7 +152,7 @@ def losses_of(losses: np.ndarray) -> DocumentLosses:
 
 
 def simulate(scenario: Scenario, test: str, seeds: int, families: int, rng: Rng) -> dict[str, Any]:
-    """Return the shares of false verdicts, and of bounds that contain the truth."""
+    """Return the shares of false verdicts, and of confidence bounds that contain the true gap."""
     study = study_of(scenario, test, seeds)
     diverging = dict(zip(NAMES, scenario.diverging, strict=True))
     shown = refuted = within = lower = upper = judged = decided = 0

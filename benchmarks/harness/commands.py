@@ -73,7 +73,9 @@ def training_run(words: list[str], folder: str, limit: float) -> dict[str, Any]:
     stopped_at, resumed = max(saved(), default=0), time.monotonic()
     second = subprocess.run(command, cwd=ROOT, timeout=max(1, end - time.monotonic()))
     if first.returncode or second.returncode:
-        raise RuntimeError(f"exit codes {first.returncode}, {second.returncode}; see the log")
+        raise RuntimeError(
+            f"train.py exited with {first.returncode} and {second.returncode}, not 0; see the log"
+        )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "stopped_at": stopped_at,

@@ -87,7 +87,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(folder: Path) -> str:
-    """Return all stamps, then one table per group with the last measurement of each name."""
+    """Return Markdown with the code, torch and device of all results, and a table for each group.
+
+    Only the last result of each measurement is in a table.
+    """
     lines = {line["name"]: line for line in read(folder / "results.jsonl")}
     stamps = (f"{x['device']}, torch {x['torch']}, code {x['code']}" for x in lines.values())
     sections = ["; ".join(dict.fromkeys(stamps)) + "\n"]
@@ -110,7 +113,7 @@ def table(folder: Path) -> str:
 
 
 def compared(results: dict[str, dict[str, Any]]) -> Table:
-    """Return a table of a group's numbers, with the ratio to the first contestant in brackets."""
+    """Return a table of a group's results; brackets contain the ratio to the first contestant."""
     first = next(iter(results.values()))
     keys = [key for key, value in first.items() if isinstance(value, int | float)]
     rows = []
@@ -124,7 +127,6 @@ def compared(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def cell(result: Any) -> str:
-    """Return a result as text."""
     if isinstance(result, dict):
         return "; ".join(f"{key}: {cell(value)}" for key, value in result.items())
     if isinstance(result, list):

@@ -148,7 +148,7 @@ def decoding(s: Sizes, batch: int, contexts: list[int]) -> list[Measurement]:
 def each(
     group: str, function: str, contestants: Contestants, limit: float = 240, **more: Any
 ) -> list[Measurement]:
-    """Return one measurement per contestant; the first is the baseline of the group's ratios."""
+    """Return one measurement per contestant; tables show ratios to the first contestant."""
     return [
         Measurement(f"{group}: {name}", f"harness.{function}", {**arguments, **more}, limit)
         for name, arguments in contestants.items()
