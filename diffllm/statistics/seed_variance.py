@@ -33,8 +33,7 @@ class SeedSpread:
         """Upper one-sided 80% confidence limit of the standard deviation.
 
         A study that is planned with this limit reaches its power with 80% confidence (Browne,
-        Statistics in Medicine 14, 1995), the usual choice (Whitehead et al., Statistical Methods in
-        Medical Research 25, 2016).
+        Statistics in Medicine 14, 1995).
         """
         from scipy.special import chdtri
 
@@ -42,7 +41,9 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between seeds, pooled over variants; None for single seeds.
+    """Return the standard deviation between seeds, pooled over variants.
+
+    Return None if no variant has two seeds.
 
     Args:
         arms: for each variant, the value of each run by seed, such as the final loss.

@@ -50,9 +50,9 @@ def read(
 ) -> tuple[Comparison, Path | None]:
     """Compare all runs in `paths`; return the comparison and the default directory of its report.
 
-    The directory is the closest one that contains all runs, or None if it may belong to other
-    users. A run that cannot be read is skipped with a note. Raises ConfigError if no run can be
-    read, or if no run has the attention variant `baseline`.
+    The directory is the closest directory that contains all runs, or None if this directory may
+    belong to other users. A run that cannot be read is skipped with a note. Raises ConfigError
+    if no run can be read, or if no run has the attention variant `baseline`.
 
     Args:
         paths: run directories, directories that contain runs, or globs.
@@ -91,7 +91,6 @@ def compare(
     Args:
         baseline: attention variant that other variants are compared with; None selects `standard`,
             or the first variant if no run has `standard`.
-        title: title of the report.
         step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
             checkpoint of each run.
     """
@@ -160,7 +159,7 @@ def of_one_size(row: Row, other: Row, match: str) -> bool:
     """Return whether the matching of parameters or FLOPs permits a comparison of two report rows.
 
     Both rows must be matched to the same variant, or one row must be matched to its own variant,
-    which does not change its size.
+    which does not change the size of its model.
 
     Args:
         match: the key model.match_params_to or model.match_flops_to.
@@ -190,7 +189,7 @@ def measure_gap(row: Row, base: Row, notes: list[str]) -> None:
 def over_documents(row: Row, base: Row) -> tuple[Estimate | None, str]:
     """Return the loss gap of `row` to `base` with a bootstrap interval over documents and seeds.
 
-    Also return "". If the interval cannot be computed, return None and the reason instead.
+    If the interval cannot be computed, return None and the reason. Otherwise, the reason is "".
     """
     own, others = row.measured, base.measured
     seeds = sorted(own.keys() & others.keys())

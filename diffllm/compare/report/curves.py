@@ -110,7 +110,7 @@ def envelope(band: Band) -> tuple[Array, Array, Array]:
 
 
 def gap_band(row: Row) -> Band | None:
-    """Return the held-out sample loss of a row minus its baseline's loss, over training tokens.
+    """Return the held-out sample loss of a row minus its baseline's loss, as curves over tokens.
 
     Runs are paired by seed. Return None if the row has no baseline, or if no seed is common.
     """
@@ -206,9 +206,9 @@ def spent_curve(run: Run, budget: Budget) -> Series | None:
 
 
 def increasing(costs: Array, values: Array) -> Series | None:
-    """Return the finite values of a curve (n,) against costs (n,), such as training FLOPs.
+    """Return a curve of the finite values (n,) over costs (n,), such as training FLOPs.
 
-    Return None without a finite value, or unless all costs are positive and in increasing order.
+    Return None if no value is finite, or unless all costs are positive and in increasing order.
     """
     known = np.isfinite(values)
     costs, values = costs[known], values[known]
@@ -225,10 +225,10 @@ def last_common(curves: Iterable[Series]) -> float | None:
 
 
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
-    """Return the loss gap of a row to its baseline after equal cost, such as equal training FLOPs.
+    """Return the loss gap of a row to its baseline after equal tokens, training FLOPs or seconds.
 
-    Return None if the row has no gap, if the cost of a run is unknown, or if a cost in seconds was
-    measured on different machines.
+    Return None if the row has no gap, or if a run does not record the unit of `budget`. Seconds on
+    different machines are not compared.
     """
     if row.gap is None or row.baseline is None:
         return None

@@ -73,8 +73,8 @@ def gathered(
 ) -> tuple[Evaluated | None, str]:
     """Combine the scores of one evaluation over all runs; also return a note about skipped runs.
 
-    Runs with other settings of the evaluation than the first evaluated run are skipped. The scores
-    are None if no run has a score, and the note is "" if no run is skipped.
+    A run is skipped if its settings of the evaluation differ from the first evaluated run. The
+    scores are None if no run has a score, and the note is "" if no run is skipped.
 
     Args:
         by_run: results by run directory, step of the checkpoint, and name of the evaluation.
@@ -130,9 +130,9 @@ def checkpoints(run: Run, name: str, steps: Mapping[int, Lines]) -> list[Checkpo
 
 
 def by_name(result: Line) -> Lines:
-    """Return the scores of an evaluation result by name.
+    """Return the scores of an evaluation result, by name of the score.
 
-    For an accuracy at several levels of a task, add the mean over levels as the first score.
+    If the scores are accuracies at several levels of a task, their mean is the first score.
     """
     scores = result["scores"]
     if result["unit"] == SHARE and len(scores) > 1:
@@ -150,7 +150,7 @@ def independent_examples(score: Line) -> float:
 
 
 def scores_by_fact(scores: Lines) -> Lines:
-    """Return the scores of subgroups of examples by name.
+    """Return the scores of subgroups of examples, by name of the subgroup.
 
     The name "512, depth 0.25" refers to the key 0.25 in the field `by_depth` of the score "512".
     """
@@ -244,7 +244,10 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval over examples to an accuracy that does not vary between seeds."""
+    """Add Wilson's interval over examples to an accuracy that does not vary between seeds.
+
+    Return other scores unchanged.
+    """
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal
     if varies or examples < 1 or not 0 <= mean.mean <= 1:

@@ -162,7 +162,6 @@ def draw_curves(
 
     Args:
         bands: the curves of each row, None for rows without values.
-        styles: line style of each row.
         unit: label above the vertical axis.
         across: label of the horizontal axis.
         log: use a logarithmic scale, which omits values that are not positive.

@@ -72,7 +72,7 @@ class Keys:
     """Config keys and entries of run.json that differ between runs.
 
     `swept` lists the keys that distinguish the rows of a report. A difference in an `incomparable`
-    key prevents a comparison. `values` contains the values of each run by key.
+    key prevents a comparison. `values` contains, for each run, the values by key.
     """
 
     swept: list[str]
@@ -85,9 +85,9 @@ def distinguish(runs: list[Run]) -> Keys:
     """Return the config keys and entries of run.json in which runs differ, with their values.
 
     Seeds, keys that affect only speed or file locations, and keys that follow from another key are
-    omitted. Some entries of run.json replace config keys, such as the hash of the corpus. A run
+    omitted. Some entries of run.json, such as the hash of the corpus, replace config keys. A run
     without such an entry is not comparable to a run that has this entry. If all runs lack the
-    entry, their config keys are compared.
+    entry, the config keys are compared.
     """
     values = [deciding_values(run) for run in runs]
     several = several_versions([run.plugin_code for run in runs])
@@ -137,13 +137,13 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Set model.match_params_to of a variant to its own name if other runs are matched to it.
+    """Set model.match_params_to of a run to its own variant if other runs have this value.
 
     Apply the same rule to model.match_flops_to. Variants with runs that are already matched remain
     unchanged.
 
     Args:
-        values: values of each run by key, changed in place.
+        values: for each run, the values by key; changed in place.
     """
     unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
@@ -155,7 +155,7 @@ def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
 
 
 def overrides(run: Run) -> dict[str, Any]:
-    """Return the keys of `model.attention` in which a run differs from its variant's defaults."""
+    """Return the `model.attention` keys and values that differ from the variant's defaults."""
     return {
         key: run.config[key]
         for key, value in variant_keys(run.variant, run.cfg.run.schemas["attention"]).items()

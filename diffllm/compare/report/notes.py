@@ -205,7 +205,7 @@ def speed_notes(runs: list[Run]) -> list[str]:
 def setting_of(run: Run, key: str) -> Any:
     """Return the value of `key` in run.json or, if the file lacks the key, in the config.
 
-    The corpus of an imported model is "unknown", and its config keys of the corpus are None.
+    For an imported model, "corpus" is "unknown", and the config keys of the corpus are None.
     """
     if "imported" in run.facts and key in ("corpus", *CORPUS):
         return "unknown" if key == "corpus" else None

@@ -33,9 +33,10 @@ FIRST = ("standard", "gated", "diff_v1", "diff_v2")
 
 @dataclass(frozen=True)
 class EqualGap:
-    """Loss gap of a row to its baseline after the equal cost `at`, such as equal training FLOPs.
+    """Loss gap of a row to its baseline after equal tokens, training FLOPs or seconds.
 
-    `error` is the possible error of interpolation, in nats per token.
+    `at` is the number of tokens, FLOPs or seconds. `error` is the possible error of interpolation
+    between evaluations, in nats per token.
     """
 
     gap: Estimate
@@ -106,9 +107,9 @@ class Row:
         return float(np.mean(known)) if known else None
 
     def events(self, series: str) -> Rate | None:
-        """Return the rate of spikes in the series "loss" or "grad" over all ended runs.
+        """Return the numbers of spikes and of steps tested for spikes, over all ended runs.
 
-        Return None if no step was tested for spikes.
+        Return None if no step was tested. The series is "loss" or "grad".
         """
         count, judged = (
             sum(run_value(run, metric_of(f"spikes_detrended/{series}_{what}")) or 0

@@ -69,7 +69,7 @@ class PageSection(NamedTuple):
 def page_sections(
     comparison: Comparison, styles: list[RowStyle], hidden: Collection[int] = ()
 ) -> tuple[list[Card], list[PageSection]]:
-    """Draw the figures of the page: those at its top, and the sections with all other figures.
+    """Return the figures at the top of the page, and the sections with all other figures.
 
     Report rows whose index is in `hidden` are not drawn.
     """
@@ -196,7 +196,7 @@ class Figures:
     def card(
         self, plot: Curve | Layers, caption: str, unit: str, bands: Bands, **how: Any
     ) -> list[Card]:
-        """Draw curves as a figure; return [] if all values are 0 or missing.
+        """Return a list with a figure of the curves, or [] if all values are 0 or missing.
 
         Args:
             plot: settings of the figure from the table of metrics.
