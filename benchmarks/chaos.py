@@ -133,7 +133,6 @@ class Victim:
         self.wait(lambda: all(map(has_ended, ranks)), "end of the other ranks")
 
     def kill_all(self) -> None:
-        """Kill torchrun, the ranks and their child processes."""
         for pid in [self.process.pid, *command.descendants(self.process.pid)]:
             kill(pid)
         self.process.wait()

@@ -27,7 +27,6 @@ FROM_TOKENS = 150_000
 
 
 def write_curves(sweep: Path) -> None:
-    """Write curves.csv and runs.json from the run directories of a sweep."""
     from diffllm.compare.report.runs import load_run
 
     RESULTS.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,6 @@ class FaultyAttention(StandardAttention):
 
 
 def write_corpus(path: Path, word: str) -> None:
-    """Write 300 documents of arithmetic as JSON lines."""
     with open(path, "w") as file:
         for i in range(300):
             words = " ".join(f"{i % 7} {word} {k} is {i % 7 * k}, so" for k in range(i % 13 + 4))

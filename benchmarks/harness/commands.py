@@ -74,7 +74,7 @@ def training_run(words: list[str], folder: str, limit: float) -> dict[str, Any]:
     second = subprocess.run(command, cwd=ROOT, timeout=max(1, end - time.monotonic()))
     if first.returncode or second.returncode:
         raise RuntimeError(
-            f"train.py exited with {first.returncode} and {second.returncode}, not 0; see the log"
+            f"train.py failed ({first.returncode}, {second.returncode}); see the log"
         )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {

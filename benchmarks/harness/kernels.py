@@ -81,7 +81,6 @@ def kernel_times(work: Callable[[], Any], device: torch.device) -> dict[str, flo
 
 
 def traced(work: Callable[[], Any], device: torch.device) -> Any:
-    """Return the profiler's events of one call."""
     synchronize(device)
     with profile() as profiler:  # records the CPU, and a visible GPU
         work()

@@ -87,10 +87,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(folder: Path) -> str:
-    """Return Markdown with the code, torch and device of all results, and a table for each group.
-
-    Only the last result of each measurement is in a table.
-    """
+    """Return Markdown tables of the last result of each measurement, one table per group."""
     lines = {line["name"]: line for line in read(folder / "results.jsonl")}
     stamps = (f"{x['device']}, torch {x['torch']}, code {x['code']}" for x in lines.values())
     sections = ["; ".join(dict.fromkeys(stamps)) + "\n"]

@@ -36,9 +36,6 @@ def measure(rounds: int, repeats: int, **contestant: Any) -> dict[str, Any]:
     """Return the time of a training step: the median over `rounds` of the mean of `repeats` steps.
 
     Also return the speed, the MFU and the peak memory.
-
-    Args:
-        contestant: arguments of `build_step`.
     """
     device = join_alone()
     cfg, step = build_step(device, **contestant)
