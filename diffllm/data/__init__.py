@@ -1,6 +1,6 @@
-"""The data pipeline: corpus, tokenizer, token shards, loader (README.md).
+"""Data pipeline: text corpora, tokenizers, token shards and training batches.
 
-Importing this package registers the built-in sources of text.
+Importing this package registers the built-in text sources.
 """
 
 import diffllm.data.text.files

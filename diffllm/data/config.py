@@ -11,7 +11,7 @@ from diffllm.core.registry import SOURCES
 
 
 class SampleBy(Enum):
-    """Unit of a plain-text file that becomes one document; names as in `datasets`."""
+    """Part of a plain-text file that becomes one document: whole file, paragraph or line."""
 
     document = "document"
     paragraph = "paragraph"
@@ -19,17 +19,18 @@ class SampleBy(Enum):
 
 
 class Between(Enum):
-    """Weights between two points of a curriculum: constant, or linear interpolation."""
+    """How the weights of sources change between two points of a curriculum."""
 
     constant = "constant"
     linear = "linear"
 
 
 class Packing(Enum):
-    """How documents become sequences.
+    """How documents become training sequences.
 
-    stream: documents are concatenated and cut at every full sequence. best_fit: documents stay
-    whole, several per sequence; only documents longer than a sequence are cut.
+    stream: all documents are concatenated, and the result is cut into sequences of equal length.
+    best_fit: a sequence contains several whole documents; only a document longer than a sequence
+    is cut.
     """
 
     stream = "stream"
@@ -69,7 +70,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass
 class TextConfig:
-    """A source of text."""
+    """One text source: local files, a Hugging Face dataset or a built-in corpus."""
 
     source: str = "stdlib"
     """Kind of the corpus; set by data=."""
@@ -95,7 +96,7 @@ class TextConfig:
     def check_source(self, where: str) -> None:
         """Raise ConfigError for an unknown source, a missing key or a key that the source ignores.
 
-        In messages, `where` precedes the keys, for example "data.sources.web.".
+        `where` is the prefix of the keys in messages, for example "data.sources.web.".
         """
         if self.source not in (known := (*SOURCES, *PREPARED_ELSEWHERE)):
             raise ConfigError(f"{where}source={self.source!r} is not one of {', '.join(known)}")
@@ -108,9 +109,9 @@ class TextConfig:
             is_set = value and value != getattr(TextConfig, key, None)
             if is_set and key not in READ[self.source]:
                 raise ConfigError(
-                    f"{where}{key}={getattr(value, 'value', value)} is not read with "
-                    f"{where}source={self.source}, which reads "
-                    f"{', '.join(READ[self.source]) or 'no such key'}"
+                    f"{where}{key}={getattr(value, 'value', value)} cannot be set with "
+                    f"{where}source={self.source}; keys of this source: "
+                    f"{', '.join(READ[self.source]) or '(no keys)'}"
                 )
         name, example = NEEDED.get(self.source, ("source", ""))
         if not getattr(self, name):
@@ -136,7 +137,7 @@ class Point:
 
 @dataclass
 class DataConfig(TextConfig):
-    """The corpus: source of the text, and conversion to tokens."""
+    """Training data: text source or mixture of sources, tokenizer, packing and data loading."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """Sources of a mixture by name, each with the keys above, weight, epochs_at_most."""
@@ -182,18 +183,20 @@ class DataConfig(TextConfig):
         return replace(self, **text, sources={}, curriculum=[])
 
     def validate(self) -> None:
-        """Raise ConfigError for values that are invalid for every corpus."""
+        """Raise ConfigError for invalid values, without reading the corpus."""
         check_bounds("data.", self)
         self.check_source("data.")
         if self.source == MIXTURE:
             self.check_mixture()
         elif self.curriculum:
-            raise ConfigError("data.curriculum needs a mixture: data.sources={...}")
+            raise ConfigError(
+                "data.curriculum is only supported for a mixture; set data.sources={...}"
+            )
 
     def check_current(self) -> None:
-        """Raise ConfigError for settings of older versions that a new run cannot use.
+        """Raise ConfigError for settings that only runs of older versions may contain.
 
-        This base implementation accepts all settings.
+        Subclasses with such settings override this method, which accepts all settings.
         """
 
     def check_mixture(self) -> None:
@@ -201,11 +204,15 @@ class DataConfig(TextConfig):
         for name, source in self.sources.items():
             where = f"data.sources.{name}."
             if not NAME.fullmatch(name):
-                raise ConfigError(f"data.sources: {name!r} must consist of letters, digits, _, -")
+                raise ConfigError(
+                    f"data.sources: the name {name!r} may contain only letters, digits, _ and -"
+                )
             if source.source == MIXTURE:
                 raise ConfigError(f"{where}source=mixture: a mixture cannot contain a mixture")
             if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(f"{where}source=tokens needs data.tokenizer")
+                raise ConfigError(
+                    f"{where}source=tokens needs data.tokenizer, the tokenizer of these tokens"
+                )
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")
@@ -214,16 +221,20 @@ class DataConfig(TextConfig):
             for name, weight in point.weights.items():
                 if name not in self.sources:
                     known = ", ".join(self.sources)
-                    raise ConfigError(f"{where}.weights: {name!r} is not one of {known}")
+                    raise ConfigError(
+                        f"{where}.weights: the source {name!r} must be one of data.sources: {known}"
+                    )
                 if not 0 <= weight <= MOST_WEIGHT:
-                    allowed = f"must be from 0 to {MOST_WEIGHT:g}"
-                    raise ConfigError(f"{where}.weights.{name}={weight:g} {allowed}")
+                    raise ConfigError(
+                        f"{where}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
+                    )
             if not any(point.weights.values()):
-                raise ConfigError(f"{where}.weights: all are 0; at least one must be above 0")
+                raise ConfigError(f"{where}: all weights are 0; at least one must be above 0")
             # Shares and numbers of tokens compare only if the run's length is known.
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:
-                raise ConfigError(f"{where}.at={point.at:g} must be above {former.at:g}")
+                limit = f"{former.at:g}, the value of the previous point" if i else "0"
+                raise ConfigError(f"{where}.at={point.at:g} must be above {limit}")
 
 
 def check_sizes(sources: int, points: int) -> None:

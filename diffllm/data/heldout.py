@@ -1,4 +1,4 @@
-"""Held-out sequences for evaluation during training, held-out documents for the end of a run.
+"""Choose held-out sequences for evaluations during training, and held-out documents after it.
 
 Symbols in shapes: n documents, r sequences, T tokens per sequence, b sequences per batch.
 """
@@ -39,7 +39,7 @@ class HeldoutDocuments:
 
     @cached_property
     def predicted(self) -> np.ndarray:
-        """Number of predicted tokens (all except context) of each document, (n,) int64."""
+        """Number of predicted tokens of each document, without context tokens, (n,) int64."""
         if not self.stream.masked:
             return self.lengths
         pairs = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
@@ -47,7 +47,7 @@ class HeldoutDocuments:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """End of each document in the concatenation of all n documents, in tokens, (n,) int64."""
+        """Position after each document in the concatenation of all n documents, (n,) int64."""
         return np.cumsum(self.lengths)
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class HeldoutDocuments:
     def batches(
         self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[OwnedBatch]:
-        """Yield this rank's batches of all held-out documents, cut into sequences of `seq_len`.
+        """Yield this rank's batches of the concatenated documents, cut into sequences.
 
-        A batch is (inputs, targets, document index of each target), each (batch_size, seq_len)
-        int64. Over all ranks, every token is a target exactly once. Every rank gets the same number
-        of batches, so the last batches may contain padding. Padding and context tokens have target
-        -1. The first input of all is an EOS.
+        A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
+        each. Over all ranks, every token except context is a target exactly once; context and
+        padding have target -1. The input before the first document is an EOS. Every rank gets the
+        same number of batches, so the last batches may contain padding.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -74,10 +74,10 @@ class HeldoutDocuments:
         return -(-(len(self.borders(seq_len)) - 1) // (batch_size * world_size))
 
     def borders(self, seq_len: int) -> np.ndarray:
-        """Return the borders of the r sequences in the joined documents, in tokens, (r + 1,) int64.
+        """Cut the concatenated documents into r sequences of at most `seq_len` tokens.
 
-        The borders are the start of each sequence, then the end of the last sequence. A sequence
-        has at most `seq_len` tokens.
+        Returns token positions, (r + 1,) int64: the start of each sequence, then the end of the
+        last sequence.
         """
         total = int(self.ends[-1])
         if not self.whole:
@@ -89,17 +89,19 @@ class HeldoutDocuments:
             found += range(found[-1] + seq_len, end, seq_len)
         return np.array([*found, total])
 
-    def read(self, borders: np.ndarray, rows: np.ndarray, seq_len: int) -> OwnedBatch:
-        """Read the sequences with indices `rows` (b,) as (inputs, targets, document indices).
+    def read(self, borders: np.ndarray, indices: np.ndarray, seq_len: int) -> OwnedBatch:
+        """Read the sequences with the given indices (b,) as (inputs, targets, document indices).
 
-        Each result is (b, seq_len) int64. `borders` is the result of the method `borders`. Indices
-        beyond the last sequence give rows of padding, with target -1.
+        Each tensor is (b, seq_len) int64. `borders` is the result of the method `borders`. An index
+        above the last sequence gives a sequence of padding, with target -1.
         """
-        inputs, targets, owners = np.full((3, len(rows), seq_len), [[[0]], [[-1]], [[0]]], np.int64)
-        for i, row in enumerate(rows.tolist()):
-            if row >= len(borders) - 1:
+        inputs, targets, owners = np.full(
+            (3, len(indices), seq_len), [[[0]], [[-1]], [[0]]], np.int64
+        )
+        for i, index in enumerate(indices.tolist()):
+            if index >= len(borders) - 1:
                 break
-            start, stop = int(borders[row]), int(borders[row + 1])
+            start, stop = int(borders[index]), int(borders[index + 1])
             read = [self.stream.tokens(*place) for place in self._places(max(start - 1, 0), stop)]
             tokens = np.concatenate(read)
             inputs[i, : stop - start] = tokens[:-1] if start else [self.eos_id, *tokens[:-1]]
@@ -116,11 +118,11 @@ class HeldoutDocuments:
     def texts(
         self, tokenizer: Tokenizer, rank: int = 0, world_size: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays (n,) int64: text size and text hash of each held-out document.
+        """Return the text size and the text hash of each held-out document, (n,) int64 each.
 
         The size is the number of UTF-8 bytes of the predicted tokens. The hash is the first 8 bytes
         of the SHA-256 of the whole text. Each rank computes every world_size-th document; the
-        entries of all other documents are 0.
+        values of all other documents are 0.
         """
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
@@ -143,7 +145,7 @@ def heldout_documents(
     most: int | None = None,
     whole: bool = False,
 ) -> HeldoutDocuments:
-    """Choose held-out documents from `stream`; by default all documents.
+    """Choose documents from the held-out split `stream`; by default all documents.
 
     Documents are chosen at positions spread evenly over the stream, independent of their lengths.
     The choice is deterministic, and a larger choice contains every smaller choice. Raises
@@ -152,7 +154,7 @@ def heldout_documents(
     Args:
         tokens: stop when the chosen documents have this many tokens in total.
         most: maximum number of documents.
-        whole: if true, a document that fits in one sequence is not cut at evaluation.
+        whole: do not cut a document at evaluation if the document fits in one sequence.
     """
     if tokens is not None and not tokens > 0:
         raise ConfigError(f"tokens={tokens} must be positive")
@@ -182,7 +184,8 @@ def heldout_documents(
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
     """Count the predicted tokens of the documents that `heldout_documents` chooses.
 
-    Context tokens, such as prompts, are not predicted. Raises DataError if all tokens are context.
+    `tokens` limits the choice as in that function. Context tokens, such as prompts, are not
+    predicted. Raises DataError if all tokens are context.
     """
     if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())
@@ -190,7 +193,10 @@ def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> 
         starts = range(0, len(stream), BLOCK)
         count = sum(int(stream.loss_mask(i, min(i + BLOCK, len(stream))).sum()) for i in starts)
     if not count:
-        raise DataError("the held-out documents have no token to predict: all are context")
+        raise DataError(
+            "the held-out documents have no token to predict, because all tokens are prompts; "
+            "increase data.heldout_fraction"
+        )
     return count
 
 
@@ -207,7 +213,7 @@ def heldout_batches(
 
     A batch is (inputs, targets), (m, T) int64 each, with m <= batch_size and T = seq_len. Ranks
     share the sequences without overlap; the last batch of a rank may be smaller, and a rank may get
-    no batch. With `eos_id`, documents that fit in a sequence are not cut.
+    no batch. If `eos_id` is given, a document that fits in one sequence is not cut.
 
     Raises DataError if the stream is shorter than a sequence, ConfigError for an invalid rank or a
     count below 1.

@@ -28,9 +28,9 @@ class TrainLoader:
     """Infinite iterator over training micro-batches, which can resume at any step.
 
     A micro-batch has m sequences of T tokens: (inputs, targets), (m, T) int64 each. With a global
-    batch size G, step s reads the samples s*G to (s+1)*G - 1. Its micro-step k on rank r reads the
-    m samples from s*G + k*W*m + r*m on, where W is the world size. So the data of a step does not
-    depend on the world size, the micro-batch size or the number of loader processes.
+    batch size G, step s reads the samples s*G to (s+1)*G - 1. With world size W, micro-step k of
+    this step reads m samples on rank r, starting at sample s*G + k*W*m + r*m. So the data of a step
+    does not depend on the world size, the micro-batch size or the number of loader processes.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class TrainLoader:
         prefetch_factor: int = 4,
         pin_memory: bool = False,
     ) -> None:
-        """Start at the first sample; data is read at the first iteration.
+        """Start at the first sample; no data is read before the first iteration.
 
-        Raises ConfigError for an invalid rank or count, or unless global_batch_size is a multiple
+        Raises ConfigError for an invalid rank or count, or if global_batch_size is not a multiple
         of micro_batch_size times world_size.
 
         Args:
@@ -98,7 +98,7 @@ class TrainLoader:
         return self._ahead.popleft()
 
     def read_ahead(self, steps: int) -> DataError | None:
-        """Read micro-batches into a buffer until the buffer contains `steps` steps.
+        """Read the micro-batches of the next `steps` optimizer steps into a buffer.
 
         Returns the first DataError, or None if all reads succeed.
         """
@@ -133,10 +133,10 @@ class TrainLoader:
         return self.samples.state(self.sample)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at `state`, a result of `state_dict`.
+        """Resume at the position `state`, a result of `state_dict`.
 
         World size, micro-batch size and number of loader processes may differ from the saved run.
-        Raises CheckpointError if `state` belongs to another sample order.
+        Raises CheckpointError if `state` belongs to a different order of samples.
         """
         self._stop_workers()
         self._start = self.samples.sample_of(state)
@@ -149,10 +149,10 @@ class TrainLoader:
         atexit.unregister(self.close)
 
     def _started(self) -> Iterator[Any]:
-        """Start the loader processes; return the iterator over their batches.
+        """Start the loader processes and return the iterator over their batches.
 
-        Restores the previous SIGCHLD handler: torch's handler would raise at any point of the main
-        thread. Instead, `_read` detects dead loader processes.
+        The previous SIGCHLD handler stays active, because PyTorch's handler could raise an error
+        anywhere in the main thread. `_read` detects dead loader processes instead.
         """
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -189,9 +189,9 @@ class TrainLoader:
 
 
 class _Stacked(Dataset[Tensor | DataError]):
-    """Dataset that stacks the inputs and targets of m samples of T tokens into a tensor (2, m, T).
+    """Dataset that returns the inputs and targets of m samples as one tensor (2, m, T).
 
-    Loader processes send every tensor as a separate message, so one tensor needs only one message.
+    A loader process sends each tensor as a separate message, so one tensor is faster than two.
     """
 
     def __init__(self, samples: Samples) -> None:

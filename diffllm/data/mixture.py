@@ -18,9 +18,9 @@ from diffllm.data.tokenizer import Tokenizer
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """In this context, prefix ConfigError and DataError messages with "data.sources.NAME: ".
+    """Add the prefix "data.sources.NAME: " to the messages of ConfigError and DataError.
 
-    The result can also be used as a decorator.
+    Use the result as a context manager or as a decorator.
     """
     try:
         yield
@@ -38,9 +38,10 @@ class MixtureData:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Manifest of the mixture: summed counts, and one hash over all source names and corpora.
+        """Manifest of the mixture, in which counts are sums over all sources.
 
-        The unigram entropy is the mean over the sources, weighted by their held-out tokens.
+        The corpus hash depends on the names and the corpora of all sources. The unigram entropy is
+        the mean over the sources, weighted by their held-out tokens.
         """
         named = {name: data.manifest for name, data in self.sources.items()}
         each = list(named.values())
@@ -65,13 +66,15 @@ class MixtureData:
         return next(iter(self.sources.values())).tokenizer()
 
     def check(self) -> None:
-        """Raise DataError if files of a source are missing or tokenizers of sources differ."""
+        """Raise DataError if a source lacks files, or if two sources use different tokenizers."""
         for name, data in self.sources.items():
             with of_source(name):
                 data.check()
         hashes = {name: data.manifest.pieces_hash[:12] for name, data in self.sources.items()}
         if len({*hashes.values()}) > 1:
-            raise DataError(f"data.sources must share one tokenizer; hashes of pieces: {hashes}")
+            raise DataError(
+                f"all data.sources must use one tokenizer; hashes of their tokenizers: {hashes}"
+            )
 
     def split(self, name: str) -> JoinedStream:
         return JoinedStream(name, [data.split(name) for data in self.sources.values()])

@@ -1,10 +1,10 @@
-"""Compute which source of a mixture provides a sample, for weights that may change during a run.
+"""Choose the source of each sample in a mixture, for weights that may change during a run.
 
-A run is divided into segments of constant weights, and each segment into blocks. Before a block,
-each source has provided its share of the samples, rounded by largest remainders. Within a block,
-the sources alternate evenly by the algorithm of R. Tijdeman ("The chairman assignment problem",
-Discrete Mathematics 32, 1980): with K sources, after any number of samples, the count of a source
-differs from its share by at most 1 - 1/(2K - 2).
+A run is divided into segments with constant weights, and each segment into blocks of samples. At
+the start of a block, each source has provided its share of the earlier samples, rounded by largest
+remainders. Within a block, the sources alternate evenly by the algorithm of R. Tijdeman ("The
+chairman assignment problem", Discrete Mathematics 32, 1980): with K sources, after any number of
+samples, the count of a source differs from its share by at most 1 - 1/(2K - 2).
 
 Only integer arithmetic is used, so the order is equal on every platform.
 """
@@ -51,20 +51,19 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return how many samples each source of a mixture provides before a block of this segment.
+        """Return how many samples of the run come from each source before a block of samples.
 
-        `samples` is the number of samples between the start of the segment and the block. Samples
-        of earlier segments are included.
+        The block starts `samples` samples after the start of this segment.
         """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
 
 
 class MixtureOrder:
-    """Assigns every sample of a mixture to a source, by the number of the sample alone.
+    """Maps the number of a sample in a mixture to the source that provides the sample.
 
     Args:
-        segments: (first sample, one weight per source) of each segment, ascending.
+        segments: pairs (number of the first sample, weight of each source), in ascending order.
         before: number of samples of each source before the first segment; default 0.
     """
 
@@ -80,10 +79,10 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sample in a mixture, and the sample's number in that source.
+        """Return the source index of each sample, and the sample's number within that source.
 
-        `samples` (n,) contains sample numbers. Both results have the same shape; sources and
-        numbers count from 0.
+        `samples`, (n,), contains sample numbers of the mixture. Both results are (n,). All numbers
+        count from 0.
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
@@ -100,7 +99,7 @@ class MixtureOrder:
     def reaches(self, source: int, most: float) -> int | None:
         """Return the sample number at which `source` has provided `most` samples; None if never.
 
-        The number follows from the weights of the mixture alone and is rounded down.
+        The result is computed from the source's share of the samples and rounded down.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -114,10 +113,10 @@ class MixtureOrder:
         return None
 
     def _at(self, sample: int) -> tuple[int, tuple[np.ndarray, np.ndarray], tuple[int, ...]]:
-        """Find the block of samples that contains sample number `sample` of a mixture.
+        """Find the block of samples that contains sample number `sample`.
 
-        Returns the first sample of the block, the result of `block_of`, and the number of samples
-        of each source before the block.
+        Returns the number of the block's first sample, the result of `block_of`, and the number of
+        samples of each source before the block.
         """
         number = bisect_right(self._starts, sample) - 1
         segment = self.segments[number]
@@ -133,10 +132,10 @@ class MixtureOrder:
 
 @lru_cache(maxsize=8)
 def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Order a block that contains `counts[k]` samples of each source k.
+    """Order the samples of a block, which contains `counts[k]` samples of source k.
 
-    Returns two arrays (sum(counts),): the source index of each sample, and how many earlier samples
-    of the block have the same source.
+    Returns two arrays (sum(counts),): the source index of each sample, and the number of earlier
+    samples in the block from the same source.
     """
     order = laid_out(counts)
     ranks = np.empty(len(order), np.int64)
@@ -146,7 +145,7 @@ def block_of(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Convert weights to integers with a sum of about `WHOLE` (10**9).
+    """Scale weights to integers whose sum is 10**9, except for rounding.
 
     Raises ValueError for a negative weight, a sum of 0, or a positive weight below LEAST_WEIGHT of
     the sum.
@@ -178,44 +177,44 @@ def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def laid_out(counts: Sequence[int]) -> np.ndarray:
-    """Spread `counts[k]` samples of each source k evenly over a block.
+    """Spread the samples of each source evenly over a block, by Tijdeman's algorithm.
 
-    Returns the source index of each place, (sum(counts),) int16. Places p and the samples n of a
-    source count from 1; w is the source's share of the block, K the number of sources. A sample may
-    take place p if w * p - (n - 1) is at least 1 / (2K - 2), and must take a place before this
-    value exceeds 1 - 1 / (2K - 2). Among the allowed samples, the sample with the earliest deadline
-    takes the place.
+    The block contains `counts[k]` samples of source k. Returns the source index at each position of
+    the block, (sum(counts),) int16.
+
+    Let K be the number of sources, and w a source's share of the block. The source's n-th sample is
+    allowed from the first position p (counted from 1) at which w * p - (n - 1) >= 1 / (2K - 2). Its
+    deadline is the first position at which w * p - (n - 1) >= 1 - 1 / (2K - 2). Each position gets
+    the allowed sample with the earliest deadline.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
 
-    def first_place(count: int, n: int, part: int) -> int:
-        """Return the first place p at which count * p / size - n is at least part / parts.
-
-        `size` is the number of samples of the block; `parts` is 2K - 2 for K sources.
-        """
+    def first_position(count: int, n: int, part: int) -> int:
+        # The first position p at which count * p / size - n is at least part / parts.
         return -(-size * (parts * n + part) // (parts * count))
 
-    waiting = [(first_place(counts[k], 0, 1), k, 0) for k in used]
+    waiting = [(first_position(counts[k], 0, 1), k, 0) for k in used]
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
     order = np.empty(size, np.int16)
     for place in range(1, size + 1):
         while waiting and waiting[0][0] <= place:
             _, k, n = heapq.heappop(waiting)
-            heapq.heappush(ready, (first_place(counts[k], n, parts - 1), k, n))
+            heapq.heappush(ready, (first_position(counts[k], n, parts - 1), k, n))
         _, k, n = heapq.heappop(ready)
         order[place - 1] = k
         if n + 1 < counts[k]:
-            heapq.heappush(waiting, (first_place(counts[k], n + 1, 1), k, n + 1))
+            heapq.heappush(waiting, (first_position(counts[k], n + 1, 1), k, n + 1))
     return order
 
 
 def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
-    """Return the segments of constant weights for a run of `samples` samples of `seq_len` tokens.
+    """Divide a run of `samples` samples of `seq_len` tokens into segments with constant weights.
 
-    Linear interpolation between two points of the curriculum becomes at most STAIRS segments; each
-    segment has the interpolated weights at its midpoint.
+    Returns the first sample number of each segment, with one weight per source. Linear
+    interpolation between two points of the curriculum is approximated by at most 256 segments,
+    which have the interpolated weights at their midpoints.
     """
     points: Segments = [(0, as_shares([source.weight for source in cfg.sources.values()]))]
     for point in cfg.curriculum:
@@ -235,7 +234,7 @@ def segments(cfg: DataConfig, samples: int, seq_len: int) -> Segments:
 
 
 def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Normalise weights to a sum of 1; shares below LEAST_WEIGHT become 0."""
+    """Scale weights to a sum of 1; weights below LEAST_WEIGHT of the sum become 0."""
     total = sum(weights)
     kept = [weight if weight >= LEAST_WEIGHT * total else 0.0 for weight in weights]
     return tuple(weight / sum(kept) for weight in kept)
@@ -244,12 +243,13 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """Return the segments of `plan` from sample `first` on, adapted to the limits `most`.
+    """Return the segments from sample `first` on, with a maximum number of samples per source.
 
-    When a source reaches its maximum number of samples, its weight goes to the other sources.
-    Raises ConfigError if no source is left before sample `last`, the end of the run.
+    When a source reaches its maximum, its weight goes to the other sources. Raises ConfigError if
+    all sources reach their maximum before sample `last`, the end of the run.
 
     Args:
+        plan: segments without maximum.
         before: number of samples of each source before `first`.
         most: maximum number of samples of each source.
     """
@@ -268,8 +268,8 @@ def limited(
             left = [0.0 if k in spent else weight for k, weight in enumerate(weights)]
             if not any(left):
                 raise ConfigError(
-                    f"data.sources: after {end:,} of {last:,} samples, all sources with a weight "
-                    "reach epochs_at_most; increase epochs_at_most or shorten the run"
+                    f"data.sources: after {end:,} of {last:,} samples of the run, all sources with "
+                    "a weight reach epochs_at_most; increase epochs_at_most or shorten the run"
                 )
             later.append((start, as_shares(left)))
         plan = [segment for segment in plan if segment[0] < end] + later
@@ -326,7 +326,7 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless `state` is empty, a valid EpochPlace or a valid MixturePlace."""
+    """Raise ValueError unless `state` is empty or a valid data position of a checkpoint."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

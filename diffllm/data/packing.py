@@ -85,8 +85,8 @@ class Bins:
     def take(self, size: int) -> tuple[int, np.ndarray]:
         """Remove and return all bins with the smallest free space that is at least `size`.
 
-        Returns the free space and the bin numbers, ascending; 0 and an empty array without such a
-        bin.
+        Returns the free space and the bin numbers in ascending order. If no bin has enough free
+        space, returns 0 and an empty array.
         """
         place = bisect_left(self._rooms, size)
         if place == len(self._rooms):
@@ -95,7 +95,7 @@ class Bins:
         return room, np.sort(np.concatenate(self._bins.pop(room)), kind="stable")
 
     def put(self, room: int, bins: np.ndarray) -> None:
-        """Add bins with the same free space `room`, by ascending bin number; ignore full bins."""
+        """Add bins with equal free space `room`; bins without free space are not added."""
         if not room or not len(bins):
             return
         if room not in self._bins:
@@ -107,8 +107,8 @@ class Bins:
 def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[np.ndarray]:
     """Cut each document of a stream into pieces of at most `seq_len` tokens, in stream order.
 
-    Yields (3, k) int64 arrays with three values per piece: its first token in the stream, its
-    length, and the number of earlier tokens of its document.
+    Yields (3, k) int64 arrays with three values per piece: position of the first token in the
+    stream, length, and number of tokens between the start of the document and the piece.
     """
     document = place = 0  # start of the unfinished document, and of its next piece
     for stop, ends in document_ends(stream, eos_id):
@@ -126,9 +126,9 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Join arrays (r, any) along axis 1, and yield the result in windows (r, size).
+    """Concatenate arrays along axis 1, and yield the result in windows of `size` columns.
 
-    The last window may have fewer columns.
+    The last window may have fewer columns. All arrays have equally many rows.
     """
     held: list[np.ndarray] = []
     for part in parts:
@@ -193,7 +193,7 @@ class PlanRecord:
 
 
 def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> None:
-    """Pack the documents of a stream into sequences; write the packing plan to `directory`."""
+    """Pack the documents of a stream into sequences, and write the packing plan to a directory."""
     started = time.monotonic()
     to_stderr(f"packing documents into sequences of {seq_len:,} tokens")
     documents = cut = sequences = packed = 0
@@ -231,9 +231,9 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
 
 
 class PackingPlan:
-    """A packing plan on disk: the pieces of documents in each sequence.
+    """Packing plan on disk, which lists the pieces of documents in each sequence.
 
-    The first read verifies the checksums of the files.
+    The first access to a sequence verifies the checksums of the files.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -35,7 +35,7 @@ class ShuffledSequences:
     """Infinite training samples of one source, shuffled again in every epoch.
 
     The source has n sequences. Sample g is sequence `permute(g % n)` of epoch g // n. `bits` is the
-    number of bits per byte of text that equals a loss of 1 nat per token; None if unknown.
+    factor from a loss in nats per token to bits per byte of text; None if unknown.
     """
 
     def __init__(self, sequences: Sequences, seed: int, bits: float | None = None) -> None:
@@ -44,7 +44,7 @@ class ShuffledSequences:
     def __getitem__(self, samples: range) -> Batch | DataError:
         """Return m samples of T tokens as (inputs, targets), (m, T) int64 each.
 
-        A DataError is returned, because a loader process would wrap a raised error.
+        A DataError is returned, because PyTorch adds a traceback to the message of a raised error.
         """
         places = shuffled(np.asarray(samples, np.int64), len(self.sequences), self.seed)
         try:
@@ -56,7 +56,7 @@ class ShuffledSequences:
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the bits per byte of text that equal 1 nat of loss per token; None if unknown."""
+        """Return the factor from a loss in nats per token to bits per byte; None if unknown."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ShuffledSequences:
         return {"seed": self.seed, "epoch": epoch, "sample": within}
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample number at which `state` was saved.
+        """Return the number of the first sample after the saved position `state`.
 
         Raises CheckpointError if the seed differs or the state does not fit the corpus.
         """
@@ -73,17 +73,19 @@ class ShuffledSequences:
         if state["sample"] >= count:
             raise CheckpointError(
                 f"the checkpoint is at sequence {state['sample']} of an epoch, but this corpus has "
-                f"{count}; resume with the checkpoint's corpus, seq_len and data.packing"
+                f"{count} sequences; resume with the checkpoint's corpus, seq_len and data.packing"
             )
         if (sample := state["epoch"] * count + state["sample"]) >= MOST_SAMPLES:
-            raise CheckpointError(f"sample={sample} of the checkpoint must be below {MOST_SAMPLES}")
+            raise CheckpointError(
+                f"the sample number {sample} of the checkpoint must be below {MOST_SAMPLES}"
+            )
         return int(sample)
 
 
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:
-    """Return the sequence index of each sample number (m,), shuffled anew in every epoch.
+    """Return the sequence index of each sample number in `samples`, (m,).
 
-    `sequences` is the number of sequences per epoch.
+    An epoch has `sequences` sequences, in a different random order in every epoch.
     """
     epochs, positions = np.divmod(samples, sequences)
     places = np.empty_like(positions)
@@ -96,7 +98,8 @@ def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray
 def check_seed(state: dict[str, Any], seed: int) -> None:
     if state["seed"] != seed:
         raise CheckpointError(
-            f"the checkpoint's data order has seed={state['seed']}, but this run has seed={seed}"
+            f"the checkpoint's data order has seed={state['seed']}, but this run has seed={seed}; "
+            f"resume with seed={state['seed']}"
         )
 
 
@@ -121,19 +124,18 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """Permute uint64 values below 2**(2 * half) by one pass of a Feistel network.
+    """Permute uint64 values below 2**(2 * half) by a Feistel network.
 
-    `keys`, (ROUNDS,) uint64, contains one key per round.
+    `keys`, (ROUNDS,) uint64, contains one key per round of the network.
     """
     mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (_splitmix64_hash(right ^ key) & mask)
     return (left << bits) | right
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Hash uint64 values by the last steps (finaliser) of the splitmix64 generator."""
+def _splitmix64_hash(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -143,8 +145,9 @@ class MixedSequences:
     """Training samples of a mixture of sources.
 
     Sample g is the next sequence of the source that a MixtureOrder assigns to g. The sequences of
-    each source are shuffled independently. The constructor raises DataError for a source shorter
-    than a sequence, and ConfigError if all sources reach epochs_at_most before `total` samples.
+    each source are shuffled independently. `total` is the number of samples of the run. The
+    constructor raises DataError if a source is shorter than a sequence, and ConfigError if all
+    sources reach epochs_at_most before the end of the run.
     """
 
     def __init__(
@@ -200,23 +203,25 @@ class MixedSequences:
         }
 
     def sample_of(self, state: dict[str, Any]) -> int:
-        """Return the sample number at which `state` was saved, and resume the mixture there.
+        """Return the number of the first sample after `state`, and resume the mixture there.
 
-        With the same weights, the order of sources continues; other weights apply from this sample
-        on. Raises CheckpointError for another seed, other sources or an invalid state.
+        If the weights are unchanged, the order of sources is unchanged too; new weights apply from
+        this sample on. Raises CheckpointError for another seed, other sources or an invalid state.
         """
         check_seed(state, self.seed)
         known = [*state.get("consumed", {})]
         if known != self.names:
             raise CheckpointError(
                 f"the checkpoint has data.sources {', '.join(known) or '(no mixture)'}, but this "
-                f"run has data.sources {', '.join(self.names)}"
+                f"run has data.sources {', '.join(self.names)}; resume with the same sources"
             )
         try:
             place = made(MixturePlace, state)
             place.check()
         except ValueError as error:
-            raise CheckpointError(f"the checkpoint has no usable loop.data: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint has an invalid data position (loop.data): {error}"
+            ) from error
         sample = place.sample
         former: Segments = [(int(start), tuple(weights)) for start, *weights in place.weights]
         if former and from_sample(former, sample) == from_sample(self.plan, sample):
@@ -233,10 +238,10 @@ class MixedSequences:
 
 
 def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
-    """Return the bits per byte of text that equal a loss of 1 nat per token, over several splits.
+    """Return the factor from a loss in nats per token to bits per byte, over several splits.
 
-    `tokens` is the number of tokens read from each split. Returns None if no predicted token was
-    read, or if the text size of a read split is unknown.
+    `tokens[i]` is the number of tokens read from `splits[i]`. Returns None if no predicted token
+    was read, or if a split that was read has an unknown text size.
     """
     read = [
         (count * split.share_predicted, split.bits_per_byte(1.0))
@@ -256,8 +261,8 @@ def training_samples(
 ) -> Samples:
     """Return the samples of a training run that reads `total` samples.
 
-    Raises ConfigError for an invalid count or a mixture whose sources all reach epochs_at_most,
-    DataError for unusable tokens or a source that is shorter than a sequence.
+    Raises ConfigError if a count is below 1 or if all sources of a mixture reach epochs_at_most,
+    DataError if tokens are unreadable or a source is shorter than a sequence.
     """
     check_counts(least=1, seq_len=seq_len, total=total)
     if isinstance(data, MixtureData):

@@ -53,9 +53,9 @@ class StreamSequences:
 
 
 def sequences_in(stream: Stream, seq_len: int) -> int:
-    """Return the number of sequences of `seq_len` inputs and targets that fit in a stream.
+    """Return how many sequences of `seq_len` inputs and targets a stream contains.
 
-    Raises DataError if none fits, ConfigError unless `seq_len` is positive.
+    Raises DataError if the stream is too short, ConfigError if `seq_len` is below 1.
     """
     check_counts(least=1, seq_len=seq_len)
     n = (len(stream) - 1) // seq_len
@@ -70,9 +70,9 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 class PackedSequences:
     """Sequences of whole documents and padding, as listed in a packing plan.
 
-    Documents keep their corpus order within a sequence. The input before a document's first token
-    is an EOS, so every token except context is a target exactly once. Padding has EOS as input and
-    -1 as target.
+    Within a sequence, documents are in corpus order. The input before a document's first token is
+    an EOS, so every token except context is a target exactly once. Padding has EOS as input and -1
+    as target.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:
@@ -106,10 +106,10 @@ Sequences = StreamSequences | PackedSequences
 def training_sequences(data: TokenData, cfg: DataConfig, seq_len: int) -> Sequences:
     """Return the sequences in the training split of one source.
 
-    With data.packing=best_fit, documents are packed first, unless the cache contains the packing
-    plan. Safe to call in several processes at once, and before process groups exist. Raises
-    DataError for unreadable tokens, a split shorter than a sequence or an unusable cache, and
-    ConfigError for an invalid `seq_len`.
+    With data.packing=best_fit, the first call packs the documents and stores the packing plan in
+    the cache. Several processes may call this function at once, also before process groups exist.
+    Raises DataError for unreadable tokens, a split shorter than a sequence or an unusable cache,
+    and ConfigError for an invalid `seq_len`.
     """
     stream = data.split("train")
     if cfg.packing is Packing.stream:
@@ -135,9 +135,9 @@ def sequences_of_epoch(data: Prepared, cfg: DataConfig, seq_len: int) -> int:
 
 
 def packing_counts(data: Prepared, cfg: DataConfig, seq_len: int) -> PackingCounts | None:
-    """Return the numbers of packed documents, sequences and padding tokens over all sources.
+    """Return the total numbers of documents, sequences and padding tokens over all sources.
 
-    Returns None unless data.packing=best_fit.
+    Returns None if data.packing=stream.
     """
     if cfg.packing is Packing.stream:
         return None

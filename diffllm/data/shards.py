@@ -40,8 +40,8 @@ class Shard:
 class Split:
     """Counts and shard files of one split of a corpus.
 
-    `bytes` is the size of the predicted text in UTF-8, 0 if unknown. `tokens` includes one EOS per
-    document.
+    `tokens` includes one EOS per document. `bytes` is the UTF-8 size of the text without prompts,
+    or 0 if unknown.
     """
 
     documents: int
@@ -100,11 +100,11 @@ class Manifest:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, heldout: np.ndarray, **more: Any) -> "Manifest":
-        """Make the manifest of a corpus that was encoded with `tokenizer`.
+        """Create the manifest of a corpus that was encoded with `tokenizer`.
 
         Args:
-            heldout: (vocab_size,) number of occurrences of each token in the held-out split.
-            more: values of the other manifest fields.
+            heldout: (vocab_size,) number of occurrences of each token id in the held-out split.
+            more: values of the other fields, by name.
         """
         return cls(
             format_version=FORMAT_VERSION,
@@ -171,10 +171,10 @@ def together(splits: Sequence[Split]) -> Split:
 
 
 def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fraction") -> str:
-    """Return a warning if the held-out split is below its minimum size, else an empty string.
+    """Return a warning if the held-out split is smaller than the recommended minimum, else "".
 
-    With `tokens=None`, only the number of documents is checked. The warning advises to increase the
-    config key `key`.
+    If `tokens` is None, only the number of documents is checked. The warning recommends increasing
+    the config key `key`.
     """
     if documents >= LEAST_DOCUMENTS and (tokens is None or tokens >= LEAST_TOKENS):
         return ""
@@ -188,7 +188,7 @@ def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fr
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Return the entropy in nats of the token distribution with `counts` (vocab_size,)."""
+    """Return the entropy in nats of the tokens that occur `counts` (vocab_size,) times."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -200,8 +200,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class ShardWriter:
     """Writes the tokens of one split to shard files of at most SHARD_TOKENS tokens.
 
-    File names begin with `name`. If `masked` is true, a file with the loss mask accompanies each
-    shard.
+    File names begin with `name`. If `masked` is true, each shard also gets a file with its loss
+    mask.
     """
 
     def __init__(self, directory: Path, name: str, vocab_size: int, masked: bool = False) -> None:

@@ -25,7 +25,7 @@ STEP = 2**12
 
 
 class FileArray:
-    """A file of numbers that is used like an array (n,); numbers are read on access.
+    """Array (n,) of the numbers in a file, which are read on access.
 
     Forked processes may use the same object: reads do not move a shared file position.
     """
@@ -38,9 +38,9 @@ class FileArray:
         Raises DataError if the file is too short, or (without `count`) ends inside a number.
 
         Args:
-            offset: bytes before the first number.
-            count: number of numbers; None for all numbers up to the end of the file.
-            advice: text at the end of error messages.
+            offset: number of bytes before the first number.
+            count: length n of the array; None reads up to the end of the file.
+            advice: text that is appended to error messages.
         """
         self.path, self.dtype, self.offset, self.advice = path, np.dtype(dtype), offset, advice
         with usable(path):
@@ -67,7 +67,7 @@ class FileArray:
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        """Read one number by its index, a slice without a step, or the numbers at indices (m,).
+        """Read the number at an index, a slice without a step, or the numbers at an index array.
 
         Raises DataError for an index outside the file, or if the file has changed since it was
         opened.
@@ -116,7 +116,7 @@ def check_size(path: Path, expected: int) -> None:
     with usable(path):
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
     if found != f"{expected} bytes":
-        raise DataError(f"{path}: {found}, but the manifest says {expected}; {again(path.parent)}")
+        raise DataError(f"{path}: {found}, expected {expected} bytes; {again(path.parent)}")
 
 
 class Readable(Protocol):
@@ -142,7 +142,7 @@ class Stream(Readable, Protocol):
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
-    """Return tokens with context tokens replaced by -1, which the loss ignores.
+    """Return `tokens` with context tokens replaced by -1, which the loss ignores.
 
     `tokens`, (n,) int64, are the tokens of `stream` from position `start` on.
     """
@@ -168,10 +168,10 @@ def token_counts(
 def document_ends(
     stream: Readable, eos_id: int, start: int = 0, block: int = BLOCK
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Find the ends of documents in a stream from `start` on, by blocks of `block` tokens.
+    """Find the document ends in a stream from position `start` on, reading `block` tokens at once.
 
-    Yields the end of each block, and the document ends in the block, (n,) int64. A document ends at
-    the position after its EOS.
+    Yields, for each block of tokens, the position after the block and the document ends in the
+    block, (n,) int64. A document end is the position after an EOS.
     """
     for begin in range(start, len(stream), block):
         stop = min(begin + block, len(stream))
@@ -193,10 +193,10 @@ def check_range(start: int, stop: int, length: int) -> None:
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Divide the range [start, stop) of concatenated parts into one piece per part.
+    """Split the range [start, stop) of several concatenated arrays into one range per array.
 
-    Yields (part index, start, stop) of each piece, with start and stop relative to the part.
-    `ends`, (number of parts,), contains the end of each part; empty parts are skipped.
+    `ends[i]` is the end of array i in the concatenation. Yields (i, start, stop) for each array
+    that overlaps the range, where start and stop are positions in array i.
     """
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
@@ -209,9 +209,10 @@ def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, i
 def read_joined(
     ends: np.ndarray, start: int, stop: int, dtype: Any, read: Callable[[int, int, int], np.ndarray]
 ) -> np.ndarray:
-    """Read the range [start, stop) of concatenated parts, (stop - start,) of type `dtype`.
+    """Read the range [start, stop) of several concatenated arrays, (stop - start,) of `dtype`.
 
-    `ends` contains the end of each part. `read(i, a, b)` must return [a, b) of part i.
+    `ends[i]` is the end of array i in the concatenation. `read(i, a, b)` must return the elements
+    [a, b) of array i.
     """
     check_range(start, stop, int(ends[-1]) if len(ends) else 0)
     out, filled = np.empty(stop - start, dtype), 0
@@ -251,7 +252,7 @@ class JoinedStream(JoinedTokens):
 
 
 class TokenStream:
-    """The tokens of one split of a prepared corpus, read from shards; cheap to pickle.
+    """Tokens of one split of a prepared corpus, read from shard files on access.
 
     The constructor checks the file sizes; the first read of a shard verifies its checksum.
     """

@@ -56,14 +56,14 @@ class TokenFile:
         if tokens.max(initial=0) >= self.pieces or tokens.min(initial=0) < 0:
             wrong = tokens[(tokens >= self.pieces) | (tokens < 0)][0]
             raise DataError(
-                f"{self.path}: token {wrong} is not one of the tokenizer's {self.pieces:,} pieces: "
-                "the file was written with another tokenizer or has changed"
+                f"{self.path}: token id {wrong} is not in the tokenizer's vocabulary of "
+                f"{self.pieces:,} tokens; set data.tokenizer to the tokenizer of this file"
             )
         return tokens
 
 
 class WithEnds:
-    """Adds an EOS after every document of a token file that contains no EOS."""
+    """Token file without EOS, read as if each document ended with an EOS."""
 
     def __init__(self, file: TokenFile, eos_id: int) -> None:
         self.file, self.eos_id = file, eos_id
@@ -81,7 +81,7 @@ class WithEnds:
         while start < stop:
             end = self.end_of(document)
             if not document <= start < end <= len(self):
-                raise DataError(f"{self.path}: the documents in its index are not contiguous")
+                raise DataError(f"{self.path}: the documents in its index file are not contiguous")
             last = min(stop, end - 1)  # the token at end - 1 is the added EOS
             if start < last:
                 place = len(out) - (stop - start)
@@ -97,8 +97,8 @@ Tokens = TokenFile | WithEnds
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     """Open a Megatron (.bin) or datatrove (.ds) token file, with an EOS after every document.
 
-    If no document ends with `eos_id`, the EOS is added at reading. Raises DataError for an unusable
-    file, or if only some documents end with `eos_id`.
+    If no document in the file ends with `eos_id`, each read adds the missing EOS. Raises DataError
+    for an unusable file, or if only some documents end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
@@ -106,15 +106,16 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     # Check only a sample of ends: reading all ends at every start would take too long.
     if min(ends) < 0 or max(ends) > len(file) or ends[-1] != len(file):
         raise DataError(
-            f"{path}: its index ends at token {ends[-1]:,}, but the file has {len(file):,} tokens"
+            f"{path}: its index file ends at token {ends[-1]:,}, but the file has {len(file):,} "
+            "tokens"
         )
     last = [int(file.content[end - 1]) == eos_id for end in ends if end]
     if all(last):
         return file
     if any(last):
         raise DataError(
-            f"{path}: only {sum(last)} of {len(last)} documents end with token {eos_id}, the "
-            "tokenizer's end of a document; check data.tokenizer"
+            f"{path}: only {sum(last)} of {len(last)} documents end with token {eos_id}, the EOS "
+            "of the tokenizer; check data.tokenizer"
         )
     return WithEnds(file, eos_id)
 
@@ -140,7 +141,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     # Compare only a sample of sequences: comparing all sequences would take too long.
     contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
     if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
-        raise DataError(f"{index}: its documents are not contiguous in {path.name}")
+        raise DataError(f"{index}: the documents of this index are not contiguous in {path.name}")
 
     def end_of(document: Any) -> Any:
         last = firsts[document + 1] - 1  # -1 for empty documents at the beginning
@@ -160,7 +161,9 @@ def open_datatrove(path: Path, vocab_size: int) -> TokenFile:
         with usable(metadata):
             size = read_text(metadata, follow=True).partition("\n")[0].rpartition("|")[2]
         if size not in DATATROVE_TYPES:
-            raise DataError(f"{metadata}: tokens of {size!r} bytes; must be 2 or 4")
+            raise DataError(
+                f"{metadata}: the number of bytes per token is {size!r}, but must be 2 or 4"
+            )
     content = FileArray(path, DATATROVE_TYPES[size])
     index = path.with_name(f"{path.name}.index")
     ends = FileArray(index, "<u8")

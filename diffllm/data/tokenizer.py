@@ -38,9 +38,10 @@ USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class Tokenizer:
-    """A sentencepiece model with an EOS piece.
+    """Tokenizer from a sentencepiece model with an EOS.
 
-    Models that diffllm trains decode to exactly the encoded text; other models may normalise text.
+    A model that diffllm trained decodes tokens to exactly the encoded text; other models may
+    normalise text.
     """
 
     def __init__(self, processor: "SentencePieceProcessor", source: str) -> None:
@@ -49,7 +50,7 @@ class Tokenizer:
         self.eos_id: int = processor.eos_id()
         self.eos_token: str = processor.id_to_piece(max(self.eos_id, 0))
         if self.eos_id < 0:
-            raise DataError(f"{source}: the tokenizer has no end-of-sentence piece")
+            raise DataError(f"{source}: the tokenizer has no end-of-sentence token (EOS)")
         mark = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._mark_bytes = mark if all(map(processor.is_byte, mark)) else None
 
@@ -70,7 +71,7 @@ class Tokenizer:
                 list(range(processor.vocab_size()))
             )  # raises for a piece that is not UTF-8
         except (RuntimeError, TypeError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: not a sentencepiece model") from error
+            raise DataError(f"{path}: not a valid sentencepiece model") from error
         return Tokenizer(processor, str(path))
 
     def encode(self, text: str) -> list[int]:
@@ -100,10 +101,10 @@ class Tokenizer:
         ]
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text into parts that can be encoded separately without a change of the ids.
+        """Cut a long text into parts which, encoded separately, have the ids of the whole text.
 
-        A cut is only between two characters that are not adjacent in any piece of the vocabulary.
-        Short texts are not cut, nor texts for a model that normalises.
+        Each cut is between two characters that are not adjacent in any vocabulary piece. A text is
+        returned whole if the text is short or if the model normalises text.
         """
         if len(text) <= 2 * PART:
             return [text]
@@ -129,16 +130,15 @@ class Tokenizer:
         return self._processor.decode(list(ids))
 
     def piece(self, token: int) -> str:
-        """Return the vocabulary piece of a token id: U+2581 for a space, <0x0A> for a byte."""
+        """Return the vocabulary piece of a token id; U+2581 is a space, <0x0A> a line break."""
         return self._processor.id_to_piece(token)
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 that identifies how this tokenizer encodes text.
+        """SHA-256 of the vocabulary in order and of the token ids of a fixed text.
 
-        The hash covers the ordered pieces, and the ids of a fixed text, which depend on
-        normalisation. The model file is not hashed: repeated training on the same text can give
-        different files.
+        Tokenizers with equal hashes encode text equally. The model file is not hashed, because
+        repeated training on the same text can write different files.
         """
         processor = self._processor
         facts = (
@@ -155,7 +155,7 @@ class Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json; names of special tokens in a text are encoded as text."""
+    """Tokenizer from a Hugging Face tokenizer.json; encodes "<eos>" in a text as ordinary text."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -196,8 +196,8 @@ class FastTokenizer(Tokenizer):
 def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
     """Return the EOS token of the tokenizer.json file `path`.
 
-    The EOS is eos_token of the tokenizer_config.json in the same directory, else one of USUAL_ENDS.
-    Raises DataError if `vocabulary` (token ids by token) contains no such token.
+    The EOS is `eos_token` in the tokenizer_config.json of the same directory, else one of
+    USUAL_ENDS. Raises DataError if `vocabulary`, which maps tokens to ids, lacks this token.
     """
     config = path.with_name(FAST_CONFIG)
     try:
@@ -205,7 +205,7 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
         content = json.loads(read_text(config, follow=True)) if config.exists() else {}
         said = content.get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{config}: not a tokenizer's config ({error})") from error
+        raise DataError(f"{config}: not a valid tokenizer config ({error})") from error
     said = said.get("content") if isinstance(said, dict) else said
     named = USUAL_ENDS if said is None else [said]
     for name in named:
@@ -218,9 +218,9 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
 
 
 def located(name: str | Path) -> Path:
-    """Return the tokenizer file for a file path, a directory or a hub repository (owner/name).
+    """Return the path of the tokenizer file for a file, directory or hub repository (owner/name).
 
-    Files of the hub are downloaded. Raises DataError if there is no usable file.
+    Downloads the tokenizer of a hub repository. Raises DataError if there is no usable file.
     """
     path = Path(name).expanduser()
     path = tokenizer_in(path) if path.is_dir() else path
@@ -252,7 +252,7 @@ def tokenizer_of(run: Path) -> Path:
             with readable(run / name):
                 open_regular(run / name, LARGEST_TOKENIZER).close()
             return run / name
-    raise CheckpointError(f"{run} has no {MODEL}")
+    raise CheckpointError(f"{run} contains no {FAST} or {MODEL}")
 
 
 def check_tokenizer(path: Path) -> None:

@@ -1,9 +1,8 @@
 """Verify checksums of files once for all reading processes, and again after a day.
 
-The first process hashes a file. Then it stores the hash and the file's identity (size, times and
-inode) in a small hidden file in the same directory, which is called the mark. Other processes trust
-the mark for a day. After a day, the file is hashed again, to detect corruption that changes neither
-size nor times.
+The first process hashes a file. Then it stores the hash, with the size, times and inode of the
+file, in a small hidden file next to it, the mark. Other processes trust the mark for a day. After a
+day, the file is hashed again, to detect corruption that changes neither size nor times.
 """
 
 import contextlib
@@ -69,9 +68,9 @@ def identity_in(stat: os.stat_result) -> str:
 
 
 def settled_identity(path: Path) -> str:
-    """Return a file's identity (size, times, inode), such that every later write changes it.
+    """Return the size, times and inode of a file, at least one of which any later write changes.
 
-    Waits while the last change is more recent than the time resolution of file systems.
+    Waits until the last write is older than the time resolution of file systems (50 ms).
     """
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)
@@ -84,9 +83,9 @@ def again(directory: Path) -> str:
 
 @contextlib.contextmanager
 def usable(file: Path, directory: Path | None = None) -> Iterator[None]:
-    """In this context, turn OSError and ValueError into a DataError about `file`.
+    """Context manager that turns OSError and ValueError into a DataError about `file`.
 
-    With `directory`, the message advises to delete that directory.
+    If `directory` is given, the message recommends deleting that directory.
     """
     try:
         yield

@@ -180,9 +180,9 @@ def test_data_paths_and_dataset_imply_data_source_and_single_path_needs_no_brack
     [
         (
             ["data=stdlib", "data.paths=a.txt"],
-            "data.paths=['a.txt'] is not read with",
+            "data.paths=['a.txt'] cannot be set with",
         ),
-        (["data.source=stdlib", "data.paths=a.txt"], "is not read with data.source=stdlib"),
+        (["data.source=stdlib", "data.paths=a.txt"], "cannot be set with data.source=stdlib"),
         (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
         (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),
     ],

@@ -97,8 +97,8 @@ def test_tokenizer_config_json_determines_the_eos_token(
     [
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "no token '<none>' to end a document"),
         ("tokenizer_config.json", '{"eos_token": {"content": []}}', r"no token \[\] to end a doc"),
-        ("tokenizer_config.json", "[" * 100_000, "not a tokenizer's config"),
-        ("tokenizer_config.json", "[]", "not a tokenizer's config"),
+        ("tokenizer_config.json", "[" * 100_000, "not a valid tokenizer config"),
+        ("tokenizer_config.json", "[]", "not a valid tokenizer config"),
         ("tokenizer.json", "{}", "not a valid tokenizer.json"),
         ("tokenizer.json", NO_END, ": no token .* to end a document"),
         ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216 must be below"),

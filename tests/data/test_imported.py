@@ -248,7 +248,12 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
         damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "ends at token 1,906, but .* has 1,905"),
         damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "index: unusable .No such file"),
         damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "the index has no documents"),
-        damaged(NAMES[2], ".ds.metadata", lambda p: p.write_text("x|3"), "tokens of '3' bytes"),
+        damaged(
+            NAMES[2],
+            ".ds.metadata",
+            lambda p: p.write_text("x|3"),
+            "number of bytes per token is '3'",
+        ),
     ],
 )
 def test_damaged_token_file_raises_with_path(
@@ -263,7 +268,7 @@ def test_damaged_token_file_raises_with_path(
 
 def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
-    with pytest.raises(DataError, match=r"megatron_uint16.bin: token 2\d\d is not one of .* 250"):
+    with pytest.raises(DataError, match=r"megatron_uint16.bin: token id 2\d\d is not in .* 250"):
         stream.tokens(0, len(ALL))
     np.array([5, EOS, 5, 6], "<u2").tofile(tmp_path / "half.ds")
     write_index(tmp_path / "half.ds", np.array([2, 2]))

@@ -109,10 +109,10 @@ def test_damaged_loss_mask_file_raises_with_path(masked: TokenStream, tmp_path: 
     with pytest.raises(DataError, match=r"train-00001\.mask: damaged: its sha256 is not"):
         masked.loss_mask(0, 98)
     file.write_bytes(bytes(96))
-    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes, but the manifest says 97"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes, expected 97"):
         opened(tmp_path / "stream")
     file.unlink()
-    with pytest.raises(DataError, match=r"train-00001\.mask: no file, but"):
+    with pytest.raises(DataError, match=r"train-00001\.mask: no file, expected"):
         opened(tmp_path / "stream")
 
 

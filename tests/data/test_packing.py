@@ -278,7 +278,7 @@ def test_damaged_packing_plan_raises_with_path(
         PackingPlan(tmp_path / "plan")[0]
     file.write_bytes(content[:-1])
     with pytest.raises(
-        DataError, match=rf"{name}: {len(content) - 1} bytes, but the manifest says {len(content)}"
+        DataError, match=rf"{name}: {len(content) - 1} bytes, expected {len(content)}"
     ):
         PackingPlan(tmp_path / "plan")
 

@@ -52,13 +52,13 @@ def test_truncated_or_missing_shard_raises_with_path(stream: TokenStream, tmp_pa
     directory = tmp_path / "stream"
     shard = directory / "train-00003.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    expected = r"train-00003.bin: 192 bytes, but the manifest says 194; delete .*stream to prepare"
+    expected = r"train-00003.bin: 192 bytes, expected 194 bytes; delete .*stream to prepare"
     with pytest.raises(DataError, match=expected):
         TokenStream(directory, Manifest.load(directory), "train")
     with pytest.raises(DataError, match=r"train-00003.bin: damaged: its sha256 is not"):
         stream.tokens(300, 301)
     shard.unlink()
-    with pytest.raises(DataError, match=r"train-00003.bin: no file, but the manifest says 194"):
+    with pytest.raises(DataError, match=r"train-00003.bin: no file, expected 194"):
         TokenStream(directory, Manifest.load(directory), "train")
 
 

@@ -133,7 +133,7 @@ def test_unusable_tokenizer_model_raises_with_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
         Tokenizer.from_file(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
-    with pytest.raises(DataError, match=r"text.model: not a sentencepiece model"):
+    with pytest.raises(DataError, match=r"text.model: not a valid sentencepiece model"):
         Tokenizer.from_file(tmp_path / "text.model")
     no_eos = _train(tmp_path / "no_eos.model", eos_id=-1)
     with pytest.raises(DataError, match=r"no_eos.model: the tokenizer has no end-of-sentence"):

@@ -11,14 +11,14 @@ MIXTURE = "data.sources={a: {source: files, paths: [a.jsonl]}}"
 UNREAD = [
     (
         ["data.paths=[a.txt]", "data.split=test"],
-        "data.split=test is not read with data.source=files",
+        "data.split=test cannot be set with data.source=files",
     ),
-    (["data=stdlib", "data.sample_by=line"], "data.sample_by=line is not read with"),
-    (["data=packages", "data.prompt_column=x"], "data.prompt_column=x is not read with"),
-    (["data.dataset=a/b", "data.sample_by=line"], "data.sample_by=line is not read with"),
-    ([MIXTURE, "data.text_column=body"], "data.text_column=body is not read with"),
-    ([MIXTURE, "data.split=test"], "data.split=test is not read with"),
-    ([MIXTURE.replace("]}", "], split: test}")], "data.sources.a.split=test is not read with"),
+    (["data=stdlib", "data.sample_by=line"], "data.sample_by=line cannot be set with"),
+    (["data=packages", "data.prompt_column=x"], "data.prompt_column=x cannot be set with"),
+    (["data.dataset=a/b", "data.sample_by=line"], "data.sample_by=line cannot be set with"),
+    ([MIXTURE, "data.text_column=body"], "data.text_column=body cannot be set with"),
+    ([MIXTURE, "data.split=test"], "data.split=test cannot be set with"),
+    ([MIXTURE.replace("]}", "], split: test}")], "data.sources.a.split=test cannot be set with"),
 ]
 
 

@@ -124,7 +124,7 @@ def test_train_refuses_damaged_prepared_tokens_before_first_step(prepared, tmp_p
     before = snapshot(directory)
     line = the_error(ForkedRun([*words, f"run.dir={tmp_path / 'run'}"]).finish(2))
     assert named in line
-    assert ("bytes, but the manifest says" in line) == named.startswith("train")
+    assert ("bytes, expected" in line) == named.startswith("train")
     assert f"delete {directory} to prepare it again" in line
     assert not changes(before, snapshot(directory))
     assert not (tmp_path / "run").exists()

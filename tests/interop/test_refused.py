@@ -45,7 +45,7 @@ def test_export_with_invalid_arguments_fails_with_error_that_names_reason(
     ):
         assert said in refused(["export", *words], capsys)
     (run / "tokenizer.model").write_bytes(b"no model")
-    assert "tokenizer.model: not a sentencepiece model" in refused(
+    assert "tokenizer.model: not a valid sentencepiece model" in refused(
         ["export", f"run={run}", out], capsys
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]

@@ -1,1 +1,1 @@
-"""Encode text to token shards, in parallel processes that write separate shards."""
+"""Encode text to token shards in parallel processes; each process writes separate shards."""

@@ -1,4 +1,4 @@
-"""Encode one part of a corpus to token shards, and record their counts and hashes."""
+"""Encode one part of a corpus to token shards, and store their counts and hashes in a record."""
 
 import hashlib
 import json
@@ -57,9 +57,9 @@ class PartRecord:
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read the record of corpus part `number`.
+        """Read the record of corpus part `number` from its JSON file in `directory`.
 
-        Raises OSError for an unreadable record, ValueError for an invalid record.
+        Raises OSError for an unreadable file, ValueError for an invalid record.
         """
         record = read_typed(record_path(directory, number), cls)
         check_split_counts(record.splits)
@@ -68,10 +68,10 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encodes parts of a corpus to token shards, and chooses the held-out documents.
+    """Encodes parts of a corpus to token shards in the directory `partial`.
 
-    With `cut`, the last part is held out; otherwise documents with a hash below `heldout_below`.
-    The directory `partial` contains the shards and the records of finished parts.
+    Documents whose hash is below `heldout_below` are held out. If `cut` is true, the last part of
+    the corpus is held out instead.
     """
 
     corpus: Corpus
@@ -85,9 +85,10 @@ class Encoding:
         return self.partial / "tokens"
 
     def is_done(self, number: int) -> bool:
-        """Return whether corpus part `number` is encoded, with the current held-out documents.
+        """Return whether corpus part `number` is already encoded.
 
-        False if a shard or the record of the part is missing or incomplete.
+        Returns False if the record or a shard is missing or incomplete, or if another value of
+        `heldout_below` held out other documents of this part.
         """
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
@@ -111,10 +112,10 @@ class Encoding:
         counts.state[number] = DONE
 
     def encode(self, number: int, counts: Counts, threads: int) -> None:
-        """Write the token shards of corpus part `number`, then a record with counts and hashes.
+        """Encode corpus part `number` to token shards, then write its record.
 
-        Shards of earlier attempts are overwritten. `counts` receives the progress. `threads` is the
-        number of tokenizer threads.
+        Shards of earlier attempts are overwritten. The tokenizer uses `threads` threads. Progress
+        is added to `counts`.
         """
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # threads of tokenizers per process
         # Never "true": a process that is forked later would inherit this setting and wait forever
@@ -165,11 +166,11 @@ class Encoding:
     def tokens_of(
         self, documents: Sequence[Document], threads: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode documents to token ids, each followed by an EOS.
+        """Encode documents to token ids, and append an EOS to each document.
 
-        Returns the token ids of each document, and the number of tokens in each piece of each
-        document; pieces are alternately context and predicted. Without prompts, the second list is
-        empty. Pieces are encoded separately, so no token spans two pieces.
+        Returns the token ids of each document, and the lengths of the document's sections in
+        tokens. Sections are alternately context and predicted text, and are encoded separately.
+        The list of lengths is empty if the corpus has no prompts.
         """
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
@@ -191,10 +192,10 @@ def record_path(partial: Path, number: int) -> Path:
 
 
 def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
-    """Yield the documents of a corpus part in lists of about BATCH_BYTES or BATCH_DOCUMENTS.
+    """Yield the documents of a corpus part in batches of limited size.
 
-    Each list comes with the number of blank documents skipped since the previous list. Raises
-    DataError for an unreadable part or a text that UTF-8 cannot encode.
+    Yields pairs (documents, number of blank documents that were skipped since the last batch).
+    Raises DataError for an unreadable part or a text that UTF-8 cannot encode.
     """
     batch: list[Document] = []
     empty = size = 0
@@ -206,7 +207,7 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
             try:
                 batch.append(Document(text.encode(), tuple(map(str.encode, before))))
             except UnicodeEncodeError as error:
-                raise DataError(f"{part.name}: text not encodable as UTF-8: {error}") from error
+                raise DataError(f"{part.name}: UTF-8 cannot encode a document: {error}") from error
             size += len(text)
             if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch, empty
@@ -218,36 +219,36 @@ def batches(part: Part) -> Iterator[tuple[list[Document], int]]:
 def document_hashes(documents: Sequence[Document]) -> np.ndarray:
     """Return a hash of each document, (n,) int64: the first 8 bytes of the SHA-256, minus 2**63.
 
-    The pieces of a document are joined by zero bytes before hashing.
+    Prompt and text of a document are joined by zero bytes before hashing.
     """
     contents = (b"\0".join((*d.prompt, d.text)) for d in documents)
     hashes = (int.from_bytes(hashlib.sha256(content).digest()[:8]) - HALF for content in contents)
     return np.fromiter(hashes, np.int64, len(documents))
 
 
-def lowest(rows: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return the training documents that must also be held out, those with the lowest hashes.
+def lowest(training: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Choose training documents to hold out, until the held-out split has its minimum size.
 
-    With these documents, the held-out split has at least LEAST_DOCUMENTS documents and LEAST_TOKENS
-    tokens. The result has rows like `rows`, sorted by hash; rows with equal hashes are merged.
+    Documents are chosen by ascending hash; documents with equal hashes are merged. The minimum is
+    LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Returns an array like `training`.
 
     Args:
-        rows: (n, 3) int64: a hash, and its number of documents and of tokens.
-        held: (2,) int64: number of documents and of tokens that are held out already.
+        training: (n, 3) int64, columns: document hash, number of documents, number of tokens.
+        held: (2,) int64, numbers of documents and tokens that are already held out.
     """
-    hashes, places = np.unique(rows[:, 0], return_inverse=True)
+    hashes, places = np.unique(training[:, 0], return_inverse=True)
     counts = np.zeros((len(hashes), 2), np.int64)
-    np.add.at(counts, places, rows[:, 1:])
+    np.add.at(counts, places, training[:, 1:])
     before = held + counts.cumsum(axis=0) - counts
     missing = (before < (LEAST_DOCUMENTS, LEAST_TOKENS)).any(axis=1)
     return np.column_stack([hashes, counts])[missing]
 
 
 def loss_mask(sizes: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the loss mask of some documents, (number of tokens,) bool, True for predicted tokens.
+    """Return the loss mask of concatenated documents, (tokens,) bool: True for predicted tokens.
 
-    `sizes` contains, for each document, the number of tokens in each piece; pieces are alternately
-    context and predicted.
+    `sizes[i]` contains the lengths in tokens of the sections of document i, which are alternately
+    context and predicted text.
     """
     lengths = np.fromiter(chain.from_iterable(sizes), dtype=np.int64)
     return np.repeat(np.resize([False, True], len(lengths)), lengths)

@@ -56,9 +56,9 @@ TRAINING: dict[str, Any] = {
 def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
     """Return the token shards of a corpus; prepare the shards first if the cache lacks them.
 
-    Safe to call in several processes at once: one prepares, the others wait. Call this before
-    process groups exist, because preparation can outlast their timeout. Raises ConfigError for a
-    value that is invalid for every corpus, DataError for an unusable corpus, tokenizer or cache
+    Several processes may call this function at once: one prepares, the others wait. Call this
+    function before process groups exist, because preparation can exceed their timeout. Raises
+    ConfigError for an invalid config, DataError for an unusable corpus, tokenizer or cache
     directory.
     """
     cfg.validate()
@@ -78,7 +78,7 @@ def prepare(cfg: DataConfig, how: PrepareConfig | None = None) -> Prepared:
 def prepare_mixture(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> MixtureData:
     """Prepare all sources of a mixture with one tokenizer.
 
-    Without data.tokenizer, the tokenizer is trained on an equal number of bytes of each text
+    If data.tokenizer is null, a tokenizer is trained on an equal number of bytes from each text
     source, independent of the weights.
     """
     each = {name: cfg.for_source(source) for name, source in cfg.sources.items()}
@@ -136,12 +136,12 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Divide a corpus of a single document into training pieces and held-out pieces.
+    """Cut the single document of a corpus into training pieces and held-out pieces.
 
-    Held-out pieces are spread evenly over the text. Together they have about `fraction` of the
-    text, or more to reach the minimum of the held-out split. Returns None for a corpus with prompts
-    or with distinct documents. Raises DataError if there is no text, if all documents are equal, or
-    if the single document is too short.
+    The held-out pieces are spread evenly over the text and have about `fraction` of its length, or
+    more to reach the minimum size of the held-out split. Returns None if the corpus has prompts or
+    several distinct documents. Raises DataError if the corpus has no text, if all of its documents
+    are equal, or if the single document is too short.
     """
     too_few = DataError(
         "the corpus has fewer than two distinct documents, so none can be held out; "
@@ -170,10 +170,11 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
 
 
 def places_of_pieces(text: str, share: float) -> list[int]:
-    """Return the starts and stops of the held-out pieces of a text, without the last stop.
+    """Return the character positions at which held-out pieces of a text start and stop.
 
-    `share` is the held-out share of the text. At most LEAST_DOCUMENTS pieces are held out; they end
-    near evenly spaced positions. Starts and stops are in characters.
+    Start and stop of each piece alternate; the last piece stops at the end of the text, which the
+    result does not contain. The pieces have about `share` of the text, and end near evenly spaced
+    positions. Their number is at most LEAST_DOCUMENTS.
     """
     end = len(text.rstrip())
     number = min(LEAST_DOCUMENTS, max(1, int(share * end) // PIECE))
@@ -193,7 +194,7 @@ def places_of_pieces(text: str, share: float) -> list[int]:
 def beginning_of_line(text: str, earliest: int, latest: int) -> int:
     """Return the last position in (earliest, latest] at which a line of `text` starts.
 
-    If no line starts there, return the last start of a word; if no word starts there, `latest`.
+    If the range has no start of a line, return the last start of a word, or else `latest`.
     """
     cuts = (text.rfind(mark, max(0, earliest), latest) + 1 for mark in "\n ")
     return next((cut for cut in cuts if cut), latest)
@@ -208,7 +209,8 @@ def build_tokenizer(
 ) -> None:
     """Train a tokenizer on the texts `sample` and save the model to `path`, unless `path` exists.
 
-    Raises DataError if one of `corpora`, the origin of `sample`, changes during training.
+    `corpora` are the corpora that contain these texts. Raises DataError if the content of one of
+    these corpora changes during training.
     """
     say = partial(to_stderr, f"training the tokenizer {path}")
 
@@ -229,7 +231,7 @@ def build_tokenizer(
 def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> bytes:
     """Train a sentencepiece model with exactly `vocab_size` pieces; return the serialised model.
 
-    The pieces depend only on `sample` and `vocab_size`. Raises DataError if `sample` does not allow
+    The pieces depend only on `sample` and `vocab_size`. Raises DataError if the texts do not allow
     this vocabulary size.
     """
     from sentencepiece import SentencePieceTrainer
@@ -255,7 +257,8 @@ def train_tokenizer(sample: Iterator[str], vocab_size: int, threads: int) -> byt
 def training_sample(corpus: Corpus, sample_bytes: int) -> Iterator[str]:
     """Yield short texts from a corpus, about `sample_bytes` in total, to train a tokenizer.
 
-    The texts are spread evenly over the corpus: over the first bytes of at most MOST_SAMPLED parts.
+    The texts are spread evenly over the corpus. At most MOST_SAMPLED parts are read, and of a large
+    part only the beginning.
     """
     number = min(len(corpus.parts), MOST_SAMPLED)
     parts = [corpus.parts[i * len(corpus.parts) // number] for i in range(number)]

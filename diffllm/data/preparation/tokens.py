@@ -40,8 +40,8 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 class TokensJob:
     """Encodes a corpus to token shards in the directory `final`.
 
-    With `cut`, the last part of the corpus is held out; otherwise about `heldout_fraction` of the
-    documents.
+    About `heldout_fraction` of the documents are held out. If `cut` is true, the last part of the
+    corpus is held out instead.
     """
 
     corpus: Corpus
@@ -58,8 +58,8 @@ class TokensJob:
     def build(self, how: PrepareConfig) -> None:
         """Encode the unfinished parts of the corpus, then join all parts in the final directory.
 
-        Does nothing if that directory exists. Raises DataError or OSError; finished parts stay on
-        disk.
+        Does nothing if the final directory exists. Raises DataError or OSError; the next call does
+        not encode finished parts again.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
@@ -159,18 +159,18 @@ class TokensJob:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Return the hash limit of the held-out split: documents with a smaller hash are held out.
+    """Adjust the hash `below`; documents with a smaller hash than the result are held out.
 
-    The limit is `below`, changed only where necessary: each split gets at least one document, and
-    the held-out split its minimum size, up to LARGEST_SHARE of all documents and tokens. Raises
-    DataError if the corpus has fewer than two distinct documents.
+    `below` is changed only if a split would have no document, or if the held-out split would be
+    smaller than its minimum size. To reach this size, at most LARGEST_SHARE of all documents and
+    tokens are held out. Raises DataError if the corpus has fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)
     if least == most:
         raise DataError(
             "the corpus has fewer than two distinct documents that are not blank, so none can be "
-            "held out"
+            "held out; add documents"
         )
     below = least + 1 if least >= below else min(below, most)
     train, held = (

@@ -28,10 +28,10 @@ _do: Callable[[int], None]
 
 @dataclass
 class PrepareConfig:
-    """The processes that tokenise a corpus."""
+    """Parallel processes that encode a corpus to tokens."""
 
     processes: int | None = bounded(None, least=1, most=4096)
-    """Processes; null: one per core, but at most one per remaining part of the corpus."""
+    """Number of processes; null: one per core, but at most one per remaining part of the corpus."""
 
     def validate(self) -> None:
         check_bounds("prepare.", self)
@@ -51,11 +51,11 @@ def work_through(
     tick: Callable[[], None],
     reading: Callable[[], str],
 ) -> None:
-    """Call `do(number)` for each number in worker processes, and `tick()` every EVERY seconds.
+    """Call `do(number)` for all `numbers` in worker processes, and `tick()` once per minute.
 
     Workers are forked, and all workers have ended when this function returns or raises. Raises the
-    first error of a worker, or DataError if a worker is killed; the message of the DataError
-    contains `reading()`, the files in progress.
+    first error of a worker. Raises DataError if a worker is killed; the message then names the
+    files in progress, which `reading()` must return.
     """
     others = multiprocessing.active_children()
     fork = multiprocessing.get_context("fork")
@@ -101,9 +101,9 @@ def start_worker(do: Callable[[int], None], parent: int) -> None:
 
 
 def ignore_signals(*_: object) -> None:
-    """Ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which can reach the whole process group.
+    """Ignore SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, which only the main process handles.
 
-    Arguments are ignored, so that this function can initialise loader processes.
+    The arguments are unused; PyTorch passes a number if this function initialises loader processes.
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -111,9 +111,9 @@ def ignore_signals(*_: object) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """In this context, block the signals that `ignore_signals` ignores.
+    """Context manager that blocks the signals which `ignore_signals` ignores.
 
-    A process that starts in this context receives no signal before it calls `ignore_signals`.
+    A process that starts in this context receives no such signal before calling `ignore_signals`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
