@@ -77,7 +77,7 @@ def test_zst_file_of_several_frames_is_read_completely_and_refused_if_truncated(
         texts(make_config(path))
 
 
-def test_json_lines_corpus_reads_text_column_of_all_files_of_a_glob(
+def test_json_lines_corpus_reads_text_column_of_all_files_that_match_a_glob(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for name in ("b", "a"):
@@ -276,7 +276,7 @@ def test_corpus_identity_depends_on_file_content_not_on_paths_or_times(
     assert opened(make_config(first, sample_by=SampleBy.document)).identity != identity
 
 
-def test_file_facts_of_unchanged_files_come_from_the_index(
+def test_unchanged_corpus_file_is_not_read_and_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.txt"
@@ -330,7 +330,7 @@ def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_corpus_identity_of_file_with_byte_order_mark_differs_from_older_versions(
+def test_corpus_identity_differs_from_older_versions_only_for_files_with_byte_order_mark(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

@@ -76,7 +76,7 @@ def test_heldout_document_batches_have_every_token_as_target_exactly_once(
     assert seen == pairs
 
 
-def test_heldout_document_that_fits_in_a_sequence_is_not_cut_with_whole_true(
+def test_heldout_document_that_fits_in_a_sequence_is_not_cut_if_whole_is_true(
     stream: TokenStream,
 ) -> None:
     chosen = heldout_documents(stream, EOS, whole=True)
@@ -112,7 +112,7 @@ def test_heldout_batches_with_eos_id_do_not_cut_documents(make_stream: MakeStrea
 
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
-def test_larger_choice_of_heldout_documents_contains_every_smaller_choice(
+def test_larger_selection_of_heldout_documents_contains_every_smaller_selection(
     stream: TokenStream, numbers: str
 ) -> None:
     every = heldout_documents(stream, EOS)
@@ -149,7 +149,7 @@ def test_chosen_heldout_documents_are_spread_evenly_and_independent_of_length(
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_heldout_text_sizes_and_hashes_equal_corpus_documents(prepared: TokenData) -> None:
+def test_heldout_text_sizes_and_hashes_match_the_corpus_documents(prepared: TokenData) -> None:
     split = prepared.manifest.splits["heldout"]
     chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
     assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)

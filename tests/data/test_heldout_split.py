@@ -45,7 +45,7 @@ def of_lines(documents: int, lines: int) -> list[str]:
         ),
     ],
 )
-def test_prepare_holds_out_fewest_documents_that_fulfil_fraction_and_minimum(
+def test_prepare_holds_out_fewest_documents_that_reach_the_fraction_and_the_minimum(
     tmp_path: Path,
     make_config: MakeConfig,
     prepared: TokenData,

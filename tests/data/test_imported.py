@@ -144,7 +144,7 @@ def test_empty_documents_in_token_file_index_are_not_counted_if_eos_is_stored(
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
 
-def test_empty_documents_at_beginning_of_megatron_index_have_no_tokens(
+def test_empty_documents_at_beginning_of_megatron_index_contain_only_an_eos(
     make: Make, tmp_path: Path
 ) -> None:
     lengths = np.full(30, 4, "<i4")
@@ -175,7 +175,7 @@ def test_documents_with_several_eos_are_counted_by_the_token_file_index(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_edited_token_file_index_is_a_new_corpus_and_raises_in_open_streams(
+def test_edited_token_file_index_changes_corpus_hash_and_raises_in_open_streams(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
@@ -206,13 +206,13 @@ def test_token_file_with_noncontiguous_documents_gives_all_tokens_or_an_error(
             assert len(file.tokens(start, len(file))) == len(file) - start
 
 
-def test_data_tokens_reads_diffllm_shards_in_place(make: Make, prepared: TokenData) -> None:
+def test_token_source_reads_diffllm_shards_without_a_copy(make: Make, prepared: TokenData) -> None:
     data = prepare(make(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
-def test_data_tokens_reads_shards_that_an_older_version_deduplicated(
+def test_token_source_reads_shards_that_an_older_version_deduplicated(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")
@@ -276,7 +276,7 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_data_tokens_without_tokenizer_or_token_files_raises_with_the_key(
+def test_token_source_without_tokenizer_or_token_files_raises_with_config_key(
     make: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=r"data=tokens needs data\.tokenizer"):

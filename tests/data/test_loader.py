@@ -144,7 +144,9 @@ def test_loader_refuses_state_with_other_seed_or_corpus_size(make_loader: MakeLo
         make_loader().load_state_dict({"seed": SEED, "epoch": 2**52, "sample": 0})
 
 
-def test_loader_refuses_seq_len_or_batch_size_that_does_not_fit(make_loader: MakeLoader) -> None:
+def test_loader_refuses_too_large_seq_len_and_indivisible_global_batch_size(
+    make_loader: MakeLoader,
+) -> None:
     with pytest.raises(DataError, match=r"train split has 405 tokens, but seq_len=405 needs 406"):
         make_loader(seq_len=405)
     make_loader(seq_len=404)

@@ -203,7 +203,7 @@ def test_held_out_split_without_predicted_tokens_is_refused(
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 
-def test_corpus_facts_that_ranks_compare_include_loss_masks(
+def test_corpus_hashes_that_ranks_compare_depend_on_loss_masks(
     masked: TokenStream, tmp_path: Path
 ) -> None:
     facts = []

@@ -113,7 +113,7 @@ def test_mixture_resumes_on_three_ranks_while_weights_change_linearly(
     assert read == whole[step * BATCH :]
 
 
-def test_changed_mixture_weights_apply_from_the_resumed_sample_on(make: Make) -> None:
+def test_changed_mixture_weights_apply_to_all_samples_after_resume(make: Make) -> None:
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make(curriculum=[])
     state = former.state(101)
@@ -299,7 +299,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_points_may_mix_shares_of_run_and_token_numbers() -> None:
+def test_curriculum_may_contain_both_shares_of_the_run_and_token_numbers() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

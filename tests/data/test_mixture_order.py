@@ -62,7 +62,7 @@ def test_samples_per_source_stay_within_tijdeman_bound_of_their_shares(counts):
         assert np.abs(lag).max() <= bound + 1e-9
 
 
-def test_mixture_order_of_single_samples_equals_order_of_a_range():
+def test_mixture_order_is_the_same_for_single_samples_and_for_a_range():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     sources, numbers = read(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
@@ -116,7 +116,7 @@ def test_linear_curriculum_interpolates_weights_between_points():
         assert abs(got - wanted) < 0.01, first
 
 
-def test_mixture_source_at_epoch_limit_passes_weight_to_other_sources():
+def test_weight_of_mixture_source_at_epoch_limit_goes_to_other_sources():
     plan = limited([(0, (0.5, 0.3, 0.2))], 0, 10_000, [0, 0, 0], [math.inf, 600, 100])
     order = MixtureOrder(plan)
     counts = order.counts(10_000)
@@ -130,7 +130,7 @@ def test_mixture_source_at_epoch_limit_passes_weight_to_other_sources():
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_from_sample_returns_segments_from_given_sample_on():
+def test_from_sample_removes_mixture_segments_before_the_given_sample():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

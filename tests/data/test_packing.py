@@ -194,7 +194,7 @@ def test_packed_documents_have_separate_attention_with_document_masks(
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
-def test_packing_plan_uses_best_fit_for_all_pieces_of_a_window(
+def test_packing_uses_best_fit_for_all_document_pieces_in_a_window(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
@@ -286,7 +286,7 @@ def test_damaged_packing_plan_raises_with_path(
 @pytest.mark.parametrize(
     ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
 )
-def test_packing_plan_with_piece_outside_sequence_or_corpus_is_refused(
+def test_packing_plan_with_document_piece_beyond_sequence_or_corpus_is_refused(
     sequences: PackedSequences, tmp_path: Path, name: str, value: int
 ) -> None:
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"

@@ -85,7 +85,9 @@ def test_preparation_in_three_processes_writes_tokens_in_corpus_order(corpus: Da
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_preparation_in_four_processes_writes_bytes_of_a_single_process(corpus: DataConfig) -> None:
+def test_preparation_in_four_processes_writes_same_bytes_as_a_single_process(
+    corpus: DataConfig,
+) -> None:
     alone = contents(prepare(corpus, PrepareConfig(processes=1)))
     several = in_cache(corpus, "several")
     assert contents(prepare(several, PrepareConfig(processes=4))) == alone
@@ -131,7 +133,7 @@ def test_killed_preparation_process_raises_and_keeps_finished_parts(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_preparation_with_new_part_sizes_ignores_earlier_parts(
+def test_preparation_with_new_part_sizes_ignores_parts_of_earlier_attempts(
     corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(2, signal.SIGKILL)
@@ -144,7 +146,7 @@ def test_preparation_with_new_part_sizes_ignores_earlier_parts(
     assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_error_in_preparation_process_has_single_traceback_with_its_frames(
+def test_error_in_preparation_process_has_one_traceback_with_frames_of_that_process(
     corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -183,7 +185,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
         wait_until(lambda: has_ended(worker), "end of the worker")  # noqa: B023
 
 
-def test_heldout_fraction_near_1_leaves_one_training_document(corpus: DataConfig) -> None:
+def test_heldout_fraction_close_to_1_leaves_one_training_document(corpus: DataConfig) -> None:
     data = prepare(replace(corpus, heldout_fraction=1 - 1e-9))
     stream = data.split("train")
     tokens = stream.tokens(0, len(stream)).tolist()

@@ -55,7 +55,7 @@ def test_train_and_heldout_splits_together_contain_all_documents(prepared: Token
     assert 5 <= len(heldout) <= 45
 
 
-def test_manifest_equals_tokenizer_and_shard_files_on_disk(prepared: TokenData) -> None:
+def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData) -> None:
     manifest = prepared.manifest
     tokenizer = prepared.tokenizer()
     assert (manifest.vocab_size, manifest.eos_id) == (400, tokenizer.eos_id)
@@ -73,7 +73,7 @@ def test_manifest_equals_tokenizer_and_shard_files_on_disk(prepared: TokenData) 
     assert stored == asdict(manifest)
 
 
-def test_held_out_documents_do_not_depend_on_order_and_include_all_duplicates(
+def test_held_out_documents_are_independent_of_order_and_include_all_duplicates(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     texts = sample_documents(100)
@@ -117,7 +117,7 @@ def test_prepare_refuses_corpus_of_blank_documents(
         ("one\ntwo\n" + "b" * 42 + "\n \n", 0.2, "b" * 10 + "\n \n"),
     ],
 )
-def test_held_out_end_of_single_document_begins_at_line_or_word_start(
+def test_held_out_piece_of_single_document_begins_at_start_of_line_or_word(
     tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
 ) -> None:
     path = tmp_path / "corpus.txt"

@@ -28,7 +28,7 @@ def test_permute_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(min_value=1, max_value=2**40), seed=SEEDS, data=st.data())
-def test_permute_of_an_index_does_not_depend_on_other_indices(
+def test_permuted_position_of_an_index_does_not_depend_on_other_indices(
     n: int, seed: int, data: st.DataObject
 ) -> None:
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=8))
@@ -50,7 +50,7 @@ def test_permute_differs_between_epochs_and_seeds(n: int, seed: int, epoch: int)
 
 
 @pytest.mark.parametrize("n", [1000, 4096, 10_007])
-def test_permute_has_no_correlation_between_index_and_position(n: int) -> None:
+def test_permuted_positions_do_not_correlate_with_indices(n: int) -> None:
     order = permute(np.arange(n), n, 3, 2)
     bound = 5 / np.sqrt(n)
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < bound

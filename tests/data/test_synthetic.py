@@ -34,7 +34,9 @@ def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("task", ["mqar", "icl", "needle"])
-def test_synthetic_documents_are_new_examples_with_their_answers(tmp_path: Path, task: str) -> None:
+def test_synthetic_training_documents_contain_no_prompt_of_evaluation_examples(
+    tmp_path: Path, task: str
+) -> None:
     found = texts(tmp_path, f"data.task={task}")
     whole = texts(tmp_path, f"data.task={task}", "data.answers_only=false")
     assert len(found) == 300
@@ -56,7 +58,7 @@ def test_synthetic_mqar_document_queries_at_most_half_of_the_keys(tmp_path: Path
     assert sizes[2] == max(sizes.values()) > 0.65 * sizes.total()
 
 
-def test_synthetic_needle_document_predicts_the_number_of_each_query(tmp_path: Path) -> None:
+def test_synthetic_needle_document_has_the_correct_number_after_each_query(tmp_path: Path) -> None:
     for document in texts(tmp_path, "data.task=needle"):
         told = dict(re.findall(r"magic number of (\w+) is (\d+)\.", document[0]))
         asked = [re.findall(r"magic number of (\w+) is$", given)[0] for given in document[::2]]
@@ -77,7 +79,9 @@ def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
 
 
-def test_synthetic_mqar_document_predicts_only_values_of_queries(tmp_path: Path) -> None:
+def test_loss_mask_of_synthetic_mqar_document_selects_only_answers_of_queries(
+    tmp_path: Path,
+) -> None:
     tokenizer, stream = prepared(tmp_path, "data.level={filler: 8}")
     predicted = stream.loss_mask(0, len(stream))
     ids = np.asarray(stream.tokens(0, len(stream)))
@@ -93,7 +97,7 @@ def test_synthetic_mqar_document_predicts_only_values_of_queries(tmp_path: Path)
         assert shown == [pairs[key] for key in asked[::2]]
 
 
-def test_synthetic_needle_length_counts_tokens_of_the_trained_tokenizer(tmp_path: Path) -> None:
+def test_synthetic_needle_length_is_measured_with_the_trained_tokenizer(tmp_path: Path) -> None:
     tokenizer, stream = prepared(tmp_path, "data.task=needle")
     sizes = [len(places) for places in documents_of(stream, tokenizer.eos_id)]
     assert min(sizes) > 480
@@ -128,14 +132,14 @@ def test_synthetic_documents_depend_only_on_settings_and_part_number(
         ("data.examples=0", "data.examples"),
     ],
 )
-def test_synthetic_corpus_refuses_unknown_task_or_level(
+def test_synthetic_corpus_refuses_unknown_task_and_invalid_task_level(
     tmp_path: Path, word: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         texts(tmp_path, word)
 
 
-def test_needle_level_too_short_for_unrelated_text_is_refused(tmp_path: Path) -> None:
+def test_needle_length_too_short_for_unrelated_text_is_refused(tmp_path: Path) -> None:
     said = (
         r"data.level=.*: needle has no examples: \d+ sentences of hay fit; at least 20 are needed"
     )
@@ -160,7 +164,7 @@ def test_needle_level_too_short_for_unrelated_text_is_refused(tmp_path: Path) ->
         ),
     ],
 )
-def test_config_of_removed_task_is_readable_but_cannot_run(
+def test_config_with_removed_task_can_be_read_but_not_run(
     tmp_path: Path, word: str, said: str
 ) -> None:
     cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])

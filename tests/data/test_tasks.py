@@ -99,7 +99,9 @@ def share_by_chance(given: list[Example]) -> float:
 
 
 @pytest.mark.parametrize(("name", "number"), slow_but([("mqar", 0), ("icl", 0)], levels()))
-def test_task_examples_are_solvable_and_shortcuts_only_reach_chance(name: str, number: int) -> None:
+def test_task_examples_are_solvable_but_shortcuts_reach_only_chance_accuracy(
+    name: str, number: int
+) -> None:
     level = TASKS[name].levels(LENGTH)[number]
     given = enough(name, level)
     chance = share_by_chance(given)
@@ -130,7 +132,7 @@ def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_task_fitting_returns_levels_whose_examples_fit_into_the_length(
+def test_task_fitting_returns_only_levels_whose_examples_fit_the_context_length(
     name: str, length: int
 ) -> None:
     chosen = TASKS[name]
@@ -143,7 +145,7 @@ def test_task_fitting_returns_levels_whose_examples_fit_into_the_length(
             assert longest <= length
 
 
-def test_mqar_examples_mix_pair_counts_and_use_disjoint_keys_values_filler() -> None:
+def test_mqar_examples_have_several_pair_counts_and_disjoint_keys_values_and_filler() -> None:
     given = examples("mqar", {"filler": 64}, 200)
     assert Counter(example.facts["pairs"] for example in given) == dict.fromkeys((2, 4, 8, 16), 50)
     for example in given:
@@ -161,7 +163,7 @@ def test_mqar_examples_mix_pair_counts_and_use_disjoint_keys_values_filler() -> 
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
-def test_mqar_uses_one_token_words_unless_a_word_set_has_too_few() -> None:
+def test_mqar_uses_only_single_token_words_if_the_tokenizer_has_enough() -> None:
     def pieces(text: str) -> int:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
@@ -173,7 +175,7 @@ def test_mqar_uses_one_token_words_unless_a_word_set_has_too_few() -> None:
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_has_50_examples_per_depth_of_the_stated_length() -> None:
+def test_needle_task_has_50_examples_of_the_stated_length_per_depth() -> None:
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -194,7 +196,7 @@ def test_needle_has_50_examples_per_depth_of_the_stated_length() -> None:
 
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
-def test_task_example_evidence_is_the_text_that_contains_the_answer(name: str) -> None:
+def test_evidence_of_task_example_is_the_text_with_the_answer(name: str) -> None:
     for example in examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
@@ -204,7 +206,7 @@ def test_task_example_evidence_is_the_text_that_contains_the_answer(name: str) -
         assert told == expected.format(asked, answer)
 
 
-def test_icl_has_50_rules_in_four_orders_with_balanced_answers() -> None:
+def test_icl_task_has_50_rules_in_four_example_orders_with_balanced_answers() -> None:
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
@@ -240,7 +242,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_task_longer_than_context_or_with_used_name_is_refused() -> None:
+def test_task_that_exceeds_the_context_or_reuses_a_task_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
@@ -280,7 +282,7 @@ def test_task_longer_than_context_or_with_used_name_is_refused() -> None:
         ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_task_check_refuses_too_large_or_impossible_levels(
+def test_task_check_refuses_levels_that_are_too_large_or_impossible(
     name: str, level: Level, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -293,7 +295,7 @@ def test_levels_of_refuses_more_than_1000_combinations() -> None:
         levels_of({"needles": [*range(1001)], "length": 3}, "level")
 
 
-def test_task_version_is_a_code_hash_for_user_tasks_and_empty_for_built_in() -> None:
+def test_task_version_is_a_code_hash_for_user_tasks_and_empty_for_built_in_tasks() -> None:
     class Own(Task):
         def example(self, rng: random.Random, level: Level, count: object) -> Example:
             raise NotImplementedError

@@ -78,7 +78,7 @@ def test_long_text_encoded_in_parts_has_unchanged_ids(code_tokenizer: Tokenizer,
         ]  # fmt: skip
 
 
-def test_tokenizer_that_normalises_encodes_long_text_without_cuts(
+def test_long_text_is_encoded_whole_if_the_tokenizer_normalises_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
@@ -96,7 +96,7 @@ def test_tokenizer_training_with_any_thread_count_gives_equal_pieces(tmp_path: P
     assert len(hashes) == 1
 
 
-def test_pieces_hash_differs_between_vocabularies_and_normalisations(tmp_path: Path) -> None:
+def test_tokenizer_hash_changes_with_vocabulary_and_with_normalisation(tmp_path: Path) -> None:
     plain = _train(tmp_path / "plain.model")
     more_pieces = _train(tmp_path / "more.model", vocab_size=401)
     same_pieces = sentencepiece_model_pb2.ModelProto.FromString(plain.read_bytes())

@@ -63,7 +63,9 @@ def test_checksum_verification_hashes_rewritten_file_again(shard: Path, keep_mti
     assert not verified.matches(shard, SHA256)
 
 
-def test_checksum_mark_older_than_a_day_is_ignored(shard: Path, hashed: list[str]) -> None:
+def test_checksum_verification_hashes_file_again_after_a_day(
+    shard: Path, hashed: list[str]
+) -> None:
     assert verified.matches(shard, SHA256)
     mark = shard.with_name(f".{shard.name}.verified")
     old = time.time() - verified.VALID_SECONDS - 60
@@ -75,7 +77,9 @@ def test_checksum_mark_older_than_a_day_is_ignored(shard: Path, hashed: list[str
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xff", b"x" * 1000])
-def test_damaged_checksum_mark_is_ignored(shard: Path, hashed: list[str], mark: bytes) -> None:
+def test_file_is_hashed_again_if_its_checksum_record_is_damaged(
+    shard: Path, hashed: list[str], mark: bytes
+) -> None:
     shard.with_name(f".{shard.name}.verified").write_bytes(mark)
     assert verified.matches(shard, SHA256)
     assert len(hashed) == 1
@@ -119,7 +123,7 @@ def test_token_stream_verifies_only_shards_that_are_read(
     assert [Path(name).name for name in hashed] == ["train-00001.bin"]
 
 
-def test_flipped_bit_in_shard_raises_before_its_tokens_are_returned(
+def test_shard_with_flipped_bit_raises_before_its_tokens_are_returned(
     make_stream: Callable[..., TokenStream], tmp_path: Path
 ) -> None:
     stream = make_stream(list(range(300)))

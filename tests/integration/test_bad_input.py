@@ -308,7 +308,7 @@ def test_generate_refuses_unusable_run_prompt_or_step(workspace, own_run):
     (own_run / "tokenizer.model").write_text("none")
     rejects("tokenizer.model", "sentencepiece")
     (own_run / "tokenizer.model").unlink()
-    rejects("tokenizer.model", "has no")
+    rejects("tokenizer.model", "contains no")
     shutil.rmtree(own_run / "checkpoints")
     rejects(str(own_run), "no complete checkpoint")
 
