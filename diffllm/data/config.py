@@ -194,10 +194,7 @@ class DataConfig(TextConfig):
             )
 
     def check_current(self) -> None:
-        """Raise ConfigError for settings that only runs of older versions may contain.
-
-        Subclasses with such settings override this method, which accepts all settings.
-        """
+        """Raise ConfigError for settings that only runs of older versions may have."""
 
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))
@@ -210,9 +207,7 @@ class DataConfig(TextConfig):
             if source.source == MIXTURE:
                 raise ConfigError(f"{where}source=mixture: a mixture cannot contain a mixture")
             if source.source == TOKENS and self.tokenizer is None:
-                raise ConfigError(
-                    f"{where}source=tokens needs data.tokenizer, the tokenizer of these tokens"
-                )
+                raise ConfigError(f"{where}source=tokens needs data.tokenizer")
             source.check_source(where)
         if not any(source.weight for source in self.sources.values()):
             raise ConfigError("data.sources: all weights are 0; at least one must be above 0")
@@ -229,7 +224,7 @@ class DataConfig(TextConfig):
                         f"{where}.weights.{name}={weight:g} must be from 0 to {MOST_WEIGHT:g}"
                     )
             if not any(point.weights.values()):
-                raise ConfigError(f"{where}: all weights are 0; at least one must be above 0")
+                raise ConfigError(f"{where}.weights: all are 0; at least one must be above 0")
             # Shares and numbers of tokens compare only if the run's length is known.
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:

@@ -1,4 +1,4 @@
-"""Choose held-out sequences for evaluations during training, and held-out documents after it.
+"""Held-out sequences to evaluate during training, and held-out documents to evaluate at its end.
 
 Symbols in shapes: n documents, r sequences, T tokens per sequence, b sequences per batch.
 """
@@ -60,7 +60,7 @@ class HeldoutDocuments:
 
         A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
         each. Over all ranks, every token except context is a target exactly once; context and
-        padding have target -1. The input before the first document is an EOS. Every rank gets the
+        padding have target -1. The input before the first token is an EOS. Every rank gets the
         same number of batches, so the last batches may contain padding.
         """
         check_rank(rank, world_size)
@@ -182,10 +182,9 @@ def heldout_documents(
 
 
 def heldout_tokens(stream: Stream, eos_id: int, tokens: float | None = None) -> int:
-    """Count the predicted tokens of the documents that `heldout_documents` chooses.
+    """Count the predicted tokens of the documents that `heldout_documents` chooses, given `tokens`.
 
-    `tokens` limits the choice as in that function. Context tokens, such as prompts, are not
-    predicted. Raises DataError if all tokens are context.
+    Context tokens, such as prompts, are not predicted. Raises DataError if all tokens are context.
     """
     if tokens is not None and not tokens >= len(stream):  # true for NaN, which raises
         count = int(heldout_documents(stream, eos_id, tokens).predicted.sum())

@@ -97,7 +97,7 @@ class ImportedData(TokenData):
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Open the token files of data.paths, or the diffllm shards if data.paths is their directory.
+    """Open a corpus of token files, or a directory of diffllm token shards, at data.paths.
 
     The first call counts the tokens and stores the counts in `cache_dir`. Raises DataError for
     missing or unusable files, or for token files without data.tokenizer.

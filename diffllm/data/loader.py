@@ -86,10 +86,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch.
-
-        Raises DataError for unreadable data or a dead loader process.
-        """
+        """Return the next micro-batch; raise DataError for unreadable data or a dead process."""
         if not self._ahead:
             if self.failed:
                 raise self.failed

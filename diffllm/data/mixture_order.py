@@ -97,9 +97,9 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the sample number at which `source` has provided `most` samples; None if never.
+        """Return the sample number, rounded down, at which `source` has provided `most` samples.
 
-        The result is computed from the source's share of the samples and rounded down.
+        Returns None if the source never provides `most` samples.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -163,10 +163,7 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
-    """Return the number of samples per source, in proportion to `weights`; the sum is `samples`.
-
-    Shares are rounded by largest remainders; ties go to the first sources.
-    """
+    """Divide a number of samples among sources in proportion to `weights`, by largest remainders."""
     whole = sum(weights)
     shares = [samples * weight // whole for weight in weights]
     left = samples - sum(shares)
@@ -243,13 +240,12 @@ def as_shares(weights: Sequence[float]) -> tuple[float, ...]:
 def limited(
     plan: Segments, first: int, last: int, before: Sequence[int], most: Sequence[float]
 ) -> Segments:
-    """Return the segments from sample `first` on, with a maximum number of samples per source.
+    """Return the segments of `plan` from sample `first` on, with a maximum for each source.
 
     When a source reaches its maximum, its weight goes to the other sources. Raises ConfigError if
     all sources reach their maximum before sample `last`, the end of the run.
 
     Args:
-        plan: segments without maximum.
         before: number of samples of each source before `first`.
         most: maximum number of samples of each source.
     """

@@ -126,10 +126,7 @@ def pieces_of_documents(stream: Stream, eos_id: int, seq_len: int) -> Iterator[n
 
 
 def windows(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Concatenate arrays along axis 1, and yield the result in windows of `size` columns.
-
-    The last window may have fewer columns. All arrays have equally many rows.
-    """
+    """Concatenate arrays along axis 1, and yield the result in windows of `size` columns."""
     held: list[np.ndarray] = []
     for part in parts:
         held.append(part)
@@ -231,10 +228,7 @@ def write_plan(stream: Stream, eos_id: int, seq_len: int, directory: Path) -> No
 
 
 class PackingPlan:
-    """Packing plan on disk, which lists the pieces of documents in each sequence.
-
-    The first access to a sequence verifies the checksums of the files.
-    """
+    """Packing plan on disk, which lists the pieces of documents in each sequence."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -244,7 +238,7 @@ class PackingPlan:
         self.counts, self._files = record.counts, record.files
 
     def __getitem__(self, sequence: int) -> list[tuple[int, int]]:
-        """Return (first token, length) of each document piece in the sequence with this index.
+        """Return (position of first token, length) of each document piece in a sequence.
 
         Raises DataError if the files of the plan are damaged.
         """

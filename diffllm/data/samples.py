@@ -85,7 +85,7 @@ class ShuffledSequences:
 def shuffled(samples: np.ndarray, sequences: int, seed: int | str) -> np.ndarray:
     """Return the sequence index of each sample number in `samples`, (m,).
 
-    An epoch has `sequences` sequences, in a different random order in every epoch.
+    Each epoch contains all `sequences` sequences of the source, in a new random order.
     """
     epochs, positions = np.divmod(samples, sequences)
     places = np.empty_like(positions)
@@ -124,10 +124,7 @@ def permute(indices: np.ndarray, n: int, seed: int | str, epoch: int) -> np.ndar
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """Permute uint64 values below 2**(2 * half) by a Feistel network.
-
-    `keys`, (ROUNDS,) uint64, contains one key per round of the network.
-    """
+    """Permute uint64 values below 2**(2 * half) by a Feistel network with one key per round."""
     mask, bits = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = values >> bits, values & mask
     for key in keys:
@@ -261,7 +258,7 @@ def training_samples(
 ) -> Samples:
     """Return the samples of a training run that reads `total` samples.
 
-    Raises ConfigError if a count is below 1 or if all sources of a mixture reach epochs_at_most,
+    Raises ConfigError if `total` is below 1 or if all sources of a mixture reach epochs_at_most,
     DataError if tokens are unreadable or a source is shorter than a sequence.
     """
     check_counts(least=1, seq_len=seq_len, total=total)

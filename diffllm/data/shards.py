@@ -188,7 +188,7 @@ def thin_heldout(documents: int, tokens: int | None, key: str = "data.heldout_fr
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Return the entropy in nats of the tokens that occur `counts` (vocab_size,) times."""
+    """Return the entropy in nats of the token distribution given by `counts`, (vocab_size,)."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -219,7 +219,6 @@ class ShardWriter:
         Args:
             tokens: (n,) token ids of any integer type, with one EOS per document.
             text_bytes: UTF-8 bytes of the predicted text.
-            documents: number of documents.
             mask: (n,) bool, True for predicted tokens; only for a writer with loss masks.
         """
         if not len(tokens):

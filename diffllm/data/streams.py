@@ -35,7 +35,7 @@ class FileArray:
     ) -> None:
         """Open a file of numbers of type `dtype`.
 
-        Raises DataError if the file is too short, or (without `count`) ends inside a number.
+        Raises DataError if the file is too short or, without `count`, has an incomplete number.
 
         Args:
             offset: number of bytes before the first number.
@@ -67,10 +67,10 @@ class FileArray:
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        """Read the number at an index, a slice without a step, or the numbers at an index array.
+        """Read the number at an index, or the numbers of a slice or of an array of indices.
 
-        Raises DataError for an index outside the file, or if the file has changed since it was
-        opened.
+        The step of a slice is ignored. Raises DataError for an index outside the file, or if the
+        file has changed since opening.
         """
         if isinstance(place, slice):
             start, stop, _ = place.indices(self._count)
@@ -135,10 +135,7 @@ class Stream(Readable, Protocol):
         """Whether the stream may contain context tokens, which the loss ignores."""
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
-        """Read the loss mask of tokens [start, stop).
-
-        The mask is (stop - start,) bool: True for predicted tokens, False for context tokens.
-        """
+        """Read the loss mask of tokens [start, stop), bool: False for context, else True."""
 
 
 def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
@@ -223,8 +220,6 @@ def read_joined(
 
 
 class JoinedTokens:
-    """Concatenates the tokens of several streams or token files."""
-
     def __init__(self, parts: Sequence[Readable]) -> None:
         self.parts = list(parts)
         self.ends = np.cumsum([len(part) for part in parts], dtype=np.int64)

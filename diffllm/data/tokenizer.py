@@ -56,7 +56,7 @@ class Tokenizer:
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
-        """Load a tokenizer from a file, a directory or a hub repository.
+        """Load a tokenizer from a file, a directory or a hub repository (owner/name).
 
         Raises DataError for a missing or unusable file, or for a tokenizer without an EOS.
         """
@@ -78,7 +78,6 @@ class Tokenizer:
         return self.encode_batch([text], threads=1)[0]
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of a text."""
         return len(self.encode(text))
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
@@ -155,7 +154,7 @@ class Tokenizer:
 
 
 class FastTokenizer(Tokenizer):
-    """Tokenizer from a Hugging Face tokenizer.json; encodes "<eos>" in a text as ordinary text."""
+    """Tokenizer from a Hugging Face tokenizer.json; a text "<eos>" is encoded as ordinary text."""
 
     def __init__(self, path: Path) -> None:
         try:

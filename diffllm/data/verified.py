@@ -1,8 +1,8 @@
 """Verify checksums of files once for all reading processes, and again after a day.
 
-The first process hashes a file. Then it stores the hash, with the size, times and inode of the
-file, in a small hidden file next to it, the mark. Other processes trust the mark for a day. After a
-day, the file is hashed again, to detect corruption that changes neither size nor times.
+The first process hashes a file and stores the hash, with the size, times and inode of the file, in
+a small hidden file in the same directory. Other processes trust this hidden file, the mark, for a
+day. Then the file is hashed again, to detect corruption that changes neither size nor times.
 """
 
 import contextlib
@@ -68,9 +68,9 @@ def identity_in(stat: os.stat_result) -> str:
 
 
 def settled_identity(path: Path) -> str:
-    """Return the size, times and inode of a file, at least one of which any later write changes.
+    """Return the size, times and inode of a file as one string.
 
-    Waits until the last write is older than the time resolution of file systems (50 ms).
+    Waits until the last write is 50 ms ago, so that the next write changes the times of the file.
     """
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)

@@ -1,4 +1,4 @@
-"""Encode one part of a corpus to token shards, and store their counts and hashes in a record."""
+"""Encode one part of a corpus to token shards, and record its counts and hashes."""
 
 import hashlib
 import json
@@ -57,10 +57,7 @@ class PartRecord:
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read the record of corpus part `number` from its JSON file in `directory`.
-
-        Raises OSError for an unreadable file, ValueError for an invalid record.
-        """
+        """Read the record of corpus part `number` from its JSON file in `directory`."""
         record = read_typed(record_path(directory, number), cls)
         check_split_counts(record.splits)
         return record
@@ -87,8 +84,8 @@ class Encoding:
     def is_done(self, number: int) -> bool:
         """Return whether corpus part `number` is already encoded.
 
-        Returns False if the record or a shard is missing or incomplete, or if another value of
-        `heldout_below` held out other documents of this part.
+        Returns False if a file of the part is missing or incomplete, or if the part was encoded
+        with a value of `heldout_below` that holds out other documents.
         """
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
@@ -170,7 +167,7 @@ class Encoding:
 
         Returns the token ids of each document, and the lengths of the document's sections in
         tokens. Sections are alternately context and predicted text, and are encoded separately.
-        The list of lengths is empty if the corpus has no prompts.
+        The second list is empty if the corpus has no prompts.
         """
         texts = [document.text.decode() for document in documents]
         tokens = self.tokenizer.encode_batch(texts, threads)
@@ -229,7 +226,7 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
 def lowest(training: np.ndarray, held: np.ndarray) -> np.ndarray:
     """Choose training documents to hold out, until the held-out split has its minimum size.
 
-    Documents are chosen by ascending hash; documents with equal hashes are merged. The minimum is
+    Documents are chosen by ascending hash; rows with equal hashes are merged. The minimum is
     LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Returns an array like `training`.
 
     Args:

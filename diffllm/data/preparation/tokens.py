@@ -77,10 +77,7 @@ class TokensJob:
             self.join(encoding, how, started)
 
     def encode(self, encoding: Encoding, how: PrepareConfig) -> None:
-        """Encode the unfinished parts of the corpus in parallel processes.
-
-        Raises DataError for an unreadable corpus or a killed process, OSError for a failed write.
-        """
+        """Encode the unfinished parts of the corpus in parallel processes."""
         parts = self.corpus.parts
         todo = [number for number in range(len(parts)) if not encoding.is_done(number)]
         if not todo:
@@ -159,11 +156,11 @@ class TokensJob:
 
 
 def split_hash(records: Sequence[PartRecord], below: int) -> int:
-    """Adjust the hash `below`; documents with a smaller hash than the result are held out.
+    """Return the limit of the held-out split: documents with a hash below the limit are held out.
 
-    `below` is changed only if a split would have no document, or if the held-out split would be
-    smaller than its minimum size. To reach this size, at most LARGEST_SHARE of all documents and
-    tokens are held out. Raises DataError if the corpus has fewer than two distinct documents.
+    The limit is `below`, unless a split would have no document, or the held-out split less than its
+    minimum size. To reach this size, at most LARGEST_SHARE of all documents and tokens are held
+    out. Raises DataError if the corpus has fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)

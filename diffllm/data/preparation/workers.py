@@ -131,12 +131,9 @@ def available_cores() -> int:
 
 
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
-    """Print the finished share of the corpus to stderr, with throughput and remaining time.
+    """Print progress, throughput, remaining time and the files in progress (`reading`) to stderr.
 
-    Args:
-        share: finished share, from 0 to 1.
-        before: share that was finished `seconds` ago.
-        reading: names of the files in progress.
+    `share` (0 to 1) of the corpus is finished; `before` was finished `seconds` ago.
     """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
