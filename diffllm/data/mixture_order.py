@@ -163,7 +163,7 @@ def in_parts(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
-    """Divide a number of samples among sources in proportion to `weights`, by largest remainders."""
+    """Divide a number of samples among sources in proportion to `weights` (largest remainders)."""
     whole = sum(weights)
     shares = [samples * weight // whole for weight in weights]
     left = samples - sum(shares)
