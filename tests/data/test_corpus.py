@@ -169,7 +169,7 @@ def test_documents_of_a_file_do_not_depend_on_read_block_size(
         assert [text for text in found if text] == [text for text in expected if text]
 
 
-def test_error_of_data_paths_pattern_without_match_names_the_pattern(
+def test_error_of_data_paths_glob_without_match_names_the_glob(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
@@ -276,7 +276,7 @@ def test_corpus_identity_depends_on_file_content_not_on_paths_or_times(
     assert opened(make_config(first, sample_by=SampleBy.document)).identity != identity
 
 
-def test_unchanged_corpus_file_is_not_read_and_hashed_again(
+def test_unchanged_corpus_file_is_not_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.txt"

@@ -72,7 +72,7 @@ OTHERS = (
         *((pattern, holds(b"[]")) for pattern in RECORDS),
     ],
 )
-def test_damaged_cache_file_is_replaced_or_raises_with_path(
+def test_damaged_cache_file_is_replaced_or_raises_error_with_path(
     kept: DataConfig, tmp_path: Path, pattern: str, damage: Callable[[Path], None]
 ) -> None:
     whole = read(kept)
@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [fifo, terabyte, flip, holds(b""), Path.unlink])
-def test_damaged_shard_of_unfinished_preparation_is_rewritten_or_raises_with_path(
+def test_damaged_shard_of_unfinished_preparation_is_rewritten_or_raises_error_with_path(
     kept: DataConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +146,7 @@ def edited(file: Path, keys: list[Any], value: Any) -> None:
         ("plan", ["files", "starts.bin", "bytes"], 10**30, "beyond 64 bits"),
     ],
 )
-def test_invalid_value_in_cached_json_record_raises_with_file_and_cause(
+def test_invalid_value_in_cached_json_record_raises_error_with_file_and_cause(
     kept: DataConfig, tmp_path: Path, name: str, keys: list[Any], value: Any, message: str
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

@@ -104,7 +104,7 @@ def break_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )
-def test_damaged_second_of_three_files_raises_with_path_and_caches_nothing(
+def test_damaged_second_of_three_files_raises_error_with_path_and_caches_nothing(
     tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
 ) -> None:
     paths = make_three(tmp_path, suffix)

@@ -112,7 +112,7 @@ def test_preparation_progress_names_hub_file_whose_download_hangs(
     waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
 
 
-def test_preparation_names_dataset_while_waiting_for_the_hub(tmp_path: Path) -> None:
+def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Path) -> None:
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
         hangs.listen(50)
@@ -123,7 +123,7 @@ def test_preparation_names_dataset_while_waiting_for_the_hub(tmp_path: Path) -> 
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
 
 
-def test_unknown_split_of_hub_dataset_raises_with_available_splits(
+def test_unknown_split_of_hub_dataset_raises_error_with_available_splits(
     tmp_path: Path, serve: Callable[..., dict[str, str]]
 ) -> None:
     script = PREPARE.replace(")).directory", "split='dev')).directory")

@@ -101,7 +101,7 @@ def test_last_whole_documents_of_token_files_are_held_out(make: Make, names: lis
     assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
-def test_moved_token_files_are_the_same_corpus(make: Make, tmp_path: Path) -> None:
+def test_moved_token_files_have_unchanged_corpus_identity(make: Make, tmp_path: Path) -> None:
     first = prepare(make(FILES / NAMES[0]))
     moved = copied(NAMES[0], tmp_path / "moved")
     second = prepare(make(moved))
@@ -159,7 +159,7 @@ def test_empty_documents_at_beginning_of_megatron_index_contain_only_an_eos(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_documents_with_several_eos_are_counted_by_the_token_file_index(
+def test_documents_with_several_eos_are_counted_as_in_the_token_file_index(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "several").mkdir()
@@ -175,7 +175,7 @@ def test_documents_with_several_eos_are_counted_by_the_token_file_index(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_edited_token_file_index_changes_corpus_hash_and_raises_in_open_streams(
+def test_edited_token_file_index_changes_corpus_hash_and_invalidates_open_streams(
     make: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
@@ -256,7 +256,7 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
         ),
     ],
 )
-def test_damaged_token_file_raises_with_path(
+def test_damaged_token_file_raises_error_with_path(
     make: Make, tmp_path: Path, name: str, suffix: str, damage: Callable[[Path], Any], said: str
 ) -> None:
     path = copied(name, tmp_path / "files")
@@ -276,7 +276,7 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_token_source_without_tokenizer_or_token_files_raises_with_config_key(
+def test_token_source_without_tokenizer_or_token_files_raises_error_with_config_key(
     make: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=r"data=tokens needs data\.tokenizer"):

@@ -116,7 +116,7 @@ def test_loader_resumes_at_any_step_with_any_world_size_and_micro_batch(
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 
-def test_loader_state_counts_completed_steps_without_prefetched_batches(
+def test_loader_state_counts_completed_steps_and_not_prefetched_batches(
     make_loader: MakeLoader,
 ) -> None:
     loader = make_loader(num_workers=2, prefetch_factor=8)

@@ -102,7 +102,7 @@ def test_manifest_without_mask_keys_loads_as_stream_without_loss_masks(
     assert not opened(tmp_path / "stream").masked
 
 
-def test_damaged_loss_mask_file_raises_with_path(masked: TokenStream, tmp_path: Path) -> None:
+def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_path: Path) -> None:
     file = tmp_path / "stream" / "train-00001.mask"
     file.write_bytes(bytes(97))
     masked.loss_mask(0, 97)
@@ -151,7 +151,7 @@ def test_packed_sequences_have_target_minus_1_for_context_tokens(
     assert sum(left) == mask.sum()
 
 
-def test_joined_stream_predicts_all_tokens_of_streams_without_loss_mask(
+def test_loss_mask_of_joined_stream_is_true_for_streams_without_loss_mask(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
     plain = make_stream(drawn(1)[0], directory="plain")

@@ -248,7 +248,7 @@ def test_error_in_a_mixture_source_names_the_source_key(
     assert said in str(raised.value)
 
 
-def test_damaged_or_short_mixture_source_raises_with_the_source_key(
+def test_damaged_or_short_mixture_source_raises_error_with_source_key(
     make: Make, make_stream: Callable[..., TokenStream]
 ) -> None:
     samples = make()

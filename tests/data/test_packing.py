@@ -267,7 +267,7 @@ def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
 
 
 @pytest.mark.parametrize("name", list(packing.ARRAYS))
-def test_damaged_packing_plan_raises_with_path(
+def test_damaged_packing_plan_raises_error_with_path(
     sequences: PackedSequences, tmp_path: Path, name: str
 ) -> None:
     file = tmp_path / "plan" / name

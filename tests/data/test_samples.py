@@ -39,7 +39,7 @@ def test_permuted_position_of_an_index_does_not_depend_on_other_indices(
 
 
 @given(n=st.integers(min_value=200, max_value=5000), seed=SEEDS, epoch=EPOCHS)
-def test_permute_differs_between_epochs_and_seeds(n: int, seed: int, epoch: int) -> None:
+def test_permutation_differs_between_epochs_and_seeds(n: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(n), n, seed, epoch)
     for other in (
         permute(np.arange(n), n, seed, epoch + 1),

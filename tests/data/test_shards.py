@@ -48,7 +48,9 @@ def test_token_dtype_is_uint16_or_uint32_by_vocabulary_size(
     assert make_stream([0, vocab_size - 1], vocab_size).tokens(0, 2).tolist() == [0, vocab_size - 1]
 
 
-def test_truncated_or_missing_shard_raises_with_path(stream: TokenStream, tmp_path: Path) -> None:
+def test_truncated_or_missing_shard_raises_error_with_path(
+    stream: TokenStream, tmp_path: Path
+) -> None:
     directory = tmp_path / "stream"
     shard = directory / "train-00003.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -62,7 +64,7 @@ def test_truncated_or_missing_shard_raises_with_path(stream: TokenStream, tmp_pa
         TokenStream(directory, Manifest.load(directory), "train")
 
 
-def test_token_stream_keeps_few_shard_files_open(
+def test_token_stream_limits_number_of_open_shard_files(
     make_stream: Callable[..., TokenStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every open shard needs a file descriptor; a large corpus has more shards than descriptors."""

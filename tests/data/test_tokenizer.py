@@ -129,7 +129,7 @@ def test_tokenizer_training_sample_is_spread_evenly_over_the_corpus() -> None:
     assert max(counts.values()) <= 4096 * 2
 
 
-def test_unusable_tokenizer_model_raises_with_path(tmp_path: Path) -> None:
+def test_unusable_tokenizer_model_raises_error_with_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent.model: no such tokenizer file"):
         Tokenizer.from_file(tmp_path / "absent.model")
     (tmp_path / "text.model").write_text("not a model")
@@ -147,7 +147,7 @@ def test_unusable_tokenizer_model_raises_with_path(tmp_path: Path) -> None:
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_vocab_size_that_does_not_fit_the_corpus_raises_with_the_limit(
+def test_vocab_size_that_does_not_fit_the_corpus_raises_error_with_limit(
     vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as caught:
