@@ -56,7 +56,7 @@ class HeldoutDocuments:
     def batches(
         self, seq_len: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[OwnedBatch]:
-        """Yield this rank's batches of the concatenated documents, cut into sequences.
+        """Yield this rank's batches of the concatenated documents, cut into sequences of `seq_len`.
 
         A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
         each. Over all ranks, every token except context is a target exactly once; context and

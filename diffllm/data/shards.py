@@ -38,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts and shard files of one split of a corpus.
+    """Counts and shard files of one split of a corpus, training or held-out documents.
 
     `tokens` includes one EOS per document. `bytes` is the UTF-8 size of the text without prompts,
     or 0 if unknown.
@@ -243,7 +243,7 @@ class ShardWriter:
                 self._close()
 
     def finish(self) -> Split:
-        """Close the last shard and sync it to disk; return the counts and shards of the split."""
+        """Close the last shard file, sync it to disk, and return counts and shards of the split."""
         self._close()
         predicted = self._predicted if self._masked else None
         return Split(self._documents, self._tokens, self._bytes, self._shards, predicted)

@@ -1,4 +1,4 @@
-"""Encode one part of a corpus to token shards, and record its counts and hashes."""
+"""Encode one part of a corpus (a range of documents) to shards; record counts and hashes."""
 
 import hashlib
 import json
@@ -57,7 +57,7 @@ class PartRecord:
 
     @classmethod
     def load(cls, directory: Path, number: int) -> "PartRecord":
-        """Read the record of corpus part `number` from its JSON file in `directory`."""
+        """Read the JSON record (counts and hashes) of corpus part `number` in `directory`."""
         record = read_typed(record_path(directory, number), cls)
         check_split_counts(record.splits)
         return record

@@ -1,4 +1,4 @@
-"""Prepare the tokenizer and the token shards of a data config, and store them in a cache."""
+"""Train the tokenizer and write the token shards of a data config, and cache the results."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence

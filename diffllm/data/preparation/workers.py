@@ -131,9 +131,9 @@ def available_cores() -> int:
 
 
 def report(counts: Counts, share: float, before: float, seconds: float, reading: str) -> None:
-    """Print progress, throughput, remaining time and the files in progress (`reading`) to stderr.
+    """Print progress, throughput, remaining time and the files in progress, `reading`, to stderr.
 
-    `share` (0 to 1) of the corpus is finished; `before` was finished `seconds` ago.
+    `share` is the finished share of the corpus (0 to 1), `before` the share `seconds` ago.
     """
     text_bytes, tokens = sum(counts.text_bytes), sum(counts.tokens)
     said = f"{text_bytes / 1e6:,.0f} MB, {tokens / 1e6:,.1f}M tokens; "
