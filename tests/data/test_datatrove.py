@@ -1,4 +1,4 @@
-"""Run the commands of data/README.md with datatrove and read the tokens in place.
+"""Run data/deduplicate.py and read the tokens in place.
 
 Small programs replace SLURM and run the jobs locally.
 """
@@ -23,7 +23,7 @@ from diffllm import load_config, train
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.token_files import open_tokens
 
-README = Path(__file__).parents[2] / "data" / "README.md"
+SCRIPT = Path(__file__).parents[2] / "data" / "deduplicate.py"
 SBATCH = """
 script="${@: -1}"
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
@@ -67,10 +67,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-def run_script_of_readme() -> None:
+def run_deduplication() -> None:
     """Run the script with three tasks and two finders of duplicates."""
-    (script,) = re.findall(r"```python\n(from datatrove.*?)```", README.read_text(), re.S)
-    Path("script.py").write_text(script.replace("500, 50", "3, 2"))
+    Path("script.py").write_text(SCRIPT.read_text().replace("500, 50", "3, 2"))
     done = subprocess.run(
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -89,11 +88,11 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.slow
-def test_open_tokens_reads_same_tokens_as_datatrove_for_script_in_readme(
+def test_open_tokens_reads_same_tokens_as_datatrove_for_deduplication_script(
     workplace: list[str],
 ) -> None:
     pytest.importorskip("datatrove")
-    run_script_of_readme()
+    run_deduplication()
     paths = sorted(Path("tokens").glob("*.ds"))
     assert len(paths) == 3
     tokenizer = Tokenizer.from_file("tokenizer.json")
@@ -109,7 +108,9 @@ def test_open_tokens_reads_same_tokens_as_datatrove_for_script_in_readme(
     texts = [tokenizer.decode(document[:-1]) for document in everything]
     assert sorted(texts) == sorted(workplace), "each text occurs once"
 
-    (command,) = re.findall(r"^diffllm train (data=tokens .*ds\].*)$", README.read_text(), re.M)
+    (command,) = re.findall(
+        r"^diffllm train (data=tokens .*ds\].*)$", (SCRIPT.parent / "README.md").read_text(), re.M
+    )
     words = [*shlex.split(command), "model=micro", "seq_len=32", "steps=2", "run.name=first"]
     cfg = load_config([*words, "data.cache_dir=cache", "wandb.mode=disabled", "run.report=false"])
     data = prepare(cfg.data)
