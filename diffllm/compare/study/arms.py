@@ -1,6 +1,7 @@
-"""Arms of a study, and the values of their ended runs.
+"""Arms of a study and the measured values of their runs.
 
-An arm is one of the compared configs, with one run per seed (or per seed and learning rate).
+An arm is one of the compared configs. Each arm has one run per seed, or, in a study with
+`lr_sweep`, one run per seed and learning rate.
 """
 
 import hashlib
@@ -17,7 +18,12 @@ from diffllm.compare.report.notes import thin_note
 from diffllm.compare.report.rows import run_value
 from diffllm.compare.report.runs import Run, Series
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
-from diffllm.compare.study.planned_runs import Planned, config_of_planned, on_its_way, strayed
+from diffllm.compare.study.planned_runs import (
+    Planned,
+    change_during_run,
+    config_of_planned,
+    strayed,
+)
 from diffllm.compare.study.study_hash import UNHASHED, config_digest
 from diffllm.compare.study.trend_data import PositionLosses, needs_positions, position_losses
 from diffllm.compare.study.unequal import RECORDED, settings_of
@@ -34,7 +40,10 @@ NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that run.json records about a run; a field is None if the fact is unknown."""
+    """Properties of a run that run.json records; None if unknown.
+
+    Corpus and tokenizer are hashes. `code` is the hash of the diffllm source files.
+    """
 
     parameters: float | None = None
     flops_per_token: float | None = None
@@ -52,16 +61,21 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class StudyRun:
-    """The values of an ended run that a verdict uses."""
+    """Measured values of an ended run, from which a verdict is computed.
+
+    `loss` is the final held-out loss (nats per token), and `value` the final value of the study's
+    metric. Both are None if the run diverged. `curve` has the metric's values during training, and
+    `digest` is the SHA-256 of the config (see `config_digest`). `strayed` describes differences
+    from the planned config, and `thin` is a warning about too little held-out text; both may be
+    empty.
+    """
 
     name: str
-    """Run directory, relative to the directory of the study."""
     seed: int
     lr: float
     loss: float | None
-    """Final held-out loss in nats per token; None if the run diverged."""
     value: float | None
-    """Final value of the study's metric (the loss for lr_sensitivity); None if the run diverged."""
+    """The loss if the metric is lr_sensitivity."""
     planned_tokens: int
     vocab_size: int
     curve: Series = NONE
@@ -69,7 +83,7 @@ class StudyRun:
     documents: DocumentLosses | None = None
     """None if the metric is not the held-out loss, or if the run has no losses of documents."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts of run.json, see `facts_of`."""
+    """See `facts_of`."""
     settings: dict[str, str] = field(default_factory=dict)
     """See `settings_of`."""
     variant: str = ""
@@ -77,15 +91,12 @@ class StudyRun:
     mark: str = ""
     """run.study: hash, stage and arm at the start of the run."""
     strayed: str = ""
-    """Differences between the run's config and the study's; empty if none."""
     positions: PositionLosses | None = None
     """None unless a rule needs a trend over positions."""
     chance: float | None = None
     """Expected share of right answers by guessing; None for metrics other than tasks/*."""
     digest: str = ""
-    """See `config_digest`."""
     thin: str = ""
-    """Warning about too little held-out text; empty if there is enough."""
 
     @property
     def diverged(self) -> bool:
@@ -93,7 +104,7 @@ class StudyRun:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Settings and facts that must be equal in all arms, by name or dotted config key."""
+        """Values that must be equal in all arms, such as {"seq_len": "2048", "torch": "2.9.0"}."""
         found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)
@@ -105,7 +116,7 @@ class StudyRun:
         return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
-        """Return the number of tokens at which the metric first reached `level`, and True.
+        """Return the training tokens after which the metric first reached `level`, and True.
 
         If the metric never reached `level`, return the tokens at the last logged value, and False.
         If the run diverged, return the planned tokens, and False.
@@ -118,13 +129,16 @@ class StudyRun:
 
 @dataclass
 class StudyArm:
-    """One of the compared configs of a study: its ended runs and their values."""
+    """An arm of a study: its ended runs, and one value per seed.
+
+    `values` maps a seed to the arm's value on the study's scale, or to None if the seed diverged.
+    `missing` contains the names of runs that have not ended.
+    """
 
     name: str
     lr: float | None
     runs: list[StudyRun] = field(default_factory=list)
     values: dict[int, float | None] = field(default_factory=dict)
-    """Value by seed, on the study's scale; None if the seed diverged."""
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -133,7 +147,7 @@ class StudyArm:
 
     @property
     def known(self) -> dict[int, float]:
-        """Value of each seed that did not diverge."""
+        """Value by seed, without diverged seeds."""
         return {seed: value for seed, value in self.values.items() if value is not None}
 
     @property
@@ -145,7 +159,7 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
-        """Return the tokens that each run needs until the metric reaches `level`."""
+        """Return each run's training tokens until the metric reached `level`; censored if never."""
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.reached(level) for run in runs)
 
@@ -166,13 +180,13 @@ class StudyArm:
 
 
 def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
-    """Extract the values that a verdict needs from an ended run.
+    """Extract the measured values of an ended run.
 
-    Raises ConfigError if the run did not record the study's metric.
+    Raises ConfigError if the run did not log the study's metric.
 
     Args:
-        planned: the planned run that `run` executes.
-        digest: SHA-256 of the planned config.
+        planned: the entry for this run in the study's plan.
+        digest: expected `config_digest` of the run's config.
     """
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
@@ -181,11 +195,11 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     curve = run.series(logged)
     where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
-        raise ConfigError(f"{where}/metrics.jsonl has no {logged}")
+        raise ConfigError(f"{where}/metrics.jsonl has no values of the metric {logged}")
     if value is not None and not sweep:
         if (number := number_of(run, study.metric)) is None:
             file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
-            raise ConfigError(f"{where}/{file} has no {study.metric}")
+            raise ConfigError(f"{where}/{file} has no value of the metric {study.metric}")
         value = number if math.isfinite(number) else None
     documents = None
     if is_loss and value is not None:
@@ -194,7 +208,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     positions = None
     if value is not None and needs_positions(study, planned.arm):
         positions = position_losses(run)
-    own, problem = config_digest(run.cfg, study), on_its_way(run.path)
+    own, problem = config_digest(run.cfg, study), change_during_run(run.path)
     if own != digest or planned.lr not in (None, run.cfg.optim.lr):
         problem = strayed(run.path, run.cfg, config_of_planned(planned), UNHASHED)
     return StudyRun(
@@ -220,19 +234,18 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     )
 
 
-def facts_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Select the facts of a run.json that a verdict uses or shows; unknown facts are None."""
-    python = (found.get("environment") or {}).get("python")
-    code = (found.get("diffllm") or {}).get("hash")
+def facts_of(run_json: dict[str, Any]) -> dict[str, Any]:
+    """Select the properties of a run from the content of run.json; unknown properties are None."""
+    python = (run_json.get("environment") or {}).get("python")
+    code = (run_json.get("diffllm") or {}).get("hash")
     return {
-        **{fact.name: found.get(fact.name) for fact in fields(Facts)},
+        **{fact.name: run_json.get(fact.name) for fact in fields(Facts)},
         "python": python if isinstance(python, str) else None,
         "code": code if isinstance(code, str) else None,
     }
 
 
 def rounded(losses: DocumentLosses) -> DocumentLosses:
-    """Return losses rounded to `DIGITS` significant digits, the precision of values.json."""
     return replace(losses, nats=np.array([float(f"{x:.{DIGITS}g}") for x in losses.nats]))
 
 
@@ -250,10 +263,7 @@ def text_hash(documents: DocumentLosses) -> str:
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final value of the metric `name` of a run.
-
-    Return NaN if the value is not finite, and None if the run did not log the metric.
-    """
+    """Return the final value of a metric; NaN if it is not finite, None if it was not logged."""
     if run.summary and name in run.summary:
         number = finite(run.summary[name])
         return math.nan if number is None else number
@@ -267,13 +277,13 @@ def number_of(run: Run, name: str) -> float | None:
 
 
 def value_of(runs: list[StudyRun], study: Study) -> float | None:
-    """Return the value that one seed contributes to the study; None if the seed diverged.
+    """Return the value of one arm for one seed; None if the seed diverged.
 
-    The value is a logarithm if the study has scale=log. Raises ConfigError if the logarithm is not
-    defined.
+    The value is the study's metric, or its logarithm if the study has scale=log. Raises ConfigError
+    if the logarithm is not defined.
 
     Args:
-        runs: the runs of one arm and seed: several for learning rate sensitivity, otherwise one.
+        runs: the run of this arm and seed, or with `lr_sweep` its runs at all learning rates.
     """
     value = runs[0].value
     if study.lr_sweep:
@@ -282,29 +292,20 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
 
 
 def on_scale(value: float, run: str, study: Study) -> float:
-    """Return `value`, or its logarithm if the study has scale=log.
-
-    Raises ConfigError if the logarithm is not defined.
-
-    Args:
-        run: name of the run, for the error.
-    """
+    """Return `value`, or its logarithm if scale=log; raises ConfigError if value <= 0."""
     if study.scale == "linear":
         return value
     if value <= 0:
-        raise ConfigError(f"{run}: {study.metric}={value:g} has no logarithm")
+        raise ConfigError(f"{run}: {study.metric}={value:g} must be above 0 with scale=log")
     return math.log(value)
 
 
 def lr_sensitivity(losses: Sequence[float | None], vocab_size: int) -> float | None:
     """Return the learning rate sensitivity (Wortsman et al., arXiv:2309.14322), in nats per token.
 
-    The loss at each learning rate is limited to the initial loss log(vocab_size), which also
-    replaces the loss of a diverged run. The sensitivity is the mean of these values minus the
-    lowest. Return None if all runs diverged.
-
-    Args:
-        losses: final loss at each learning rate; None for a diverged run.
+    This is the mean minus the minimum of the final losses over learning rates. Each loss is first
+    capped at log(vocab_size), the loss at initialization; a diverged run (None) counts as this cap.
+    Return None if all runs diverged.
     """
     initial = math.log(vocab_size)
     finite = [loss for loss in losses if loss is not None]

@@ -1,4 +1,4 @@
-"""Loss gaps between arms of a study at equal tokens, equal parameters and equal training FLOPs."""
+"""Held-out loss gaps between arms at equal tokens, equal parameters and equal training FLOPs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,23 +22,28 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class AtFlops:
-    """Two arms with the metric of each run after equal training FLOPs."""
+    """Two arms whose values are interpolated at `flops` training FLOPs per run.
+
+    `error` is the gap's possible error due to interpolation; infinite if unknown.
+    """
 
     own: StudyArm
     base: StudyArm
     flops: float
     error: float
-    """Mean possible error of a gap due to interpolation; infinite if unknown."""
 
 
 @dataclass(frozen=True)
 class EqualGaps:
-    """The held-out loss gap between two arms, in nats per token, at each of three equal costs."""
+    """Held-out loss gaps between two arms (nats per token) at equal tokens, parameters and FLOPs.
+
+    If a gap was not measured, its field contains the reason as text. `at_flops` is the number of
+    training FLOPs at which the gap `flops` was interpolated, and `error` its possible error.
+    """
 
     arm: str
     against: str
     tokens: Estimate | str
-    """The gap, or the reason if it was not measured; also for the next two fields."""
     parameters: Estimate | str
     flops: Estimate | str
     at_flops: float | None = None
@@ -59,33 +64,34 @@ class EqualGaps:
 def arms_at_budget(
     study: Study, rule: Rule, own: StudyArm, base: StudyArm
 ) -> tuple[StudyArm, StudyArm]:
-    """Return both arms with the values that a rule compares.
+    """Return both arms, with values interpolated at equal training FLOPs if the rule has at=flops.
 
-    For a rule with at=flops, these are the values after equal training FLOPs. If no seeds can be
-    compared, return the arms unchanged, because the shares of diverged runs may still decide the
-    rule.
-
-    Raises ConfigError if the values after equal FLOPs are unknown.
+    If no seed has finite values to compare, return the arms unchanged: the numbers of diverged runs
+    may still decide the rule. Raises ConfigError if the values cannot be interpolated.
     """
     if rule.at != "flops" or not seeds_compared(study, own, base):
         return own, base
     found = at_equal_flops(study, own, base)
     if isinstance(found, str):
-        raise ConfigError(f"{rule.arm} against {rule.against} at equal FLOPs: {found}")
+        raise ConfigError(f"cannot compare {rule.arm} with {rule.against} at equal FLOPs: {found}")
     return found.own, found.base
 
 
 def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
-    """Return the seeds that the study's test compares, without diverged runs."""
+    """Return the seeds whose values the study's test compares.
+
+    In a paired test, both arms need a finite value for the seed; in a Welch test, one arm suffices.
+    The set is empty if an arm has no finite value.
+    """
     if study.test == "paired":
         return own.known.keys() & base.known.keys()
     return own.known.keys() | base.known.keys() if own.known and base.known else set()
 
 
 def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
-    """Interpolate the curves of two arms at the largest FLOPs that all compared runs reached.
+    """Interpolate the metric of two arms at the largest training FLOPs that all runs reached.
 
-    Diverged runs remain diverged. If the values cannot be computed, return the reason as text.
+    Diverged seeds keep the value None. If interpolation is impossible, return the reason as text.
     """
     seeds = seeds_compared(study, own, base)
     if not seeds:
@@ -113,21 +119,16 @@ def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str
 
 
 def flops_curve(run: StudyRun) -> Series | None:
-    """Return the study's metric of a run over training FLOPs.
-
-    Return None if the run has no curve, or if its FLOPs are unknown.
-    """
+    """Return the metric of a run over training FLOPs; None if values or FLOPs are unknown."""
     each = run.flops_per_token
     return None if each is None else increasing(run.curve.tokens * each, run.curve.values)
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return a copy of an arm with other values of its runs; diverged runs remain diverged.
+    """Return a copy of an arm with new values by run name; diverged seeds keep the value None.
 
-    Losses of documents are removed, because they were measured at the end of training.
-
-    Args:
-        values: new value by name of the run, before the logarithm of scale=log.
+    With scale=log, the logarithm of the new values is stored. Losses per document are removed,
+    because they were measured at the end of training.
     """
     found: dict[int, float | None] = {}
     for run in arm.runs:
@@ -139,9 +140,9 @@ def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyA
 
 
 def equal_gaps(study: Study, arms: dict[str, StudyArm]) -> list[EqualGaps]:
-    """Return the loss gaps at equal tokens, parameters and FLOPs of all pairs of compared arms.
+    """Return the loss gaps at equal tokens, parameters and FLOPs between the arms of each rule.
 
-    The list is empty if the metric is not heldout_loss.
+    The list is empty if the study's metric is not heldout_loss.
     """
     if study.metric != "heldout_loss":
         return []
@@ -198,7 +199,7 @@ def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
 
 
 def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
-    """Return a text that explains the units, the bounds and the interpolation error of the gaps."""
+    """Return a text about units, confidence bounds and interpolation error of the loss gaps."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
     bounds = f"one-sided {100 * (1 - alpha):g}% bounds by the t test"

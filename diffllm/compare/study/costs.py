@@ -20,35 +20,34 @@ from diffllm.metrics.records import finite, read_summary
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens, FLOPs and time of the runs of one arm in one stage of a study."""
+    """Planned tokens, FLOPs and time of one arm in one stage of a study.
+
+    `tokens`, `flops` and `seconds` are for a single run; `seconds` is None if no speed is known.
+    `runs` is the number of runs, of which `ended` have ended. The stages are "rates" (the grid of
+    learning rates) and "deciding" (the runs that the rules compare).
+    """
 
     stage: str
     arm: str
     runs: int
     ended: int
     tokens: int
-    """Per run."""
     flops: float
-    """Per run."""
     seconds: float | None
-    """Per run; None if no speed is known."""
 
     @property
     def hours(self) -> float | None:
-        """Hours of all runs that have not ended, if they run one after another; None if unknown."""
+        """Hours for the runs that have not ended, one after another; None if unknown."""
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     """Estimate the cost of each arm in each stage of a study.
 
-    Time is FLOPs divided by the median speed of the study's ended runs, or else of the runs in
-    `pilot`. For masked documents, FLOPs use the visible keys that the config states, or else the
-    median of the same runs.
-
-    Args:
-        out: directory of the study's runs.
-        pilot: run directories, parent directories or globs.
+    Time is FLOPs divided by the median FLOPs per second of the study's ended runs in `out`. If no
+    run has ended, the speed comes from `pilot` (run directories, parent directories or globs). With
+    masked documents, FLOPs depend on the number of visible keys per token, which comes from the
+    config or from the same runs.
     """
     stages = []
     for first in first_runs(study):
@@ -76,7 +75,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
-    """Return a finished run's training FLOPs per second and its mean number of visible keys.
+    """Return a run's training FLOPs per second and its mean number of visible keys per token.
 
     The time includes evaluations and saves. The number of visible keys is None if unknown. Return
     None if the run has not finished.

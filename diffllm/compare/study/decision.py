@@ -1,9 +1,9 @@
-"""Verdicts by the rules of a study, with Holm's correction for several rules.
+"""Verdicts on the rules of a study, with Holm's correction for several rules.
 
-Each rule has two sides: a test of its claim and a test of the opposite. Each side is one Holm
-family over all rules of the study. The probability that a study without true differences has a
-false "shown" is therefore at most alpha, as is that of a false "refuted". The margins of all rules
-are a third family.
+Each rule has a test of its claim and a test of the opposite claim. Holm's correction is applied to
+the claims of all rules, and separately to the opposite claims. In a study without true differences,
+the probability of any false "shown" is therefore at most alpha, and so is the probability of any
+false "refuted". Tests of gaps within the margins are corrected separately.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
         families[f"{side}_exact"] = [each.exact for each in sides]
         families[f"{side}_documents"] = [each.documents for each in sides]
     adjusted = {name: holm_of_known(family) for name, family in families.items()}
-    rules = sum(each.showing.exact is not None for each in found)
+    exact_tests = sum(each.showing.exact is not None for each in found)
     decided = []
     for i, each in enumerate(found):
         p_of = {name: p[i] for name, p in adjusted.items()}
@@ -42,25 +42,22 @@ def apply_rules(study: Study, arms: dict[str, StudyArm]) -> list[Tested]:
             # A rule of equivalence belongs to both families.
             p_of |= {"showing": max(p_of["showing"], p_of["within"] or 0.0), "within": None}
         each = replace(each, adjusted=p_of)
-        verdict, reason = decide(study, each, rules)
+        verdict, reason = decide(study, each, exact_tests)
         decided.append(replace(each, verdict=verdict, reason=reason))
     return decided
 
 
-def holm_of_known(family: Sequence[float | None]) -> list[float | None]:
-    """Return the p values of a family after Holm's correction.
-
-    A None, which means that a rule has no test, remains None and does not count.
-    """
-    adjusted = iter(holm([p for p in family if p is not None]))
-    return [None if p is None else next(adjusted) for p in family]
+def holm_of_known(p_values: Sequence[float | None]) -> list[float | None]:
+    """Apply Holm's correction to the p-values that are not None; None entries remain None."""
+    adjusted = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(adjusted) for p in p_values]
 
 
-def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
-    """Return the verdict by one tested rule, and the reason.
+def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
+    """Return the verdict on a tested rule, such as "shown", and a text with the reason.
 
     Args:
-        rules: number of rules of the study that have an exact test.
+        exact_tests: number of rules of the study that have an exact test.
     """
     rule = tested.rule
     if tested.chance:
@@ -70,7 +67,7 @@ def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
         if significant[side]:
             verdict = verdict_of(tested, side, significant["within"])
             reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
-            if problem := not_robust(study, tested, side, rules):
+            if problem := not_robust(study, tested, side, exact_tests):
                 return NOT_ROBUST, f"{reason}; {problem}"
             return verdict, reason
     said = words(study, tested)
@@ -84,10 +81,10 @@ def decide(study: Study, tested: Tested, rules: int) -> tuple[str, str]:
 
 
 def verdict_of(tested: Tested, side: str, within: bool) -> str:
-    """Return the verdict on a rule with a significant test.
+    """Return the verdict on a rule whose claim or opposite claim has a significant test.
 
     Args:
-        side: the significant test: "showing" for the claim, or "refuting" for its opposite.
+        side: "showing" if the test of the claim is significant, "refuting" if the opposite is.
         within: whether the gap is significantly within the rule's margin.
     """
     if tested.rule.kind == "equivalence":
@@ -96,26 +93,25 @@ def verdict_of(tested: Tested, side: str, within: bool) -> str:
 
 
 def equivalent(tested: Tested) -> str:
-    """Return the verdict on a gap within the rule's margin.
-
-    The verdict says if the gap nevertheless differs significantly from 0.
-    """
+    """Return "equivalent", or "equivalent, not equal" if the gap differs significantly from 0."""
     p = tested.gap.p if tested.gap else None
     return UNEQUAL if p is not None and p < tested.rule.alpha else EQUIVALENT
 
 
-def not_robust(study: Study, tested: Tested, side: str, rules: int) -> str:
-    """Return a text that names a test which contradicts a significant t test; "" if none does.
+def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str:
+    """Return a message if the exact test or the bootstrap does not confirm a significant t test.
+
+    The message is "" otherwise.
 
     Args:
-        side: the significant test: "showing" for the claim, or "refuting" for its opposite.
-        rules: number of rules of the study that have an exact test.
+        side: "showing" for the t test of the claim, "refuting" for that of the opposite claim.
+        exact_tests: number of rules of the study that have an exact test.
     """
     alpha, decides = tested.rule.alpha, getattr(tested, side)
     if decides.diverged or tested.times is not None:
         return ""
     exact, documents = (tested.adjusted[f"{side}_{of}"] for of in ("exact", "documents"))
-    if exact is not None and exact >= alpha > tested.smallest * decides.tests * rules:
+    if exact is not None and exact >= alpha > tested.smallest * decides.tests * exact_tests:
         return f"the {exact_name(study)} does not confirm it (adjusted p {exact:.2g})"
     if documents is not None and documents >= alpha:
         resampled = "the bootstrap over documents and seeds"
@@ -128,10 +124,10 @@ def exact_name(study: Study) -> str:
 
 
 def words(study: Study, tested: Tested, side: str = "") -> str:
-    """Describe the values that a rule compares.
+    """Describe the gap that a rule compares, with confidence bounds and number of seeds.
 
     Args:
-        side: the significant test, whose bound is included: "showing", "refuting" or "" for none.
+        side: "showing" or "refuting" for the bound of this test alone; "" for both bounds.
     """
     rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
     shares = (

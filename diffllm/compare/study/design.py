@@ -1,4 +1,4 @@
-"""Checks of a study's design before its first run: whether its rules can decide its claim."""
+"""Checks before the first run of a study: whether its rules can decide its claim."""
 
 import math
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ EXACT_TESTS = {
 
 
 def check_design(study: Study) -> None:
-    """Raise ConfigError for a rule that no result can meet, or that contradicts the stated power.
+    """Raise ConfigError for a rule that no result can meet, or that does not fit the stated power.
 
-    docs/studies.md lists the reasons. Only new studies are checked, because older versions of
-    diffllm started studies that fail these checks.
+    docs/studies.md lists the reasons. Only studies without runs are checked, because older versions
+    of diffllm started studies that fail these checks.
     """
     for where, rule in named_rules(study):
         if rule.alpha > MOST_ALPHA:
@@ -36,7 +36,7 @@ def check_design(study: Study) -> None:
         if rule.kind in PERMUTATION_KINDS:
             if better(study.metric) < 0:
                 raise ConfigError(
-                    f"{where}: kind={rule.kind} needs a metric that rises during training; "
+                    f"{where}: kind={rule.kind} needs a metric that rises during training, but "
                     f"metric={study.metric} falls"
                 )
             check_smallest_p(study, where, rule)
@@ -53,8 +53,8 @@ def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
 def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
     """Raise ConfigError if the smallest possible p of a permutation test is not below alpha.
 
-    The p is multiplied by the number of rules with a permutation test, as in Holm's correction.
-    Rules with a t test are not counted, because their p values can be smaller.
+    The p includes Holm's correction for all rules with a permutation test. Rules with a t test do
+    not count, because their p-values can be smaller.
     """
     n, rules = len(study.seeds), sum(each.kind in PERMUTATION_KINDS for each in study.rules)
     least = smallest_p(rule.kind, n, n)
@@ -68,22 +68,17 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
         fixes.append(f"an alpha above {adjusted:.3g}")
     family = f", {min(1, adjusted):.2g} after Holm's correction for {rules} rules" * (rules > 1)
     raise ConfigError(
-        f"{where}.alpha={rule.alpha:g} cannot be reached: the smallest p of {rule.kind} with {n} "
-        f"seeds per arm is {least:.2g}{family}; give {', or '.join(fixes)}"
+        f"{where}.alpha={rule.alpha:g} is too small: the smallest possible p of {rule.kind} with "
+        f"{n} seeds per arm is {least:.2g}{family}; use {', or '.join(fixes)}"
     )
 
 
 def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
-    """Raise ConfigError if the stated power does not apply to a rule's alpha or margin.
-
-    Args:
-        power: the power that the study file states.
-        where: key of the rule in the study file, for the error.
-    """
+    """Raise ConfigError if the alpha or the margin of a rule does not fit the stated power."""
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
             f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because the "
-            "stated power holds for one alpha"
+            "stated power assumes one alpha"
         )
     if rule.margin is None:
         return
@@ -113,7 +108,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
     raise ConfigError(
         f"{where}.margin={margin:g} is too small for {n} seeds per arm and power.sd={power.sd:g}: "
         f"equal arms would be found equivalent with probability {found:.2f}, below "
-        f"{LEAST_POWER:g}{'; give ' * bool(fixes)}{', or '.join(fixes)}"
+        f"{LEAST_POWER:g}{'; use ' * bool(fixes)}{', or '.join(fixes)}"
     )
 
 
@@ -124,9 +119,9 @@ def rounded_up(number: float) -> float:
 
 
 def design_notes(study: Study) -> list[str]:
-    """Return notes about t tests that an exact test cannot confirm with the study's seeds.
+    """Return warnings about t tests that an exact test cannot confirm with so few seeds.
 
-    The list contains at most one note per alpha.
+    The list contains at most one warning per alpha.
     """
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
@@ -135,12 +130,12 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return a note if the smallest p of the exact test is not below `alpha`; "" otherwise.
+    """Return a warning if the exact test cannot have a p below `alpha` with so few seeds, or "".
 
     Args:
         test: "paired" or "welch".
         seeds: seeds per arm.
-        tests: number of tests that Holm's correction counts.
+        tests: number of tests in Holm's correction.
         sides: 1 for a one-sided test, 2 for a two-sided test.
     """
     least = smallest_p(test, seeds, seeds, sides)

@@ -21,17 +21,19 @@ from diffllm.data.progress import track
 
 @dataclass(frozen=True)
 class Evidence:
-    """The values of a study's ended runs, as read from run directories or from values.json."""
+    """Measured values of a study's ended runs, from run directories or values.json.
+
+    All dictionaries have names of runs as keys. `runs` contains the ended runs that the rules
+    compare. For the grid of learning rates, `rates` contains the losses of ended runs (infinite if
+    diverged), and `rate_marks` the values of `run.study`. `digests` contains the `config_digest` of
+    each compared run: of its saved config if the run has ended, otherwise of its planned config.
+    """
 
     runs: dict[str, StudyRun]
-    """Ended deciding runs by name."""
     rates: dict[str, float]
-    """Losses of ended runs that choose learning rates, by name; infinite if diverged."""
     rate_marks: dict[str, str]
-    """run.study of begun runs that choose learning rates, by name."""
     digests: dict[str, str]
-    """Digests of the configs of all deciding runs, by name, in order: saved configs of ended runs,
-    planned configs of other runs."""
+    """In the order of the study."""
 
     def hash_of(self, study: Study) -> str:
         return study_hash(study, self.digests)
@@ -54,12 +56,9 @@ class Evidence:
 
 
 def read_evidence(study: Study, out: Path) -> Evidence:
-    """Read the ended runs of a study from their directories.
+    """Read the ended runs of a study from the directory `out`.
 
     Raises CheckpointError for a damaged run, and ConfigError for a run without the study's metric.
-
-    Args:
-        out: directory of the study's runs.
     """
     rates = rate_losses(out) if study.lr else {}
     places = sorted(filter(Path.is_dir, (out / RATES).glob("*"))) if study.lr else []

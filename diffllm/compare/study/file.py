@@ -59,7 +59,7 @@ class Rule:
 
     @property
     def needs_curve(self) -> bool:
-        """Whether the rule reads the metric over training."""
+        """Whether the rule uses values of the metric that were logged during training."""
         return self.kind == "log_rank" or self.over == TOKENS
 
     @property
@@ -83,24 +83,28 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rates:
-    """How every arm gets its learning rate: the best of a grid, by other seeds."""
+    """The key `lr` of a study file: each arm uses the learning rate with the lowest loss in `grid`.
+
+    The runs of the grid use `seeds`, which differ from the seeds of the compared runs, and `steps`
+    steps (by default as many as the compared runs). If the best rate is the first or last one, up
+    to `extend` further rates are tried at this end of the grid.
+    """
 
     grid: list[float]
-    """Increasing."""
     seeds: list[int]
     steps: int | None = bounded(None, least=1)
-    """null: as many as the deciding runs."""
     extend: int = bounded(3, least=0, most=20)
-    """Rates that may be added at each end."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """The gap that the study can find, as computed before it ran."""
+    """The key `power` of a study file: the gap that the study can find.
+
+    `sd` is the standard deviation between seeds, and `source` says where this number comes from.
+    """
 
     gap: float = field(metadata={"above": 0})
     sd: float = field(metadata={"above": 0})
-    """Between seeds."""
     source: str = ""
 
 
@@ -143,7 +147,7 @@ class Study:
 
     @property
     def unit(self) -> str:
-        """The unit of gaps; empty for logarithms and numbers without a unit."""
+        """Unit of gaps; "" for logarithms and for metrics without a unit."""
         if self.scale == "log":
             return ""
         if self.metric == LR_SENSITIVITY:
@@ -161,7 +165,7 @@ def better(metric: str) -> int:
 
 
 def load_study(path: Path) -> Study:
-    """Read and check a study file; raises ConfigError for an invalid file."""
+    """Read and check a study file; raises ConfigError if the file is invalid."""
     content, text = read_yaml(path)
     try:
         study = made(Study, content, strict=True, omit=("path", "hash"))
@@ -176,10 +180,12 @@ def check_study(study: Study) -> None:
     check_bounds("", study)
     check_numbers_of_runs(study)
     if len(study.arms) < 2:
-        raise ConfigError(f"arms: a study needs at least two arms and has {len(study.arms)}")
+        raise ConfigError(f"arms has {len(study.arms)} entries; a study needs at least two arms")
     for name, words in study.arms.items():
         if not ARM.fullmatch(name):
-            raise ConfigError(f"arms: {name!r} must be letters, digits and _ . + -")
+            raise ConfigError(
+                f"arms: {name!r} must contain only letters, digits and _ . + -, no dot first"
+            )
         check_arm_overrides(f"arms.{name}", words, study.sets_rates)
     check_arm_overrides("base", study.base, study.sets_rates)
     named = [("baseline", study.baseline)]
@@ -191,14 +197,15 @@ def check_study(study: Study) -> None:
     for where, arm in named:
         if arm not in study.arms:
             raise ConfigError(
-                f"{where}={arm} is not an arm; known: {', '.join(sorted(study.arms))}"
+                f"{where}={arm} is not an arm of the study: {', '.join(sorted(study.arms))}"
             )
     check_seeds("seeds", study.seeds, least=2)
     if any(rule.kind == "log_rank" for rule in study.rules) and (
         study.metric in OF_THE_SUMMARY or study.lr_sweep is not None
     ):
         raise ConfigError(
-            f"metric={study.metric} is not logged during training; kind=log_rank needs a logged one"
+            f"kind=log_rank needs a metric that is logged during training, unlike "
+            f"metric={study.metric}"
         )
     for rule in study.rules:
         check_trend_metric(study, rule)
@@ -213,7 +220,8 @@ def check_study(study: Study) -> None:
         check_grid("lr_sweep", study.lr_sweep)
         if study.lr:
             raise ConfigError(
-                "lr and lr_sweep exclude each other: lr chooses one rate, lr_sweep compares all"
+                "lr and lr_sweep cannot be combined: lr chooses one learning rate per arm, but "
+                "lr_sweep compares all learning rates"
             )
         one_of("with lr_sweep, metric", study.metric, (LR_SENSITIVITY,))
     if study.lr:
@@ -221,16 +229,17 @@ def check_study(study: Study) -> None:
         check_seeds("lr.seeds", study.lr.seeds, least=1)
         if both := sorted({*study.lr.seeds} & {*study.seeds}):
             raise ConfigError(
-                f"lr.seeds={both} must differ from seeds: they choose the learning rate"
+                f"lr.seeds and seeds both contain {both}; the learning rate must be chosen with "
+                "other seeds"
             )
 
 
 def check_curve(study: Study) -> None:
-    """Raise ConfigError if a rule with at=flops uses a metric that is not logged over training."""
+    """Raise ConfigError if a rule has at=flops and the metric is not logged during training."""
     logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
         raise ConfigError(
-            f"metric={study.metric} is not logged during training; at=flops needs a logged one"
+            f"at=flops needs a metric that is logged during training, unlike metric={study.metric}"
         )
 
 
@@ -258,7 +267,7 @@ def check_rule(where: str, rule: Rule) -> None:
     if given not in BOUNDS[rule.kind]:
         allowed = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
         wrong = ", ".join(filter(given.__contains__, names)) or "none of them"
-        raise ConfigError(f"{where}: kind={rule.kind} needs {allowed}, not {wrong}")
+        raise ConfigError(f"{where}: kind={rule.kind} needs {allowed}, but the rule has {wrong}")
     check_trend(where, rule)
 
 
@@ -271,34 +280,35 @@ def check_trend(where: str, rule: Rule) -> None:
     if rule.over == PARAMETERS and sizes < FEWEST_POINTS:
         example = "smaller: {v2_10m: standard_10m, v2_30m: standard_30m}"
         raise ConfigError(
-            f"{where}: over={PARAMETERS} needs at least {FEWEST_POINTS} sizes and has {sizes}: "
-            f"name smaller versions of arm and against ({example})"
+            f"{where}: over={PARAMETERS} needs at least {FEWEST_POINTS} model sizes, but the "
+            f"rule has {sizes}; add smaller versions of both arms, for example {example}"
         )
     if rule.over != PARAMETERS and rule.smaller:
         raise ConfigError(f"{where}.smaller is allowed only with over={PARAMETERS}")
     for side in zip(*rule.pairs, strict=True):
         if len({*side}) < len(side):
-            raise ConfigError(f"{where}: {', '.join(side)}: an arm is named twice")
+            raise ConfigError(f"{where}: {', '.join(side)} contains an arm twice")
 
 
 def check_trend_metric(study: Study, rule: Rule) -> None:
     of_loss = study.metric == "heldout_loss"
     if rule.over == POSITION and not of_loss:
-        raise ConfigError(f"trend over {POSITION}: metric={study.metric} must be heldout_loss")
+        raise ConfigError(f"metric={study.metric} must be heldout_loss for over={POSITION}")
     if rule.over == TOKENS and not of_loss and study.metric in (*OF_THE_SUMMARY, LR_SENSITIVITY):
         raise ConfigError(
-            f"metric={study.metric} is not logged during training; over={TOKENS} needs a logged one"
+            f"over={TOKENS} needs a metric that is logged during training, unlike "
+            f"metric={study.metric}"
         )
 
 
 def check_grid(where: str, grid: list[float]) -> None:
     if len(grid) < 2 or grid[0] <= 0 or any(b <= a for a, b in pairwise(grid)):
-        raise ConfigError(f"{where}={grid} must be two or more increasing rates above 0")
+        raise ConfigError(f"{where}={grid} must be two or more increasing learning rates above 0")
 
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
     if len({*seeds}) < max(least, len(seeds)) or min(seeds) < 0:
-        raise ConfigError(f"{where}={seeds} must be {least} or more different seeds, none below 0")
+        raise ConfigError(f"{where}={seeds} must be {least} or more different seeds, 0 or larger")
 
 
 def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:
@@ -309,7 +319,7 @@ def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:
         if not equals:
             raise ConfigError(f"{where}: {word!r} is not of the form key=value")
         if key in ("seed", "run") or key.startswith("run.") or (rates and key == "optim.lr"):
-            raise ConfigError(f"{where}: {word}: the study sets {key} itself")
+            raise ConfigError(f"{where}: remove {word}, because the study itself sets {key}")
 
 
 def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
@@ -319,7 +329,7 @@ def one_of(where: str, value: str, known: tuple[str, ...]) -> None:
 
 def check_metric(name: str) -> None:
     if name == LR_SENSITIVITY:
-        raise ConfigError(f"metric={name} needs lr_sweep, the learning rates at which all arms run")
+        raise ConfigError(f"metric={name} needs the key lr_sweep: the learning rates of all arms")
     try:
         name in OF_THE_SUMMARY or metric_of(name)
     except ConfigError:

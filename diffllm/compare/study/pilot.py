@@ -1,4 +1,4 @@
-"""Number of seeds, tokens and hours that a study needs to find a gap, from the runs of a pilot."""
+"""Compute from pilot runs how many seeds, tokens and hours a study needs to find a gap."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,10 @@ TESTS: dict[str, tuple[str, Callable[..., float]]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """The gap that a planned study must find, and the alpha, power and sides of its test."""
+    """The gap that a planned study must find, and the settings of its test.
+
+    `sides` is 1 or 2. `comparisons` is the number of tests for which alpha is corrected.
+    """
 
     gap: float
     alpha: float
@@ -47,15 +50,15 @@ class Goal:
 def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs | None]:
     """Compute the content of `diffllm power --json` from the runs of a pilot.
 
-    Uses the group of comparable runs with most seeds. Raises ConfigError if no arm has two seeds
-    with a finite loss.
+    If the runs form several groups of comparable runs, use the group with most seeds. Raises
+    ConfigError if no arm has two seeds with a finite loss.
 
     Args:
         paths: run directories, parent directories or globs.
         goal: the gap that the planned study must find.
 
     Returns:
-        The content, and the losses of two arms paired by seed (None without common seeds).
+        The content, and the spread of loss differences at equal seeds (None without common seeds).
     """
     comparison, _ = read(paths)
     first, *others = sorted(
@@ -69,11 +72,11 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
     spread, diverged = pooled(several), sum(row.diverged for row in rows)
     finished = [run.summary or {} for row in rows for run in row.finished]
     if spread is None:
-        runs = f"{len(finished)} finished, {diverged} diverged"
-        raise ConfigError(f"pilot: {comparison.title} needs at least 2 seeds of an arm: {runs}")
+        runs = f"{len(finished)} runs finished, {diverged} diverged"
+        raise ConfigError(f"pilot: no arm of {comparison.title} has 2 finite seeds: {runs}")
     if not spread.sd:
         raise ConfigError(
-            f"pilot: all seeds of {comparison.title} have the same loss, so power is unknown"
+            f"pilot: the seeds of {comparison.title} have the same loss, so power is unknown"
         )
     times = [x for summary in finished if (x := finite(summary.get("seconds")))]
     seconds = float(np.mean(times)) if times else None
@@ -119,9 +122,10 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 
 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
-    """Return the seeds per arm that find the gap, for several values of the standard deviation.
+    """Return the number of seeds per arm that finds the gap, as entries of `diffllm power --json`.
 
-    The result also contains the probabilities that a pilot of this size recommends too few seeds.
+    The number is given for the estimated standard deviation and for its confidence limits. Other
+    entries give the probability that a pilot of this size recommends too few seeds.
 
     Args:
         design: "paired" or "unpaired".

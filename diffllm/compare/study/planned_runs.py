@@ -1,7 +1,7 @@
-"""The planned runs of a study: their states, learning rates and stages.
+"""The planned runs of a study, with their stages and learning rates.
 
-With `lr`, a study first runs a grid of learning rates, and then its deciding runs: the runs that
-its rules compare.
+With the key `lr`, a study first runs a grid of learning rates. The deciding runs follow: the runs
+that the study's rules compare.
 """
 
 import math
@@ -27,22 +27,25 @@ DECIDING, RATES = "deciding", "rates"
 
 @dataclass(frozen=True)
 class Planned:
-    """A run that a study plans."""
+    """A run in the plan of a study.
+
+    `stage` is "rates" (grid of learning rates) or "deciding". `name` is the run directory relative
+    to the study's directory, and `words` contains the overrides. If `lr` is None, the config
+    determines the learning rate.
+    """
 
     stage: str
     arm: str
     seed: int
     lr: float | None
-    """None keeps the config's own."""
     name: str
-    """Its directory, relative to the study's."""
     words: list[str]
 
 
 def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
     """Return the runs of one arm and seed that the study's rules compare.
 
-    This is one run, or with `lr_sweep` one run per learning rate.
+    This is a single run, or with `lr_sweep` one run per learning rate.
 
     Args:
         lr: learning rate of the arm; None for the learning rate of its config.
@@ -67,9 +70,9 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 
 
 def planned_by_name(study: Study) -> dict[str, Planned]:
-    """Return all runs that the study's rules compare, by name.
+    """Return all runs that the study's rules compare, by run name.
 
-    A learning rate that the study chooses is not set.
+    Their `lr` is None unless the study has `lr_sweep`.
     """
     return {
         run.name: run
@@ -80,7 +83,7 @@ def planned_by_name(study: Study) -> dict[str, Planned]:
 
 
 def config_of_planned(planned: Planned) -> TrainConfig:
-    """Return the complete config of a planned run; raises ConfigError, which names the arm."""
+    """Return the complete config of a planned run; raises ConfigError if the config is invalid."""
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
     words = (*(word for word in planned.words if word not in own), "run.report=false")
     try:
@@ -97,44 +100,32 @@ def config_of_planned(planned: Planned) -> TrainConfig:
 
 
 @lru_cache(4096)
-def solved_config(words: tuple[str, ...], lr: float | None, seed: int) -> TrainConfig:
-    """Return the complete config of an arm for one learning rate and seed.
+def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> TrainConfig:
+    """Return the complete config of an arm; if `lr` is None, the config sets the learning rate.
 
     The result is cached and shared, so callers must not change the result.
-
-    Args:
-        words: overrides of the arm.
-        lr: learning rate; None for the learning rate of the config.
     """
-    config = config_of_arm(words, lr is not None)
+    config = config_of_arm(overrides, lr is not None)
     config.seed = seed
     if lr is not None:
         config.optim.lr = lr
-    return solved(config, [*words])
+    return solved(config, [*overrides])
 
 
 @cache
-def seed_is_alone(words: tuple[str, ...], sets_lr: bool) -> bool:
-    """Return whether the seed only determines `seed` and model.init_seed in an arm's config.
-
-    Args:
-        words: overrides of the arm.
-        sets_lr: whether the study sets optim.lr.
-    """
-    plain = OmegaConf.to_container(config_of_arm(words, sets_lr), resolve=False, enum_to_str=True)
+def seed_is_alone(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
+    """Return whether model.init_seed is the only config key that is computed from `seed`."""
+    plain = OmegaConf.to_container(
+        config_of_arm(overrides, study_sets_lr), resolve=False, enum_to_str=True
+    )
     values = flatten(plain).items()  # type: ignore[arg-type]
     return not any("seed" in str(v) and "${" in str(v) for k, v in values if k != "model.init_seed")
 
 
 @cache
-def config_of_arm(words: tuple[str, ...], sets_lr: bool) -> DictConfig:
-    """Return the composed config of an arm; cached, because Hydra needs 0.1 s to compose a config.
-
-    Args:
-        words: overrides of the arm.
-        sets_lr: whether the study sets optim.lr.
-    """
-    return compose_with_origin([*words, "seed=0", *["optim.lr=1.0"] * sets_lr])
+def config_of_arm(overrides: tuple[str, ...], study_sets_lr: bool) -> DictConfig:
+    """Compose the config of an arm; cached, because Hydra needs 0.1 s per config."""
+    return compose_with_origin([*overrides, "seed=0", *["optim.lr=1.0"] * study_sets_lr])
 
 
 def read_mark(path: Path) -> str | None:
@@ -165,53 +156,50 @@ def is_ended(path: Path) -> bool:
 
 
 def ended_loss(path: Path) -> float | None:
-    """Return the held-out loss of an ended run.
-
-    The loss is infinite if the run diverged, and None if the run has not ended.
-    """
+    """Return the final held-out loss; infinity if the run diverged, None if it has not ended."""
     if (summary := read_summary(path)) is None:
         return math.inf if diverged(path) else None
     loss = finite(summary.get("heldout_loss"))
     return math.inf if loss is None else loss
 
 
-def strayed(path: Path, begun: TrainConfig, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> str:
-    """Return a text about the differences between a started run and its planned config.
+def strayed(
+    run_path: Path, saved: TrainConfig, planned: TrainConfig, ignored_keys: tuple[str, ...] = FREE
+) -> str:
+    """Describe how the saved config of a run differs from its planned config.
 
-    Return "" if both configs are equal, and if the config never changed during the run.
-
-    Args:
-        path: directory of the run.
-        begun: config that the run saved.
-        cfg: config that the study plans.
-        free: keys that may differ.
+    Return "" if both configs are equal and the config never changed during the run.
     """
-    changes = {key: v for key, v in changes_to(begun, cfg, free).items() if key != "run.study"}
+    found = changes_to(saved, planned, ignored_keys)
+    changes = {key: values for key, values in found.items() if key != "run.study"}
     if changes:
         return ", ".join(f"{key} is {there}, not {here}" for key, (there, here) in changes.items())
-    return on_its_way(path)
+    return change_during_run(run_path)
 
 
-def on_its_way(path: Path) -> str:
-    return "it was changed on its way" if (path / "changes.jsonl").exists() else ""
+def change_during_run(run_path: Path) -> str:
+    return "its config changed during the run" if (run_path / "changes.jsonl").exists() else ""
 
 
 @dataclass(frozen=True)
 class ChosenRate:
-    """The learning rate of an arm, chosen by the losses of a grid of runs."""
+    """The learning rate of an arm, chosen by the losses of a grid of runs.
+
+    `losses` maps each rate, in increasing order, to its mean loss: infinite if a seed diverged,
+    None if a seed has not ended. `wanted` lists the runs of the grid that have not ended. `lr` is
+    None until all have ended, and if every rate diverged. `problem` is empty, or says why `lr`
+    cannot be trusted.
+    """
 
     arm: str
     losses: dict[float, float | None]
-    """Mean loss per rate, increasing; infinite if a seed diverged, None if one has not ended."""
     wanted: list[Planned]
-    """The runs that have not ended."""
     lr: float | None = None
     problem: str = ""
-    """Why `lr` cannot be trusted."""
 
 
 def rate_losses(out: Path) -> dict[str, float]:
-    """Return the loss of each ended run of the learning rate grids, by name of the run.
+    """Return the final loss of each ended run of the learning rate grids in `out`, by run name.
 
     The loss of a diverged run is infinite.
     """
@@ -228,13 +216,10 @@ def choose_all(study: Study, out: Path) -> list[ChosenRate]:
 
 
 def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
-    """Choose the learning rate of an arm: that with the lowest mean loss over seeds.
+    """Choose the learning rate with the lowest mean loss over seeds for an arm.
 
-    If runs of the grid have not ended, the result lists these runs instead. If the largest or the
-    smallest rate of the grid is the best, the grid is extended by a further rate.
-
-    Args:
-        losses_by_name: loss of each ended run of the grid by name; infinite if diverged.
+    If the best rate is the smallest or the largest of the grid, the grid is extended by one rate.
+    While runs of the grid have not ended, `lr` of the result is None and `wanted` lists these runs.
     """
     rates = study.lr
     assert rates
@@ -270,8 +255,8 @@ def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> 
 def next_runs(study: Study, out: Path) -> list[Planned]:
     """Return the runs of the current stage that have not ended.
 
-    The first stage is the grid of learning rates, if the study has one. The second stage is the
-    runs that the study's rules compare.
+    The first stage is the grid of learning rates, if the study has a grid. The second stage
+    contains the runs that the study's rules compare.
     """
     choices = choose_all(study, out)
     if wanted := [run for choice in choices for run in choice.wanted]:
@@ -288,6 +273,6 @@ def next_runs(study: Study, out: Path) -> list[Planned]:
 
 
 def first_runs(study: Study) -> list[Planned]:
-    """Return one run per arm: its first run that the study's rules compare."""
+    """Return, for each arm, the first run that the study's rules compare."""
     lr = study.lr.grid[0] if study.lr else None
     return [deciding_runs(study, arm, study.seeds[0], lr)[0] for arm in study.arms]

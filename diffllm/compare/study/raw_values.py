@@ -35,18 +35,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Texts:
-    """The held-out documents of one or more runs; all lists have one entry per document."""
+    """Properties of the held-out documents that one or more runs were measured on.
+
+    Each list has one entry per document: number of tokens, number of bytes, first 8 bytes of the
+    text's SHA-256 as an integer, and index of the data source.
+    """
 
     tokens: list[int]
     bytes: list[int]
     texts: list[int]
-    """The first 8 bytes of the SHA-256 of each text."""
     sources: list[int]
 
 
 @dataclass(frozen=True)
 class RunValues:
-    """The values of one run that the study's rules compare."""
+    """Values of a compared run in values.json.
+
+    `facts`, `settings` and `texts` are indices into the lists of the same names in `Values`.
+    `tokens` and `values` are the metric's curve over training tokens, and `nats` the losses of the
+    documents. `reached` maps each target value of a log-rank rule to [tokens, 1], or to [tokens, 0]
+    if the run ended before reaching the target. `positions` and `position_losses` are losses by
+    position in the document. The other fields are those of `StudyRun`.
+    """
 
     name: str
     arm: str
@@ -59,43 +69,43 @@ class RunValues:
     variant: str
     mark: str
     facts: int
-    """Index into the list of facts; the next field is an index into settings."""
     settings: int
     tokens: list[int]
-    """Tokens of the curve."""
     values: list[float | None]
     texts: int | None = None
     nats: list[float | None] | None = None
-    """Losses of the documents."""
     reached: dict[str, list[float]] = field(default_factory=dict)
-    """By level of a log-rank rule: tokens until the level and 1, or until censoring and 0."""
     plugin_code: dict[str, str] = field(default_factory=dict)
     strayed: str = ""
     thin: str = ""
     chance: float | None = None
     positions: list[float] | None = None
-    """First positions of octaves, for trends over positions."""
     position_losses: list[float | None] = field(default_factory=list)
     position_settings: str = ""
 
 
 @dataclass(frozen=True)
 class RateValues:
-    """Final loss of a run of a learning rate grid; None if the run diverged."""
+    """Final held-out loss of a run in a grid of learning rates; None if the run diverged."""
 
     name: str
     loss: float | None
-    """null if it diverged."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """The content of values.json."""
+    """Content of values.json: all measured values from which the verdict of a study is computed.
+
+    `study` is the name of the study file, and `sha256` its hash. `runs` contains the runs that the
+    rules compare; their equal properties, settings and documents are stored once, in `facts`,
+    `settings` and `texts`. `rates` contains the runs of the grid of learning rates, and `marks`
+    maps their names to `run.study`. `digests` maps the name of each planned run to the SHA-256 of
+    its config.
+    """
 
     format: int
     study: str
     sha256: str
-    """Of the study file."""
     study_hash: str
     metric: str
     facts: list[Facts]
@@ -104,13 +114,12 @@ class Values:
     runs: list[RunValues]
     rates: list[RateValues]
     marks: dict[str, str]
-    """run.study of the runs that chose learning rates, by name."""
     digests: dict[str, str]
-    """SHA-256 of the settings of all deciding runs, by name, in order."""
+    """In the order of the study."""
 
 
 def values_text(study: Study, evidence: Evidence) -> str:
-    """Return the content of values.json as JSON with one line per run."""
+    """Return the content of values.json as JSON, with one line per run."""
     facts: list[Facts] = []
     settings: list[dict[str, str]] = []
     texts: list[Texts] = []
@@ -152,7 +161,7 @@ def values_text(study: Study, evidence: Evidence) -> str:
 
 
 def place_of(value: T, known: list[T]) -> int:
-    """Return the index of `value` in the list `known`; append `value` if it is not in the list."""
+    """Return the index of `value` in `known`; first append `value` if it is missing."""
     if value not in known:
         known.append(value)
     return known.index(value)
@@ -163,7 +172,7 @@ def plain(values: np.ndarray) -> list[float | None]:
 
 
 def as_lines(content: dict[str, Any]) -> str:
-    """Return `content` as compact JSON, with one line per key and per item of a list."""
+    """Return `content` as JSON with one line per key, or per item if the value is a list."""
 
     def compact(value: Any) -> str:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
@@ -177,7 +186,7 @@ def as_lines(content: dict[str, Any]) -> str:
 
 
 def read_values(study: Study, file: Path) -> Evidence:
-    """Read values.json of a study; raises CheckpointError for invalid content."""
+    """Read values.json of a study; raises CheckpointError if the content is invalid."""
     with readable(file):
         content = read_json(file)
         try:

@@ -1,6 +1,7 @@
-"""Tests of the rules of a study: t tests, exact permutation tests, and tests of divergence.
+"""Statistical tests of the rules of a study: t tests, permutation tests and tests of divergence.
 
-A rule has two sides: `showing` tests its claim, and `refuting` tests the opposite of its claim.
+Each rule has two sides. The side `showing` tests the rule's claim, and the side `refuting` tests
+the opposite claim.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +28,18 @@ BELOW, ABOVE = -1, 1
 
 @dataclass(frozen=True)
 class Side:
-    """One-sided p values of one side of a rule: of its claim, or of the opposite of its claim."""
+    """P-values for the claim of a rule, or for the opposite claim; None without a test.
+
+    `p` is of the deciding test. For a t test, `exact` is of the exact permutation test and
+    `documents` of the bootstrap over documents and seeds. `diverged` is true if `p` compares shares
+    of diverged runs. Each p-value is already corrected for `tests` tests.
+    """
 
     p: float | None = None
-    """p of the deciding test; None without a test."""
     exact: float | None = None
-    """p of the exact permutation test that accompanies a t test."""
     documents: float | None = None
-    """p of the bootstrap over documents and seeds."""
     diverged: bool = False
-    """Whether p tests the shares of diverged runs."""
     tests: int = 1
-    """Number of tests that each p is corrected for."""
 
 
 NEVER = Side(1.0, 1.0, 1.0)
@@ -46,7 +47,12 @@ NEVER = Side(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True)
 class Tested:
-    """A rule with the results of its tests, and later with its verdict."""
+    """A rule with its test results and, after `decide`, its verdict.
+
+    `showing` and `refuting` have the p-values of the claim and of the opposite claim. `within` is
+    the p-value for a gap within the rule's margin. `times` is given for log-rank rules, `gap` for
+    other rules. `adjusted` has the p-values after Holm's correction, such as {"showing": 0.03}.
+    """
 
     rule: Rule
     outcome: ArmComparison
@@ -55,8 +61,7 @@ class Tested:
     showing: Side = Side()
     refuting: Side = Side()
     within: float | None = None
-    """p of a gap within the margin of the rule: for differences, the larger one of the t tests and
-    the bootstrap."""
+    """For differences, the larger p of the t tests and the bootstrap."""
     documents: tuple[float, float] | None = None
     """One-sided bounds of the bootstrap over documents and seeds."""
     undocumented: Sequence[str] = ()
@@ -66,7 +71,6 @@ class Tested:
     smallest: float = 1.0
     """Smallest one-sided p that a permutation test can have with these seeds."""
     adjusted: dict[str, float | None] = field(default_factory=dict)
-    """p after Holm's correction, by family."""
     verdict: str = ""
     reason: str = ""
 
@@ -80,10 +84,10 @@ class Tested:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The lower and the upper one-sided bound of the gap at confidence 1 - alpha.
+        """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        Of the bounds by the t test and by the bootstrap over documents and seeds, the wider pair is
-        used. None if the gap has no standard error.
+        The bounds come from the t test or from the bootstrap over documents and seeds, whichever
+        are further apart. None if the gap has no standard error.
         """
         if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
             return None
@@ -92,12 +96,7 @@ class Tested:
 
 
 def measure(study: Study, rule: Rule, own: StudyArm, base: StudyArm) -> Tested:
-    """Compute all tests of a rule.
-
-    Args:
-        own: the arm that the rule makes a claim about.
-        base: the arm that `own` is compared with.
-    """
+    """Compute all tests of a rule, whose claim compares the arm `own` with the arm `base`."""
     own, base = arms_at_budget(study, rule, own, base)
     outcome = compare_arms(own.values, base.values)
     if rule.kind == "log_rank":
@@ -135,14 +134,13 @@ def t_tests(
     gap: Gap,
     drawn: DrawnGaps | None,
 ) -> dict[str, Any]:
-    """Return the p values of both sides of a rule, as fields of `Tested`.
+    """Return p-values of the claim and of the opposite claim, as keyword arguments of `Tested`.
 
-    They include t tests, exact permutation tests, and the bootstrap if `drawn` is given.
+    The tests are t tests, exact permutation tests and, if `drawn` is not None, the bootstrap.
 
     Args:
-        samples: values of both arms.
-        gap: the difference of the arms' means.
-        drawn: bootstrap gaps over documents and seeds; None without a bootstrap.
+        samples: values of both arms, (seeds,) each.
+        drawn: gaps of the bootstrap over documents and seeds.
     """
 
     def side(bound: float, which: int) -> Side:
@@ -166,32 +164,32 @@ def t_tests(
     return {"showing": side(bound, which), "refuting": side(bound, -which), "within": within}
 
 
-def combined(first: Side, second: Side, choose: Callable[..., float], times: int) -> Side:
-    """Combine two tests into one: each p is `times` * choose(first p, second p), at most 1.
+def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
+    """Combine two tests: each p is `factor` * choose(first p, second p), at most 1.
 
-    A p is None if it is None in one of both tests.
+    A p is None if the p of either test is None.
     """
 
     def of(a: float | None, b: float | None) -> float | None:
-        return None if a is None or b is None else min(1.0, times * choose(a, b))
+        return None if a is None or b is None else min(1.0, factor * choose(a, b))
 
     return Side(
         of(first.p, second.p),
         of(first.exact, second.exact),
         of(first.documents, second.documents),
-        tests=times,
+        tests=factor,
     )
 
 
 def side_of(rule: Rule) -> tuple[int, float]:
-    """Return the direction that a rule claims for the gap (BELOW or ABOVE), and the bound."""
+    """Return whether the rule claims a gap BELOW or ABOVE its bound, and the bound."""
     return (BELOW, rule.below) if rule.below is not None else (ABOVE, rule.above or 0.0)
 
 
 def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of both arms that the study's test compares, without diverged seeds.
+    """Return the values of each arm without diverged seeds, (seeds,) each.
 
-    A paired test compares only common seeds.
+    For a paired test, include only seeds that both arms have.
     """
     first, second = own.known, base.known
     if study.test == "paired":
@@ -200,11 +198,10 @@ def finite_samples(study: Study, own: StudyArm, base: StudyArm) -> tuple[np.ndar
 
 
 def over_documents(study: Study, own: StudyArm, base: StudyArm) -> DrawnGaps | None:
-    """Return bootstrap draws of the loss gap between two arms, over documents and seeds.
+    """Bootstrap the loss gap between two arms over documents and seeds.
 
-    Return None if the metric is not heldout_loss, or if an arm has fewer than LEAST_SEEDS seeds.
-    Also return None if the runs were measured on different documents or on fewer than
-    LEAST_DOCUMENTS.
+    Return None unless the metric is heldout_loss, each arm has at least LEAST_SEEDS seeds, and all
+    runs were measured on the same documents (at least LEAST_DOCUMENTS).
     """
     if undocumented(own, base):
         return None
@@ -235,10 +232,9 @@ def undocumented(*arms: StudyArm) -> list[str]:
 
 
 def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
-    """Return why the accuracy of two arms cannot decide a rule; "" if it can.
+    """Return a reason if the accuracies of both arms are near 1 or not above chance, otherwise "".
 
-    The reason is that no arm is above chance, or that both arms are at the ceiling. The result is
-    also "" for metrics other than accuracy, and if all runs of an arm diverged.
+    The result is also "" for other metrics, and if all runs of an arm diverged.
     """
     chances = [run.chance for arm in (own, base) for run in arm.runs if run.chance is not None]
     if not chances or study.scale != "linear" or not (own.finite and base.finite):
@@ -257,11 +253,11 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 
 
 def with_divergence(tested: Tested, upwards: int) -> Tested:
-    """Correct the tests of a rule for diverged runs, which t tests ignore.
+    """Adjust the tests of a rule for diverged runs, which t tests ignore.
 
-    An arm in which a larger share of runs diverged is never shown to be better. A significantly
-    larger share (Fisher's test) counts against the arm. If one arm always diverges and the other
-    never, the shares alone can decide.
+    An arm with a larger share of diverged runs is never shown to be better. A significantly larger
+    share (Fisher's test) can refute a claim that the arm is better. If all runs of one arm diverge
+    and no run of the other arm, the shares alone can decide the rule.
 
     Args:
         upwards: ABOVE if a larger metric is better, BELOW if a smaller metric is, 0 if neither is.
@@ -290,15 +286,11 @@ def with_divergence(tested: Tested, upwards: int) -> Tested:
 
 
 def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
-    """Correct the tests of learning rate sensitivity for diverged runs.
+    """Adjust the tests of a rule about learning rate sensitivity for diverged runs of both arms.
 
-    The arm in which a larger share of runs diverged is never shown to be less sensitive: an arm
-    that learns nothing at any learning rate has a small sensitivity. The shares have no test,
+    An arm with a larger share of diverged runs is never shown to be less sensitive, because an arm
+    that learns at no learning rate has a small sensitivity. The shares themselves are not tested,
     because runs of one seed are not independent.
-
-    Args:
-        own: share of diverged runs of the rule's arm.
-        base: share of diverged runs of the arm that it is compared with.
     """
     tested = replace(tested, outcome=replace(tested.outcome, own=own, base=base))
     more = own.diverged * base.runs - base.diverged * own.runs
@@ -310,14 +302,11 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
     return replace(tested, refuting=NEVER)
 
 
-def either(side: Side, p: float) -> Side:
-    """Add a test of diverged shares with p value `p` to one side of a rule.
-
-    The result has twice the smaller of both p values.
-    """
+def either(side: Side, divergence_p: float) -> Side:
+    """Combine `side` with a test of diverged runs: twice the smaller p-value, at most 1."""
     if side.p is None:
-        return Side(p, p, p, diverged=True)
-    if p < side.p:
-        twice = min(1.0, 2 * p)
+        return Side(divergence_p, divergence_p, divergence_p, diverged=True)
+    if divergence_p < side.p:
+        twice = min(1.0, 2 * divergence_p)
         return Side(twice, twice, twice, diverged=True)
     return combined(side, side, min, 2)

@@ -1,4 +1,4 @@
-"""Run a study: check it before the start, and start its runs in stages."""
+"""Run a study: check the study before its start, and start its runs in stages."""
 
 import shlex
 from itertools import count
@@ -32,7 +32,9 @@ from diffllm.data.progress import track
 
 
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
-    """Run all runs of a study that have not ended, stage by stage; resume runs that have started.
+    """Run all runs of a study that have not ended; resume runs that have started.
+
+    The grid of learning rates, if the study has a grid, runs before the compared runs.
 
     Args:
         out: directory of the study's runs.
@@ -104,12 +106,7 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError if a study cannot run, or if its verdict could not decide its claim.
-
-    Args:
-        out: directory of the study's runs.
-        world_size: number of ranks of each run.
-    """
+    """Raise ConfigError if a study cannot run, or if its runs could not decide its claim."""
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
@@ -129,12 +126,12 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
             to_stderr(f"warning: {said}")
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
-            raise ConfigError(f"{path} was made with {what_differs(changes)}; choose another out=")
+            raise ConfigError(f"{path} began with {what_differs(changes)}; choose another out=DIR")
     for planned in next_runs(study, out):
         path = out / planned.name
         run = load_run_config(path) if (path / "config.yaml").is_file() else None
         if run and (problem := strayed(path, run, config_of_planned(planned))):
-            raise ConfigError(f"{path} is a run with another config ({problem}); use another out=")
+            raise ConfigError(f"{path} differs from the study ({problem}); choose another out=DIR")
 
 
 def planned_conditions(cfg: TrainConfig) -> dict[str, Any]:

@@ -21,10 +21,10 @@ UNHASHED = (*(key for key in FREE if key != "eval"), "run.study")
 
 
 def config_digest(cfg: TrainConfig, study: Study) -> str:
-    """Return the SHA-256 of all settings of a config that differ from their defaults.
+    """Return the SHA-256 of the settings that affect results and differ from their defaults.
 
-    Defaults are ignored so that later versions of diffllm with more keys give the same digest. The
-    learning rate is ignored if the study chooses the learning rate.
+    Defaults are ignored, so that new config keys do not change the hash. The key optim.lr is
+    ignored if the study itself chooses the learning rate.
     """
     usual = flat_defaults(*map(type, (cfg.model.attention, cfg.data)))
     found = {
@@ -48,7 +48,7 @@ def flat_defaults(attention: type, data: type) -> dict[str, Any]:
 
 
 def planned_digests(study: Study) -> dict[str, str]:
-    """Return the SHA-256 of the config of each run that the study's rules compare, by name."""
+    """Return the config SHA-256 of each run that the study's rules compare, by run name."""
     return {
         name: config_digest(config_of_planned(run), study)
         for name, run in planned_by_name(study).items()
@@ -56,10 +56,6 @@ def planned_digests(study: Study) -> dict[str, str]:
 
 
 def study_hash(study: Study, digests: Mapping[str, str]) -> str:
-    """Return the hash of a study file and of the configs of its runs.
-
-    Args:
-        digests: SHA-256 of each config by name of the run, in the order of the study.
-    """
+    """Return the hash of a study file and of the config SHA-256 of each run, in study order."""
     lines = [study.hash, *(f"{digest} {name}" for name, digest in digests.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

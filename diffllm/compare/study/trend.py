@@ -1,4 +1,4 @@
-"""Slopes of the metric of two arms of a study over tokens, positions or parameters."""
+"""Trend rules: slopes of two arms' metric over tokens, positions or parameters."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,10 @@ Curves = dict[int, np.ndarray | None]
 
 
 class Sides(NamedTuple):
-    """The curves of two arms by seed, at common values of x."""
+    """Values of two arms at the same points `x`, (n,): tokens, positions or parameters.
+
+    `own` and `base` map each seed to its values, (n,), or to None if the seed diverged.
+    """
 
     x: np.ndarray
     own: Curves
@@ -39,9 +42,8 @@ def arms_of_rule(
 ) -> tuple[StudyArm, StudyArm]:
     """Return the two arms that a rule compares.
 
-    For a rule about a trend, the value of a seed is the slope of its curve. The difference of both
-    slopes is the slope of the gap, because both arms have the same points. Raises ConfigError if
-    the ended runs have too few common points.
+    For a trend rule, the value of a seed is a slope: that of its metric over tokens, positions or
+    parameters. Raises ConfigError if the ended runs have too few common points.
     """
     own, base = arms[rule.arm], arms[rule.against]
     if rule.kind != "trend":
@@ -51,7 +53,7 @@ def arms_of_rule(
     if all(finite) and len(x) < FEWEST_POINTS:
         raise ConfigError(
             f"trend of {own.name} and {base.name}: the runs have {len(x)} common points over "
-            f"{rule.over}; a trend needs {FEWEST_POINTS}"
+            f"{rule.over}, but a trend needs at least {FEWEST_POINTS}"
         )
     enough = len(x) >= FEWEST_POINTS
     first, second = (
@@ -72,9 +74,9 @@ def sides(study: Study, rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 
 
 def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
-    """Return the final values of both arms over model size, for a trend over parameters.
+    """Return the final metric of two arms at several model sizes.
 
-    x is the geometric mean of the parameters of each pair of arms. Only seeds that ended at every
+    At each size, `x` is the geometric mean of both arms' parameters. Only seeds that ended at every
     size are included.
     """
     named = {name: arms[name] for pair in rule.pairs for name in pair}
@@ -97,17 +99,14 @@ def over_sizes(rule: Rule, arms: Mapping[str, StudyArm]) -> Sides:
 def parameters_of(arm: StudyArm) -> float:
     count = finite(arm.runs[0].facts.get("parameters"))
     if not count or count <= 0:
-        raise ConfigError(f"{arm.runs[0].name}: run.json does not record parameters")
+        raise ConfigError(f"{arm.runs[0].name}: run.json does not record the number of parameters")
     return count
 
 
 def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
-    """Return the curves of both arms at all points at which every run has a value.
+    """Return the metric of two arms at all tokens or positions at which all runs have a value.
 
-    Diverged runs are ignored.
-
-    Args:
-        over: "tokens" or "position".
+    Diverged runs are ignored. `over` is "tokens" or "position".
     """
     runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
     if over == POSITION:
@@ -122,8 +121,8 @@ def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
 def at_positions(losses: list[PositionLosses]) -> tuple[np.ndarray, list[np.ndarray]]:
     if len({each.asked for each in losses}) > 1:
         raise ConfigError(
-            f"trend over {POSITION}: runs were evaluated on different documents; evaluate all with "
-            "the same limit"
+            f"trend over {POSITION}: runs were evaluated on different documents; evaluate all "
+            "runs with the same limit"
         )
     return common_points([(each.positions, each.losses) for each in losses])
 
@@ -132,16 +131,18 @@ def on_scale(values: np.ndarray, run: StudyRun, study: Study) -> np.ndarray:
     if study.scale == "linear":
         return values
     if (values <= 0).any():
-        raise ConfigError(f"{run.name}: {study.metric}={values.min():g} has no logarithm")
+        raise ConfigError(
+            f"{run.name}: {study.metric}={values.min():g} must be above 0 with scale=log"
+        )
     return np.log(values)
 
 
 def loss_trend(study: Study, arms: Mapping[str, StudyArm]) -> str:
-    """Return a sentence about the trend over tokens of the gap that the first rule compares.
+    """Return a sentence about how the loss gap of the first rule's arms changes during training.
 
-    Return "" if the metric is not the held-out loss, or if the runs have too few common
-    evaluations. Also return "" for a rule about a trend, because its one-sided test may contradict
-    the two-sided interval of the sentence.
+    Return "" if the metric is not heldout_loss on a linear scale, or if the runs have too few
+    common evaluations. Also return "" if the first rule is a trend rule: its one-sided test could
+    contradict the two-sided confidence interval in the sentence.
     """
     rule = study.rule
     if study.metric != "heldout_loss" or study.scale != "linear" or rule.over:

@@ -1,4 +1,4 @@
-"""Data of rules about trends: losses by position, and checks before the first run."""
+"""Data of trend rules: losses by position, and checks before the first run."""
 
 import json
 import shlex
@@ -19,17 +19,17 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 
 
 class PositionLosses(NamedTuple):
-    """Losses of a run by position in the document, from `diffllm evaluate tasks=[position]`.
+    """Losses by position in the document, from `diffllm evaluate tasks=[position]`.
 
-    Arrays have one entry per octave of positions: 1, 2-3, 4-7 and so on.
+    Arrays (n,) have one entry per octave of positions: 1, 2-3, 4-7, ... `asked` contains the
+    evaluated documents, corpus and tokenizer as JSON, and must be equal across runs.
     """
 
     positions: np.ndarray
-    """(n,) first position of each octave from 1 on; position 0 has no logarithm."""
+    """First position of each octave, from 1 on: position 0 has no logarithm."""
     losses: np.ndarray
-    """(n,) nats per token; NaN if not finite."""
+    """Nats per token; NaN if not finite."""
     asked: str
-    """Documents, corpus and tokenizer of the evaluation; must be equal across runs."""
 
 
 def needs_positions(study: Study, arm: str) -> bool:
@@ -37,7 +37,7 @@ def needs_positions(study: Study, arm: str) -> bool:
 
 
 def position_losses(run: Run) -> PositionLosses:
-    """Read the losses by position at the last step of a run.
+    """Read the losses by position that `diffllm evaluate` measured at the last step of a run.
 
     Raises ConfigError if the evaluation `position` of this step is missing or damaged.
     """
@@ -48,7 +48,7 @@ def position_losses(run: Run) -> PositionLosses:
         why = f" ({unusable[0]})" if unusable else ""
         command = shlex.join(["diffllm", "evaluate", f"run={run.path}", f"tasks=[{POSITION}]"])
         raise ConfigError(
-            f"{run.path} has no evaluation {POSITION} of its last step{why}; run: {command}"
+            f"{run.path} has no evaluation {POSITION} at the last step{why}; run: {command}"
         )
     octaves = {
         start: finite(score["value"])
@@ -61,11 +61,7 @@ def position_losses(run: Run) -> PositionLosses:
 
 
 def check_trends(study: Study, configs: Mapping[str, TrainConfig]) -> None:
-    """Raise ConfigError if a rule about a trend will have too few evaluations or wrong model sizes.
-
-    Args:
-        configs: config of each arm.
-    """
+    """Raise ConfigError if a trend rule will have too few evaluations or invalid model sizes."""
     for rule in study.rules:
         if rule.over == PARAMETERS:
             check_sizes(rule, {arm: totals(configs[arm].model)["params"] for arm in configs})
@@ -80,24 +76,21 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
     counted = [step for step in evaluated if step >= WINDOW * steps]
     if len(counted) < FEWEST_POINTS:
         raise ConfigError(
-            f"arm {arm}: eval.interval={interval} gives {len(counted)} evaluations from "
-            f"{WINDOW:.0%} of {steps} steps on; a trend over {TOKENS} needs {FEWEST_POINTS}"
+            f"arm {arm}: eval.interval={interval} gives {len(counted)} evaluations after the "
+            f"first {WINDOW:.0%} of {steps} steps, but a trend over {TOKENS} needs {FEWEST_POINTS}"
         )
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError if the sizes of a trend over parameters are not valid.
+    """Raise ConfigError if model sizes of a trend rule over parameters are equal or in wrong order.
 
-    All sizes must differ, and the arms `arm` and `against` of the rule must be the largest.
-
-    Args:
-        parameters: number of parameters of each arm.
+    The arms `arm` and `against` of the rule must be the largest ones.
     """
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]
         if len({*sizes}) < len(sizes) or max(sizes) > sizes[-1]:
             said = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in side)
             raise ConfigError(
-                f"trend over {PARAMETERS}: {said} parameters; sizes must differ, and {side[-1]} "
-                "must be the largest"
+                f"trend over {PARAMETERS}: the numbers of parameters ({said}) must differ, and "
+                f"{side[-1]} must have the most"
             )

@@ -14,11 +14,10 @@ Values = Mapping[str, Any]
 
 
 class Condition(NamedTuple):
-    """Settings and facts that must be equal in all arms."""
+    """Keys whose values must be equal in all arms, up to a relative tolerance."""
 
     keys: tuple[str, ...]
     tolerance: float = 0.0
-    """Largest relative difference that counts as equal."""
 
 
 CONDITIONS = {
@@ -48,10 +47,9 @@ UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
 def settings_of(config: Values) -> dict[str, str]:
-    """Select the settings that must be equal in all arms, and the training tokens, as text.
+    """Select the settings that must be equal in all arms, as text by config key.
 
-    Args:
-        config: config values by dotted key.
+    The result also contains the number of training tokens, with the key "tokens".
     """
     keys = [key for condition in CONDITIONS.values() for key in condition.keys]
     tokens = config["steps"] * config["global_batch_size"] * config["seq_len"]
@@ -64,11 +62,11 @@ def settings_of(config: Values) -> dict[str, str]:
 
 
 def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) -> list[str]:
-    """Return one message for each condition in which arms differ without a declaration.
+    """Return one message for each condition that differs between arms although not declared.
 
     Args:
-        arms: settings and facts of each run, by arm.
-        declared: conditions that may differ, from `unequal` of the study file.
+        arms: settings and run.json entries of each run, by name of the arm.
+        declared: conditions that may differ (key `unequal` of the study file), such as "batch".
     """
     placed = [(arm, values) for arm, runs in arms.items() for values in runs]
     settled = {
@@ -90,13 +88,12 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
 
 
 def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> str:
-    """Return the different values of a setting with the names of their arms; "" if all are equal.
+    """Describe how a setting differs between arms; "" if all values are equal or missing.
 
-    Missing values are ignored.
+    Example: "optim.beta2: 0.95 in v2 and 0.99 in half".
 
     Args:
-        key: name of the setting.
-        placed: name of the arm and settings of each run.
+        placed: name of the arm and settings, for each run.
         tolerance: largest relative difference that counts as equal.
     """
     known = [(arm, values[key]) for arm, values in placed if key in values]

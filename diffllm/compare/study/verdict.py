@@ -22,12 +22,15 @@ FACTS = ("corpus", "python", "torch", "device", "ranks", "code", "compute_dtype"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a study with its reasons, tests and arms."""
+    """The verdict of a study, its reasons, and the results from which it was computed.
+
+    `would_be` is the verdict that an exploratory study would have otherwise. `tested` has one entry
+    per rule, `choices` one learning rate per arm, and `equal` the loss gaps at equal costs.
+    """
 
     study: Study
     verdict: str
     would_be: str
-    """The verdict without the reasons that make it exploratory."""
     reasons: list[str]
     tested: list[Tested]
     arms: list[StudyArm]
@@ -71,7 +74,7 @@ def judge(study: Study, out: Path) -> Verdict:
     evidence = read_evidence(study, out)
     if not evidence.runs:
         start = shlex.join(["diffllm", "study", "run", str(study.path), f"out={out}"])
-        raise ConfigError(f"{out} has no ended run of {study.path}; start with {start}")
+        raise ConfigError(f"{out} has no ended run of {study.path}; start its runs with: {start}")
     return judge_evidence(study, evidence)
 
 

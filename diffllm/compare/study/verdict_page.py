@@ -64,7 +64,7 @@ def verdict_headline(found: Verdict) -> str:
 
 
 def verdict_sentence(found: Verdict) -> str:
-    """Return a sentence with the result of the first rule and the sizes of both arms."""
+    """Return a sentence with the result of the first rule and the model sizes of its arms."""
     tested, arms = found.tested[0], found.numbers()["arms"]
     own, base = (
         [compact(arms[name][fact]) for fact in ("parameters", "flops_per_token")]
@@ -126,10 +126,9 @@ def arms_table(found: Verdict) -> Table:
 
 
 def power_words(study: Study) -> str:
-    """Return a sentence about the probability that the study finds the gap in its key `power`.
+    """Return a sentence about the probability that the study finds the gap stated in its file.
 
-    If the file states no power, or if the first rule is not tested by a t test of a difference, the
-    sentence says so.
+    If the probability is unknown, the sentence says why.
     """
     if study.power is None:
         return "The study file states no power."
@@ -179,7 +178,7 @@ def draw_rules(
     width: float = WIDTH,
     ends: str = BOUNDS,
 ) -> "Figure":
-    """Draw the gap of each compared pair of arms with its bounds.
+    """Draw the gap between each compared pair of arms, with its confidence bounds.
 
     Args:
         gaps: gap and bounds by (arm, reference arm).
@@ -263,10 +262,7 @@ def origin(numbers: dict[str, Any]) -> str:
 
 
 def equal_lines(found: Verdict) -> list[str]:
-    """Return the table of loss gaps at equal tokens, parameters and FLOPs, as lines of Markdown.
-
-    The list is empty if the metric is not heldout_loss.
-    """
+    """Return the Markdown lines of the table of loss gaps; empty if there are no loss gaps."""
     if not found.equal:
         return []
     return [

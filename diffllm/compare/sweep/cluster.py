@@ -31,7 +31,10 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 
 @dataclass
 class ClusterLauncher:
-    """Submits the jobs of a sweep with the settings `hydra/launcher` and `hydra.launcher.*`."""
+    """Submits the jobs of a sweep with submitit, to SLURM or as processes on this machine.
+
+    `words` contains the overrides hydra.launcher.*, and `settings` the resulting launcher config.
+    """
 
     kind: str
     """"slurm" or "local"."""
@@ -41,27 +44,29 @@ class ClusterLauncher:
 
     @classmethod
     def of(cls, words: list[str], ranks: int, sweep: str) -> "ClusterLauncher | None":
-        """Return the launcher that the overrides `words` select; None for `hydra/launcher=basic`.
+        """Return the launcher that hydra/launcher selects; None for hydra/launcher=basic.
 
         Raises ConfigError for invalid settings.
 
         Args:
             words: overrides of hydra/launcher and hydra.launcher.*.
-            ranks: world size of this process; must be 1 unless the launcher is basic.
+            ranks: world size of this process, which must be 1 unless the launcher is basic.
             sweep: the override run.sweep=<name>.
         """
         names = [w.partition("=")[2] for w in words if w.startswith("hydra/launcher=")]
         name = names[-1] if names else "basic"
         if name not in ("basic", *LAUNCHERS):
-            raise ConfigError(f"hydra/launcher={name}: choose from basic, {', '.join(LAUNCHERS)}")
+            raise ConfigError(f"hydra/launcher={name} is not one of basic, {', '.join(LAUNCHERS)}")
         if name == "basic":
             if len(words) > len(names):
-                raise ConfigError(f"{words[-1]} needs hydra/launcher=submitit_slurm")
+                raise ConfigError(f"{words[-1]} also needs hydra/launcher=submitit_slurm")
             return None
         if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-            raise ConfigError(f'hydra/launcher={name} needs pip install "diffllm[slurm]"')
+            raise ConfigError(
+                f'hydra/launcher={name} needs a package: pip install "diffllm[slurm]"'
+            )
         if ranks > 1:
-            raise ConfigError(f"hydra/launcher={name} starts ranks itself: run without torchrun")
+            raise ConfigError(f"hydra/launcher={name} starts its own ranks; do not use torchrun")
         with hydra():
             try:
                 overrides = [*words, sweep, "hydra.job.name=${run.sweep}"]
@@ -78,13 +83,12 @@ class ClusterLauncher:
         return self.settings["nodes"] * self.settings["tasks_per_node"]
 
     def run(self, jobs: list[Job], directory: SweepDirectory) -> tuple[int, dict[str, Ending]]:
-        """Submit all jobs that are not in the queue, and wait for all jobs.
+        """Submit the jobs that are not yet in SLURM's queue, and wait until all jobs have ended.
 
-        After SIGINT or SIGTERM, jobs on this machine are stopped, and SLURM jobs remain in the
-        queue.
+        SIGINT or SIGTERM stops the jobs on this machine; SLURM jobs remain in the queue.
 
         Returns:
-            The number of the received signal or 0, and how each job ended, by name.
+            The number of the received signal (0 for none), and by name how each job ended.
         """
         stay = "the jobs stay in the queue; the same command waits for them"
         with Stops(stay if self.kind == "slurm" else "stopping") as stops:
@@ -163,9 +167,9 @@ class ClusterLauncher:
 
 
 def first_failed(endings: list[Ending]) -> Ending:
-    """Return how a job ended, from how each of its ranks ended.
+    """Choose the result of a job from the results of its ranks.
 
-    This is the earliest failure with a message, or else the earliest failure, or else rank 0.
+    Prefer the earliest failure with a message, then the earliest other failure, then rank 0.
     """
     failed = [ending for ending in endings if ending.state == "failed"]
     return min(failed, key=lambda ending: (ending.silent, ending.at)) if failed else endings[0]
@@ -189,7 +193,7 @@ def in_queue(job_id: str) -> bool:
     try:
         answer = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
-        raise ConfigError(f"squeue cannot be run: {error.strerror}") from error
+        raise ConfigError(f"squeue cannot be run for job {job_id}: {error.strerror}") from error
     if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise ConfigError(f"squeue failed: {' '.join(answer.stderr.split())}")
+        raise ConfigError(f"squeue failed for job {job_id}: {' '.join(answer.stderr.split())}")
     return bool(answer.stdout.strip())

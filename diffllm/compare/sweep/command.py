@@ -143,10 +143,7 @@ def loss_words(summary: dict[str, Any]) -> str:
 
 
 def write_comparison(directory: Path) -> None:
-    """Print the comparison of a sweep's runs and write its report.
-
-    An error is printed and does not fail the sweep.
-    """
+    """Print the comparison of a sweep's runs and write its report; errors are only printed."""
     wanted = "comparison of the runs"
     try:
         from diffllm.compare.report.comparison import read

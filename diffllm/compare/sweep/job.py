@@ -1,6 +1,6 @@
 """Runs of a sweep as child processes.
 
-Imports are few, because each task of a cluster loads this module.
+This module has few imports, because each task of a cluster loads it.
 """
 
 import contextlib
@@ -32,20 +32,22 @@ ERROR = re.compile(
 
 
 class Ending(NamedTuple):
-    """How a run of a sweep ended."""
+    """How a run of a sweep ended.
+
+    `state` is "finished", "stopped" (with a checkpoint), "failed", "stays" (in SLURM's queue) or
+    "not started". `at` is the time in seconds since the epoch. `silent` is true if the run failed
+    without a message.
+    """
 
     state: str
-    """finished, stopped (with a checkpoint), failed, stays (in the queue) or not started."""
     reason: str = ""
     at: float = 0.0
-    """Time of the end in seconds since the epoch."""
     silent: bool = False
-    """True if the run failed without a message."""
 
 
 @dataclass
 class Job:
-    """A run of a sweep."""
+    """A run of a sweep, numbered from 1 to `total`; `words` contains its overrides."""
 
     number: int
     total: int
@@ -71,9 +73,9 @@ class Job:
 
 
 class JobProcess:
-    """The child process of a run.
+    """The child process that executes a run.
 
-    Its stderr is copied to the stderr of this process and to the log of the run.
+    The stderr of the child is copied to the stderr of this process and to the log of the run.
     """
 
     def __init__(self, job: Job, rank: int = 0):
@@ -105,7 +107,7 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Send the signal `number` to the run.
+        """Send a signal to the child process.
 
         The first signal lets the run save a checkpoint and stop. A second SIGINT ends the run at
         once.
@@ -139,7 +141,7 @@ class JobProcess:
 
 
 class ClusterTask:
-    """The function that a cluster executes for a run."""
+    """Callable that submitit executes on each rank of a job."""
 
     process: JobProcess | None = None
 
@@ -155,7 +157,7 @@ class ClusterTask:
         return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
-        """Let the run save before preemption or a timeout; submitit then queues the job again."""
+        """Let the run save a checkpoint before preemption or a timeout, and queue the job again."""
         from submitit.helpers import DelayedSubmission
 
         if self.process:
@@ -168,12 +170,11 @@ class ClusterTask:
 class Stops:
     """Context manager that records SIGINT and SIGTERM, and forwards them to the running job.
 
-    Args:
-        said: message after SIGINT if this process runs no job.
+    If no job is running, SIGINT prints `message`.
     """
 
-    def __init__(self, said: str = "stopping") -> None:
-        self.said = said
+    def __init__(self, message: str = "stopping") -> None:
+        self.message = message
 
     def __enter__(self) -> "Stops":
         self.received = 0
@@ -186,7 +187,7 @@ class Stops:
         if self.process:
             self.process.stop(number)
         elif number == signal.SIGINT:  # The running job reports the signal itself.
-            report_signal(self.said)
+            report_signal(self.message)
 
     def run(self, job: Job, rank: int) -> Ending:
         process = JobProcess(job, rank)
@@ -206,7 +207,7 @@ class Stops:
 def path_for_jobs() -> str:
     """Return the PYTHONPATH of child processes.
 
-    The directory of this package and sys.path[0] come before the inherited entries.
+    The directory of this package and sys.path[0] precede the inherited entries.
     """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

@@ -53,8 +53,8 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     Raises ConfigError for an invalid override, and for a key that a sweep sets itself.
 
     Returns:
-        The parsed overrides of runs (only the last override of each key), and the overrides of the
-        launcher as text.
+        The parsed overrides of runs, the last one of each key, and the launcher's overrides as
+        text.
     """
     with hydra() as loader:  # glob(...) reads the loader.
         try:
@@ -72,7 +72,7 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
             raise ConfigError(f"{word}: a sweep names its runs; set one run.sweep=<name> instead")
         elif key.split(".")[0].split("/")[0] == "hydra":
             allowed = "hydra/launcher and hydra.launcher.*, with one value each"
-            raise ConfigError(f"{word}: a sweep accepts only {allowed}")
+            raise ConfigError(f"{word}: the only Hydra settings of a sweep are {allowed}")
         else:
             own[override.get_key_element()] = override
     return list(own.values()), launcher
@@ -87,7 +87,7 @@ def split_values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [word]
     if not override.is_discrete_sweep():
-        raise ConfigError(f"{word}: a sweep needs a list of values: {key}=1,2,3 or choice(...)")
+        raise ConfigError(f"{word}: a sweep needs a list of values, such as {key}=1,2,3")
     try:
         values = list(override.sweep_string_iterator())
     except (HydraException, ValueError) as error:
@@ -96,15 +96,14 @@ def split_values(override: Override) -> list[str]:
         # glob(*) also matches the schemas of a group.
         values = [value for value in values if not value.endswith("_schema")]
     if not values:
-        raise ConfigError(f"{word} has no values")
+        raise ConfigError(f"{word} must have at least one value")
     return [f"{key}={value}" for value in values]
 
 
 def name_run(cfg: TrainConfig, keys: list[str]) -> str:
-    """Return the name of a run, made from the values of `keys`: "diff_v1-lr0.001-seed0".
+    """Return the name of a run, made from the config values of `keys`: "diff_v1-lr0.001-seed0".
 
-    Equal values give the same name for every spelling, such as 0.1 and 1e-1. Different values give
-    different names.
+    Different values give different names, but two spellings such as 0.1 and 1e-1 the same name.
     """
     labels, parts = short_labels(keys), []
     for key in keys:
@@ -116,10 +115,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the config value of a key; None if the key does not exist.
-
-    The value of an enum is its name.
-    """
+    """Return the config value of a key (for an enum its name); None if the key is missing."""
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -150,9 +146,10 @@ def label_value(label: str, value: Any) -> str:
 
 
 class SweepDirectory:
-    """The directory `outputs/<sweep>/`, locked against other sweeps, and its sweep.json.
+    """The locked directory of a sweep or study, and its record sweep.json.
 
-    sweep.json contains the keys that name the runs, and for each run its overrides of these keys.
+    sweep.json contains the keys that name the runs, the values of these keys for each run as
+    overrides, and the ids of SLURM jobs.
     """
 
     def __init__(self, path: Path, kind: str = "sweep"):
@@ -165,7 +162,7 @@ class SweepDirectory:
         self.made = missing(self.path)
         self.lock = hold(self.path, "sweep directory", "another run.sweep")
         if SweepDirectory(self.path, self.kind).record != self.record:
-            raise InUseError(f"sweep {self.path} has just been started by another process")
+            raise InUseError(f"sweep {self.path} was just started by another process; try again")
 
     def withdraw(self) -> None:
         if not any(path.is_dir() and path.name[0] != "." for path in self.path.glob("*")):
@@ -183,7 +180,7 @@ def plan_sweep(
     Raises ConfigError if a config is invalid, or if existing runs do not match.
 
     Returns:
-        The directory, and the fields of the `Job` of each run.
+        The directory, and the keyword arguments of `Job` for each run.
     """
     configs: dict[str, TrainConfig] = {}
     words: dict[str, list[str]] = {}
@@ -227,23 +224,19 @@ def plan_sweep(
     return directory, jobs_of_runs
 
 
-def naming_keys(directory: SweepDirectory, swept: list[str], given: list[str]) -> list[str]:
-    """Return the keys that name runs: those that sweep.json records, then newly swept keys.
+def naming_keys(directory: SweepDirectory, swept_keys: list[str], all_keys: list[str]) -> list[str]:
+    """Return the keys that name the runs: the keys in sweep.json, then all other swept keys.
 
-    Raises ConfigError if a recorded key is not set.
-
-    Args:
-        swept: keys with several values.
-        given: all keys that are set.
+    Raises ConfigError if a key in sweep.json has no override.
     """
     keys = directory.record["keys"] or []
-    if not {*keys} <= {*given}:
+    if not {*keys} <= {*all_keys}:
         raise ConfigError(f"{directory.path} is a sweep over {', '.join(keys)}; set all these keys")
-    return [*keys, *(key for key in swept if key not in keys)]
+    return [*keys, *(key for key in swept_keys if key not in keys)]
 
 
 def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
-    """Return the saved configs of the sweep's started runs, by name; damaged runs are omitted."""
+    """Return the saved config of each started run, by run name; damaged runs are omitted."""
     begun = {}
     for name in directory.record["runs"]:
         with suppress(CheckpointError):  # The run has not begun, or reports its damage itself.
@@ -251,25 +244,18 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
     return begun
 
 
-def check_queue(jobs: dict[str, str]) -> None:
-    """Raise ConfigError if a job is in SLURM's queue, because its run would get another name.
-
-    Args:
-        jobs: SLURM job ids by name of the run.
-    """
+def check_queue(job_ids: dict[str, str]) -> None:
+    """Raise ConfigError if a run is in SLURM's queue, because a sweep over more keys renames it."""
     from diffllm.compare.sweep.cluster import in_queue
 
-    for name, job_id in jobs.items():
+    for name, job_id in job_ids.items():
         if in_queue(job_id):
-            fix = f"wait until it begins, or run scancel {job_id}"
-            raise ConfigError(f"{name} is in the queue under its old name: {fix}")
+            fix = f"wait until job {job_id} begins, or run scancel {job_id}"
+            raise ConfigError(f"{name} is in SLURM's queue, so the run cannot be renamed; {fix}")
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
-    """Return overrides that set each key in `keys` to its value in `cfg`.
-
-    Keys whose value is None are omitted.
-    """
+    """Return overrides that set each key to its value in `cfg`, without keys that are None."""
     values = {key: value for key in keys if (value := value_of(cfg, key)) is not None}
     return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
 
@@ -288,14 +274,14 @@ def check_runs(
         path = directory.path / name
         log = path.with_name(f"{name}.log")
         if wrong := why_no_file(log):
-            raise ConfigError(f"{log} {wrong}; move it away, or choose another run.sweep")
+            raise ConfigError(f"{log} {wrong}; move {log.name}, or choose another run.sweep")
         try:
             changes = differences(path, cfg)
         except CheckpointError:
             continue  # This run will fail with a message; the remaining runs can start.
         if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
-                f"the sweep {directory.path} was made with {what_differs(changes)} in "
+                f"the sweep {directory.path} was started with {what_differs(changes)} in "
                 f"{path.name}; choose another run.sweep, or resume with run.allow_changes=["
                 f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )

@@ -105,7 +105,7 @@ def test_study_rule_with_at_flops_raises_if_value_has_no_logarithm(tmp_path):
         arms[name] = StudyArm(name, None, [run], {0: math.log(0.5)})
     rule = LOWER.replace("at: tokens", "at: flops")
     more = {"metric": "tasks/mqar", "scale": "log"}
-    with pytest.raises(ConfigError, match="v2: tasks/mqar=0 has no logarithm"):
+    with pytest.raises(ConfigError, match="v2: tasks/mqar=0 must be above 0 with scale=log"):
         apply_rules(study_file(tmp_path / "study.yaml", rule, **ARMS, **more), arms)
 
 
@@ -121,7 +121,7 @@ def test_study_run_with_unknown_flops_has_no_gap_and_raises_for_rule_with_at_flo
     missing = "v2-seed0 has no curve of heldout_loss over known training FLOPs"
     assert found.equal[0].flops == f"not measured: {missing}"
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match=f"v2 against half at equal FLOPs: {missing}"):
+    with pytest.raises(ConfigError, match=f"cannot compare v2 with half at equal FLOPs: {missing}"):
         judged(tmp_path / "b", LOWER.replace("at: tokens", "at: flops"), sizes, unequal="[flops]")
 
 
@@ -132,7 +132,7 @@ def test_study_run_with_unknown_flops_has_no_gap_and_raises_for_rule_with_at_flo
         (
             LOWER.replace("at: tokens", "at: flops"),
             "train_loss",
-            "metric=train_loss is not logged during training",
+            "at=flops needs a metric that is logged during training, unlike metric=train_loss",
         ),
         (
             "{kind: log_rank, arm: v2, against: half, reaches: 0.9, at: flops}",

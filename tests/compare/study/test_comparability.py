@@ -107,14 +107,16 @@ def test_verdict_accepts_arms_with_sizes_within_tolerance(tmp_path):
     assert found.verdict == "shown", found.reasons
 
 
-def test_verdict_shows_code_and_hardware_without_comparison(tmp_path):
+def test_different_code_or_hardware_of_arms_is_shown_but_does_not_affect_verdict(tmp_path):
     own = {"diffllm": {"hash": "a1b2"}, "device": "NVIDIA H100", "ranks": 8}
     found = judged(tmp_path, [], half={"diffllm": {"hash": "c3d4"}}, v2=own)
     assert found.verdict == "shown", found.reasons
     assert "device CPU, NVIDIA H100, ranks `1, 8`, code `a1b2, c3d4`." in markdown(found)
 
 
-def test_begun_study_with_undeclared_difference_prints_warning_and_resumes(tmp_path, capsys):
+def test_started_study_with_undeclared_difference_of_arms_prints_warning_and_resumes(
+    tmp_path, capsys
+):
     arms = {"arms": two_arms(), "baseline": "half", "unequal": "[]"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
     with pytest.raises(ConfigError, match="add flops to unequal"):
@@ -126,6 +128,6 @@ def test_begun_study_with_undeclared_difference_prints_warning_and_resumes(tmp_p
     assert "add flops to unequal" in said
 
 
-def test_unknown_condition_in_unequal_raises_error_with_choices(tmp_path):
+def test_unknown_entry_in_key_unequal_raises_error_with_choices(tmp_path):
     with pytest.raises(ConfigError, match=r"unequal\[1\]=size is not one of parameters, flops, "):
         study_file(tmp_path / "study.yaml", LOWER, unequal="[flops, size]")

@@ -33,31 +33,31 @@ def with_keys(rule, **keys):
     [
         (
             SOONER, 3, TASKS,
-            "rule.alpha=0.05 cannot be reached: the smallest p of log_rank with 3 seeds per arm is "
-            "0.05; give 4 seeds or more, or an alpha above 0.05",
+            "rule.alpha=0.05 is too small: the smallest possible p of log_rank with 3 seeds per "
+            "arm is 0.05; use 4 seeds or more, or an alpha above 0.05",
         ),
         (
             SOONER, 4, {**TASKS, "also": f"[{SOONER}, {SOONER}, {SOONER}]"},
-            "rule.alpha=0.05 cannot be reached: the smallest p of log_rank with 4 seeds per arm is "
-            "0.014, 0.057 after Holm's correction for 4 rules; give 5 seeds or more, or at most 3 "
-            "such rules, or an alpha above 0.0571",
+            "rule.alpha=0.05 is too small: the smallest possible p of log_rank with 4 seeds per "
+            "arm is 0.014, 0.057 after Holm's correction for 4 rules; use 5 seeds or more, or at "
+            "most 3 such rules, or an alpha above 0.0571",
         ),
         (
             LOWER, 3, {**TASKS, "also": f"[{SOONER}]"},
-            "also[0].alpha=0.05 cannot be reached: the smallest p of log_rank with 3 seeds",
+            "also[0].alpha=0.05 is too small: the smallest possible p of log_rank with 3 seeds",
         ),
         (
             with_keys(SOONER, alpha=1e-6), 2, TASKS,
-            "the smallest p of log_rank with 2 seeds per arm is 0.17; give a larger alpha",
+            "the smallest possible p of log_rank with 2 seeds per arm is 0.17; use a larger alpha",
         ),
         (
             SOONER, 8, {"metric": "eval/loss"},
-            "rule: kind=log_rank needs a metric that rises during training; metric=eval/loss",
+            "rule: kind=log_rank needs a metric that rises during training, but metric=eval/loss",
         ),
         (with_keys(LOWER, alpha=0.2), 8, {}, "rule.alpha=0.2 must be at most 0.1"),
         (
             LOWER, 8, {"also": f"[{with_keys(LOWER, alpha=0.1)}]", "power": POWER},
-            "also[0].alpha=0.1 must equal rule.alpha=0.05, because the stated power holds for one "
+            "also[0].alpha=0.1 must equal rule.alpha=0.05, because the stated power assumes one "
             "alpha",
         ),
         (
@@ -66,26 +66,26 @@ def with_keys(rule, **keys):
         ),
         (
             with_keys(LOWER, margin=1e-300), 8, {"power": POWER},
-            "below 0.5; give a margin of 0.018 or more\n",
+            "below 0.5; use a margin of 0.018 or more\n",
         ),
         (
             with_keys(LOWER, margin=0.01), 8, {"power": POWER},
             "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: equal arms "
-            "would be found equivalent with probability 0.04, below 0.5; give 23 seeds "
+            "would be found equivalent with probability 0.04, below 0.5; use 23 seeds "
             "or more, or a margin of 0.018 or more",
         ),
         (
             ALIKE, 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER},
-            "with probability 0.32, below 0.5; give 10 seeds or more, or a margin of "
+            "with probability 0.32, below 0.5; use 10 seeds or more, or a margin of "
             "0.023 or more",
         ),
         (
             ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
-            "probability 0.00, below 0.5; give 86 seeds or more\n",
+            "probability 0.00, below 0.5; use 86 seeds or more\n",
         ),
     ],
 )  # fmt: skip
-def test_study_design_that_cannot_decide_prints_error_and_starts_no_run(
+def test_study_whose_rules_cannot_decide_its_claim_prints_error_and_starts_no_run(
     tmp_path, capsys, rule, seeds, more, said
 ):
     study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
@@ -120,7 +120,7 @@ def test_study_design_within_limits_passes_checks(tmp_path, rule, seeds, more):
     check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
 
 
-def test_begun_study_with_now_invalid_alpha_resumes_and_has_verdict(tmp_path, capsys):
+def test_started_study_with_alpha_above_limit_resumes_and_has_verdict(tmp_path, capsys):
     study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
     write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
     next_jobs(study, SweepDirectory(out, "study"), [])
@@ -155,7 +155,7 @@ def test_begun_study_with_now_invalid_alpha_resumes_and_has_verdict(tmp_path, ca
         ),
     ],
 )  # fmt: skip
-def test_study_dry_run_notes_t_test_that_no_exact_test_can_confirm(
+def test_study_dry_run_prints_note_if_exact_test_cannot_confirm_t_test(
     tmp_path, capsys, seeds, more, said
 ):
     study = written(tmp_path, LOWER, seeds, **more)

@@ -77,7 +77,7 @@ def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
         assert len([*recompute.differences(text, other)]) == len(numbers), sentence
 
 
-def test_recomputation_detects_changed_verdict_or_changed_loss_of_seed(tmp_path, expected):
+def test_recomputation_detects_changed_verdict_or_changed_loss_of_one_seed(tmp_path, expected):
     name = "context_rms_end/verdict.md"
     text = (RESULTS / name).read_text()
     shown = text.replace(": refuted;", ": shown;")

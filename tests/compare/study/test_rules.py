@@ -314,7 +314,7 @@ def test_verdict_is_not_robust_if_gap_varies_between_documents(tmp_path, scale, 
         assert found.verdict == "shown"
 
 
-def test_verdict_is_not_equivalent_if_document_bootstrap_exceeds_margin(tmp_path):
+def test_verdict_is_not_equivalent_if_bootstrap_bounds_over_documents_exceed_margin(tmp_path):
     rule = WITH_MARGIN
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
         (found,) = decided(tmp_path, rule, with_documents(0.0, sd))
@@ -345,7 +345,9 @@ def test_study_bootstrap_is_omitted_if_a_run_lacks_document_losses(tmp_path):
         (1.0, 0.6, "shown"),
     ],
 )
-def test_rule_on_accuracy_at_chance_or_ceiling_is_not_decidable(tmp_path, v2, half, verdict):
+def test_verdict_is_not_decidable_if_accuracy_of_both_arms_is_at_chance_or_near_one(
+    tmp_path, v2, half, verdict
+):
     arms = [
         forged(name, np.clip(mean + noise(6, 0.002, seed), 0, 1), chance=0.2)
         for seed, (name, mean) in enumerate([("v2", v2), ("half", half)])

@@ -89,4 +89,7 @@ def test_error_about_missing_metric_names_arm_seed_and_file(tmp_path, metric, fi
             (path / "summary.json").write_text(json.dumps({**summary, metric: 1.0}))
     with pytest.raises(ConfigError) as caught:
         judge(study, out)
-    assert str(caught.value) == f"arm v2, seed 1: {out}/v2-seed1/{file} has no {metric}"
+    assert (
+        str(caught.value)
+        == f"arm v2, seed 1: {out}/v2-seed1/{file} has no value of the metric {metric}"
+    )

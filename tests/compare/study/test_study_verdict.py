@@ -93,7 +93,9 @@ def judged(tmp_path, rule, v2, half=HALF, **more):
         (ALIKE, [4.401, 4.409, NAN], "underpowered"),
     ],
 )
-def test_difference_and_equivalence_rules_give_expected_verdicts(tmp_path, rule, v2, verdict):
+def test_difference_and_equivalence_rules_are_decided_by_gap_and_seed_variance(
+    tmp_path, rule, v2, verdict
+):
     (found,) = decided(tmp_path, rule, v2)
     assert found.verdict == verdict, found.reason
 
@@ -229,9 +231,7 @@ def test_study_run_raises_error_if_existing_runs_used_other_plugin_code(tmp_path
     (tmp_path / "out" / "sweep.json").write_text(
         '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}'
     )
-    with pytest.raises(
-        ConfigError, match=r"half-seed0 was made with other plugin code \(plugins: "
-    ):
+    with pytest.raises(ConfigError, match=r"half-seed0 began with other plugin code \(plugins: "):
         check_study_runs(study, tmp_path / "out", 1)
     with pytest.raises(ConfigError, match="arm half: global_batch_size"):
         check_study_runs(study, tmp_path / "new", 7)
@@ -242,7 +242,9 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("")
     found = judge(study, tmp_path / "out")
     assert found.verdict == "not comparable"
-    assert "v2-seed0 is not the run of the study: it was changed on its way" in found.reasons
+    assert (
+        "v2-seed0 is not the run of the study: its config changed during the run" in found.reasons
+    )
     assert verdict_sentence(found).startswith("Not comparable; the runs alone give: held")
 
 

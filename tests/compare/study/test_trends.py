@@ -86,7 +86,7 @@ def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, boun
     assert found.reason.startswith(said)
 
 
-def test_trend_rule_is_underpowered_without_variance_or_with_unequal_divergence(tmp_path):
+def test_trend_rule_is_underpowered_without_variance_or_if_only_one_arm_has_diverged_runs(tmp_path):
     slopes = -0.01 + NOISE
     assert decided(tmp_path, TOKENS, 0 * NOISE - 0.01).verdict == "underpowered"
     for diverged in (([4], []), ([], [4]), (range(5), []), ([], range(5))):
@@ -109,13 +109,13 @@ def test_trend_rule_uses_slopes_with_welch_test_and_on_log_scale(tmp_path):
     assert "nats" not in found.reason
 
 
-def test_trend_rule_raises_for_two_common_points_or_different_documents(tmp_path):
+def test_trend_rule_raises_error_for_too_few_common_points_or_different_documents(tmp_path):
     study = study_file(tmp_path / "study.yaml", TOKENS)
     arms = {"v2": arm("v2", NOISE), "half": arm("half", NOISE)}
     for run in arms["half"].runs:
         run.curve.values[2:5] = math.nan
         run.curve.values[1] = math.nan
-    with pytest.raises(ConfigError, match="2 common points over tokens; a trend needs 3"):
+    with pytest.raises(ConfigError, match="2 common points over tokens, but a trend"):
         apply_rules(study, arms)
     with pytest.raises(ConfigError, match="evaluated on different documents"):
         decided(tmp_path, POSITION, NOISE, asked="other")
@@ -154,8 +154,10 @@ def test_trend_over_parameters_is_slope_of_gaps_over_model_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
-def test_trend_over_parameters_raises_for_equal_or_misordered_model_sizes(tmp_path, parameters):
-    with pytest.raises(ConfigError, match=r"sizes must differ, and .* must be the largest"):
+def test_trend_over_parameters_raises_error_for_equal_or_wrongly_ordered_model_sizes(
+    tmp_path, parameters
+):
+    with pytest.raises(ConfigError, match=r"must differ, and .* must have the most"):
         sized(tmp_path, (0.0, 0.0, 0.0), parameters)
 
 
@@ -168,8 +170,12 @@ def test_trend_over_parameters_raises_for_equal_or_misordered_model_sizes(tmp_pa
         ("over: tokens, ", "", "rule.over=None is not one of tokens, position, parameters"),
         ("over: tokens", "over: time", "rule.over=time is not one of"),
         ("kind: trend", "kind: difference", "rule.over=tokens is allowed only with kind=tr"),
-        ("below: 0.0", "margin: 0.1", "rule: kind=trend needs below, or above, not margin"),
-        ("over: tokens", "over: parameters", "over=parameters needs at least 3 sizes and has"),
+        (
+            "below: 0.0",
+            "margin: 0.1",
+            "rule: kind=trend needs below, or above, but",
+        ),
+        ("over: tokens", "over: parameters", "over=parameters needs at least 3 model sizes, but"),
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
     ],
 )
@@ -184,7 +190,7 @@ def test_error_about_invalid_trend_rule_names_the_invalid_key(tmp_path, old, new
     [
         ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is not an arm"),
         ("v2_s: std_s", "v2_s: v2_s", "v2_s cannot be compared with itself"),
-        ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l: an arm is named twice"),
+        ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l contains an arm twice"),
     ],
 )
 def test_error_about_model_sizes_of_trend_rule_names_the_arm(tmp_path, old, new, said):
@@ -197,22 +203,24 @@ def test_error_about_model_sizes_of_trend_rule_names_the_arm(tmp_path, old, new,
     ("rule", "metric"),
     [(TOKENS, "tokens_per_s"), (POSITION, "hidden_top1"), (POSITION, "train_loss")],
 )
-def test_trend_rule_on_metric_without_curve_or_positions_raises_error(tmp_path, rule, metric):
-    with pytest.raises(ConfigError, match=f"metric={metric} "):
+def test_trend_rule_raises_error_if_metric_has_no_training_curve_or_position_losses(
+    tmp_path, rule, metric
+):
+    with pytest.raises(ConfigError, match=f"metric={metric}"):
         study_file(tmp_path / "study.yaml", rule, metric=metric)
 
 
-def test_study_with_too_few_evaluations_or_misordered_sizes_does_not_start(tmp_path):
+def test_study_with_too_few_evaluations_or_wrongly_ordered_model_sizes_does_not_start(tmp_path):
     study = study_file(tmp_path / "study.yaml", TOKENS)  # by default four evaluations
     check_study_runs(study, tmp_path / "out", 1)
     text = study.path.read_text()
     study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"))
-    with pytest.raises(ConfigError, match="=10 gives 2 evaluations from 10% of 20"):
+    with pytest.raises(ConfigError, match="=10 gives 2 evaluations after the first 10% of 20"):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
     study.path.write_text(study.path.read_text().replace("dim=32", "dim=256"))
-    with pytest.raises(ConfigError, match="trend over parameters: v2_s "):
+    with pytest.raises(ConfigError, match=r"the numbers of parameters \(v2_s "):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
 
 
@@ -281,7 +289,7 @@ def test_trend_rule_over_position_reads_evaluation_of_last_step(tmp_path):
                 run = out / "v2-seed4"
                 with pytest.raises(ConfigError) as caught:
                     judge(study, out)
-                assert f"{run} has no evaluation position of its last step; run: diffllm" in str(
+                assert f"{run} has no evaluation position at the last step; run: diffllm" in str(
                     caught.value
                 )
                 assert f"diffllm evaluate run={run} 'tasks=[position]'" in str(caught.value)

@@ -93,7 +93,7 @@ def test_sweep_with_changed_plugin_code_is_extended_only_if_allowed() -> None:
     assert states(runs) == {"seed1": True, "seed2": False}
 
 
-def test_sweep_resume_without_recorded_swept_keys_raises_error() -> None:
+def test_sweep_resume_raises_error_if_recorded_swept_key_is_missing() -> None:
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set all these keys"):
         planned("attention=gated,standard")
@@ -143,7 +143,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
-def test_run_sweep_or_study_in_directory_of_other_kind_fails_without_changes(
+def test_run_sweep_or_study_in_directory_of_another_command_fails_without_changes(
     workplace: Path, there: str, words: list[str], said: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
@@ -170,13 +170,13 @@ def test_sweep_with_resume_never_raises_error_if_runs_exist() -> None:
         planned("seed=0,1", "resume=never")
 
 
-def test_damaged_run_of_sweep_does_not_prevent_other_runs() -> None:
+def test_sweep_with_damaged_run_still_plans_all_runs() -> None:
     pretend(planned("seed=0,1"), finished=False)
     Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [")
     assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
 
 
-def test_second_sweep_in_same_directory_is_refused() -> None:
+def test_second_sweep_in_same_directory_raises_error() -> None:
     directory, _ = plan_sweep(split_overrides(["model=tiny", "run.sweep=mine", "seed=0,1"])[0], 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by process "):
         planned("seed=0,1")
@@ -234,10 +234,10 @@ def test_last_error_returns_last_error_line_of_job_output(said: str, expected: s
 @pytest.mark.parametrize(
     ("words", "ranks", "named"),
     [
-        (["hydra/launcher=joblib"], 1, "choose from basic, submitit_slurm, submitit_local"),
+        (["hydra/launcher=joblib"], 1, "is not one of basic, submitit_slurm, submitit_local"),
         (["hydra.launcher.partition=gpu"], 1, "needs hydra/launcher=submitit_slurm"),
         (["hydra/launcher=submitit_slurm", "hydra.launcher.partitoin=gpu"], 1, "partitoin"),
-        (["hydra/launcher=submitit_local"], 2, "without torchrun"),
+        (["hydra/launcher=submitit_local"], 2, "do not use torchrun"),
     ],
 )
 def test_invalid_hydra_launcher_raises_error(words: list[str], ranks: int, named: str) -> None:
@@ -305,16 +305,16 @@ def test_in_queue_raises_error_if_squeue_fails(squeue, monkeypatch):
     with pytest.raises(ConfigError, match="Socket timed out"):
         in_queue("7_0")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="squeue cannot be run: No such file"):
+    with pytest.raises(ConfigError, match="squeue cannot be run for job 7_0: No such file"):
         in_queue("7_0")
 
 
-def test_sweep_with_queued_runs_raises_error_for_new_swept_key(squeue):
+def test_sweep_with_queued_runs_raises_error_if_further_key_is_swept(squeue):
     planned("seed=0,1")
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
     squeue("7_0\n", "", 0)
-    with pytest.raises(ConfigError, match=r"seed0 is in the queue under its old name: .* 7_0"):
+    with pytest.raises(ConfigError, match=r"seed0 is in SLURM's queue, .* scancel 7_0"):
         planned("seed=0,1", VARIANTS)
     planned("seed=0,1,2")
     squeue("", "", 0)
@@ -324,7 +324,7 @@ def test_sweep_with_queued_runs_raises_error_for_new_swept_key(squeue):
 @pytest.mark.parametrize(
     ("kind", "said"), [("slurm", "the jobs stay in the queue"), ("local", "stopping")]
 )
-def test_ctrl_c_during_sweep_prints_effect_on_submitted_jobs(kind, said, monkeypatch, capfd):
+def test_ctrl_c_during_sweep_prints_message_about_submitted_jobs(kind, said, monkeypatch, capfd):
     ended = {"cancel": lambda: None, "done": lambda: True, "results": lambda: [Ending("stopped")]}
 
     def interrupted(*_):
