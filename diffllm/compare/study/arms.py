@@ -64,10 +64,9 @@ class StudyRun:
     """Measured values of an ended run, from which a verdict is computed.
 
     `loss` is the final held-out loss (nats per token), and `value` the final value of the study's
-    metric. Both are None if the run diverged. `curve` has the metric's values during training, and
-    `digest` is the SHA-256 of the config (see `config_digest`). `strayed` describes differences
-    from the planned config, and `thin` is a warning about too little held-out text; both may be
-    empty.
+    metric. Both are None if the run diverged. `curve` contains the metric's values during training.
+    `strayed` describes differences from the planned config, and `thin` is a warning about too
+    little held-out text; both are "" if not needed. `digest` is the `config_digest` of the config.
     """
 
     name: str
@@ -112,7 +111,7 @@ class StudyRun:
 
     @property
     def flops_per_token(self) -> float | None:
-        """Training FLOPs per token; None if an older version of diffllm made the run."""
+        """Training FLOPs per token; None for runs of older versions of diffllm."""
         return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
@@ -131,8 +130,8 @@ class StudyRun:
 class StudyArm:
     """An arm of a study: its ended runs, and one value per seed.
 
-    `values` maps a seed to the arm's value on the study's scale, or to None if the seed diverged.
-    `missing` contains the names of runs that have not ended.
+    `values` maps each seed to the study's metric (its logarithm with scale=log), or to None if the
+    seed diverged. `missing` contains the names of runs that have not ended.
     """
 
     name: str
@@ -159,7 +158,7 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
-        """Return each run's training tokens until the metric reached `level`; censored if never."""
+        """Return each run's training tokens until the metric reached `level`, or until the end."""
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.reached(level) for run in runs)
 
@@ -186,7 +185,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
 
     Args:
         planned: the entry for this run in the study's plan.
-        digest: expected `config_digest` of the run's config.
+        digest: `config_digest` of the planned config.
     """
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
@@ -263,7 +262,7 @@ def text_hash(documents: DocumentLosses) -> str:
 
 
 def number_of(run: Run, name: str) -> float | None:
-    """Return the final value of a metric; NaN if it is not finite, None if it was not logged."""
+    """Return the final value of a metric; NaN if not finite, None if the run did not log it."""
     if run.summary and name in run.summary:
         number = finite(run.summary[name])
         return math.nan if number is None else number

@@ -125,10 +125,10 @@ def flops_curve(run: StudyRun) -> Series | None:
 
 
 def with_values(study: Study, arm: StudyArm, values: dict[str, float]) -> StudyArm:
-    """Return a copy of an arm with new values by run name; diverged seeds keep the value None.
+    """Return a copy of an arm with the given values (by run name) instead of final values.
 
-    With scale=log, the logarithm of the new values is stored. Losses per document are removed,
-    because they were measured at the end of training.
+    Diverged seeds keep the value None. With scale=log, the logarithm of each value is stored.
+    Losses per document are removed, because they were measured at the end of training.
     """
     found: dict[int, float | None] = {}
     for run in arm.runs:
@@ -199,7 +199,7 @@ def equal_gaps_table(gaps: list[EqualGaps]) -> Table:
 
 
 def interpolation_words(gaps: list[EqualGaps], alpha: float) -> str:
-    """Return a text about units, confidence bounds and interpolation error of the loss gaps."""
+    """Describe the units, confidence bounds and interpolation error of the loss gaps."""
     errors = [each.error for each in gaps if each.error is not None]
     off = f", which may change a gap by {max(errors):.1g}" if any(errors) else ""
     bounds = f"one-sided {100 * (1 - alpha):g}% bounds by the t test"

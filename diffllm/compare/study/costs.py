@@ -22,7 +22,7 @@ from diffllm.metrics.records import finite, read_summary
 class Cost:
     """Planned tokens, FLOPs and time of one arm in one stage of a study.
 
-    `tokens`, `flops` and `seconds` are for a single run; `seconds` is None if no speed is known.
+    `tokens`, `flops` and `seconds` are for a single run; `seconds` is None if the speed is unknown.
     `runs` is the number of runs, of which `ended` have ended. The stages are "rates" (the grid of
     learning rates) and "deciding" (the runs that the rules compare).
     """
@@ -37,7 +37,7 @@ class Cost:
 
     @property
     def hours(self) -> float | None:
-        """Hours for the runs that have not ended, one after another; None if unknown."""
+        """Hours to complete all runs that have not ended, one after another; None if unknown."""
         return None if self.seconds is None else (self.runs - self.ended) * self.seconds / 3600
 
 
@@ -46,8 +46,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
 
     Time is FLOPs divided by the median FLOPs per second of the study's ended runs in `out`. If no
     run has ended, the speed comes from `pilot` (run directories, parent directories or globs). With
-    masked documents, FLOPs depend on the number of visible keys per token, which comes from the
-    config or from the same runs.
+    masked documents, the number of visible keys per token comes from the config or the same runs.
     """
     stages = []
     for first in first_runs(study):

@@ -84,7 +84,8 @@ def verdict_of(tested: Tested, side: str, within: bool) -> str:
     """Return the verdict on a rule whose claim or opposite claim has a significant test.
 
     Args:
-        side: "showing" if the test of the claim is significant, "refuting" if the opposite is.
+        side: "showing" if the claim has a significant test, "refuting" if the opposite claim has
+            one.
         within: whether the gap is significantly within the rule's margin.
     """
     if tested.rule.kind == "equivalence":
@@ -127,7 +128,7 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
     """Describe the gap that a rule compares, with confidence bounds and number of seeds.
 
     Args:
-        side: "showing" or "refuting" for the bound of this test alone; "" for both bounds.
+        side: "showing" or "refuting" to give only the bound of this test; "" to give both bounds.
     """
     rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
     shares = (

@@ -74,7 +74,7 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
 
 
 def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
-    """Raise ConfigError if the alpha or the margin of a rule does not fit the stated power."""
+    """Raise ConfigError if a rule's alpha or margin does not fit the power stated in the study."""
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
             f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because the "
@@ -130,11 +130,12 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return a warning if the exact test cannot have a p below `alpha` with so few seeds, or "".
+    """Return a warning if an exact test with `seeds` seeds per arm cannot have a p below `alpha`.
+
+    Return "" otherwise.
 
     Args:
         test: "paired" or "welch".
-        seeds: seeds per arm.
         tests: number of tests in Holm's correction.
         sides: 1 for a one-sided test, 2 for a two-sided test.
     """

@@ -184,7 +184,8 @@ def check_study(study: Study) -> None:
     for name, words in study.arms.items():
         if not ARM.fullmatch(name):
             raise ConfigError(
-                f"arms: {name!r} must contain only letters, digits and _ . + -, no dot first"
+                f"arms: {name!r} must contain only letters, digits and _ . + - and must not start "
+                "with a dot"
             )
         check_arm_overrides(f"arms.{name}", words, study.sets_rates)
     check_arm_overrides("base", study.base, study.sets_rates)
@@ -197,7 +198,7 @@ def check_study(study: Study) -> None:
     for where, arm in named:
         if arm not in study.arms:
             raise ConfigError(
-                f"{where}={arm} is not an arm of the study: {', '.join(sorted(study.arms))}"
+                f"{where}={arm} is not one of the arms {', '.join(sorted(study.arms))}"
             )
     check_seeds("seeds", study.seeds, least=2)
     if any(rule.kind == "log_rank" for rule in study.rules) and (
@@ -287,7 +288,9 @@ def check_trend(where: str, rule: Rule) -> None:
         raise ConfigError(f"{where}.smaller is allowed only with over={PARAMETERS}")
     for side in zip(*rule.pairs, strict=True):
         if len({*side}) < len(side):
-            raise ConfigError(f"{where}: {', '.join(side)} contains an arm twice")
+            raise ConfigError(
+                f"{where}: {', '.join(side)} contains an arm twice; name each arm once"
+            )
 
 
 def check_trend_metric(study: Study, rule: Rule) -> None:

@@ -58,7 +58,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
         goal: the gap that the planned study must find.
 
     Returns:
-        The content, and the spread of loss differences at equal seeds (None without common seeds).
+        The content, and the spread of loss differences between runs of equal seed (None if no seed
+        is
+        common to all arms).
     """
     comparison, _ = read(paths)
     first, *others = sorted(
@@ -73,10 +75,12 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
     finished = [run.summary or {} for row in rows for run in row.finished]
     if spread is None:
         runs = f"{len(finished)} runs finished, {diverged} diverged"
-        raise ConfigError(f"pilot: no arm of {comparison.title} has 2 finite seeds: {runs}")
+        raise ConfigError(
+            f"pilot: no arm of {comparison.title} has two seeds with a finite loss ({runs})"
+        )
     if not spread.sd:
         raise ConfigError(
-            f"pilot: the seeds of {comparison.title} have the same loss, so power is unknown"
+            f"pilot: all seeds of {comparison.title} have the same loss, so power is unknown"
         )
     times = [x for summary in finished if (x := finite(summary.get("seconds")))]
     seconds = float(np.mean(times)) if times else None

@@ -72,7 +72,7 @@ def rate_run(study: Study, arm: str, seed: int, lr: float) -> Planned:
 def planned_by_name(study: Study) -> dict[str, Planned]:
     """Return all runs that the study's rules compare, by run name.
 
-    Their `lr` is None unless the study has `lr_sweep`.
+    The field `lr` of each run is None unless the study has `lr_sweep`.
     """
     return {
         run.name: run
@@ -156,7 +156,7 @@ def is_ended(path: Path) -> bool:
 
 
 def ended_loss(path: Path) -> float | None:
-    """Return the final held-out loss; infinity if the run diverged, None if it has not ended."""
+    """Return a run's final held-out loss; infinity if it diverged, None if it has not ended."""
     if (summary := read_summary(path)) is None:
         return math.inf if diverged(path) else None
     loss = finite(summary.get("heldout_loss"))
@@ -187,8 +187,8 @@ class ChosenRate:
 
     `losses` maps each rate, in increasing order, to its mean loss: infinite if a seed diverged,
     None if a seed has not ended. `wanted` lists the runs of the grid that have not ended. `lr` is
-    None until all have ended, and if every rate diverged. `problem` is empty, or says why `lr`
-    cannot be trusted.
+    None if `wanted` is not empty or if every rate diverged. `problem` says why `lr` cannot be
+    trusted.
     """
 
     arm: str
@@ -216,7 +216,7 @@ def choose_all(study: Study, out: Path) -> list[ChosenRate]:
 
 
 def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
-    """Choose the learning rate with the lowest mean loss over seeds for an arm.
+    """Choose for an arm the learning rate with the lowest mean loss over seeds.
 
     If the best rate is the smallest or the largest of the grid, the grid is extended by one rate.
     While runs of the grid have not ended, `lr` of the result is None and `wanted` lists these runs.

@@ -30,9 +30,9 @@ BELOW, ABOVE = -1, 1
 class Side:
     """P-values for the claim of a rule, or for the opposite claim; None without a test.
 
-    `p` is of the deciding test. For a t test, `exact` is of the exact permutation test and
-    `documents` of the bootstrap over documents and seeds. `diverged` is true if `p` compares shares
-    of diverged runs. Each p-value is already corrected for `tests` tests.
+    `p` belongs to the deciding test. If that is a t test, `exact` belongs to the exact permutation
+    test and `documents` to the bootstrap over documents and seeds. `diverged` is true if `p`
+    compares shares of diverged runs. Each p-value is already corrected for `tests` tests.
     """
 
     p: float | None = None
@@ -167,7 +167,7 @@ def t_tests(
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
     """Combine two tests: each p is `factor` * choose(first p, second p), at most 1.
 
-    A p is None if the p of either test is None.
+    A p is None if the p of either test is None. `choose` is min or max.
     """
 
     def of(a: float | None, b: float | None) -> float | None:
@@ -303,7 +303,7 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
 
 
 def either(side: Side, divergence_p: float) -> Side:
-    """Combine `side` with a test of diverged runs: twice the smaller p-value, at most 1."""
+    """Add a test of diverged runs to `side`; each p is twice the smaller p, at most 1."""
     if side.p is None:
         return Side(divergence_p, divergence_p, divergence_p, diverged=True)
     if divergence_p < side.p:

@@ -106,7 +106,7 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError if a study cannot run, or if its runs could not decide its claim."""
+    """Raise ConfigError if a study cannot run, or if the runs could not decide its claim."""
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)

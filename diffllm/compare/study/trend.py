@@ -42,8 +42,8 @@ def arms_of_rule(
 ) -> tuple[StudyArm, StudyArm]:
     """Return the two arms that a rule compares.
 
-    For a trend rule, the value of a seed is a slope: that of its metric over tokens, positions or
-    parameters. Raises ConfigError if the ended runs have too few common points.
+    For a trend rule, the value of each seed is replaced by a slope: the slope of the metric over
+    tokens, positions or parameters. Raises ConfigError if the runs have too few common points.
     """
     own, base = arms[rule.arm], arms[rule.against]
     if rule.kind != "trend":

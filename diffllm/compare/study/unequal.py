@@ -47,7 +47,7 @@ UNREAD = tuple(key for key in OF_NO_EFFECT if key.startswith("data."))
 
 
 def settings_of(config: Values) -> dict[str, str]:
-    """Select the settings that must be equal in all arms, as text by config key.
+    """Return the settings that must be equal in all arms, as a map from config key to text.
 
     The result also contains the number of training tokens, with the key "tokens".
     """

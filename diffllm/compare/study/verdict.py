@@ -25,7 +25,8 @@ class Verdict:
     """The verdict of a study, its reasons, and the results from which it was computed.
 
     `would_be` is the verdict that an exploratory study would have otherwise. `tested` has one entry
-    per rule, `choices` one learning rate per arm, and `equal` the loss gaps at equal costs.
+    per rule and `choices` one learning rate per arm. `equal` contains the loss gaps at equal
+    tokens, parameters and FLOPs.
     """
 
     study: Study

@@ -63,7 +63,7 @@ class ClusterLauncher:
             return None
         if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
             raise ConfigError(
-                f'hydra/launcher={name} needs a package: pip install "diffllm[slurm]"'
+                f'hydra/launcher={name} needs a package; run pip install "diffllm[slurm]"'
             )
         if ranks > 1:
             raise ConfigError(f"hydra/launcher={name} starts its own ranks; do not use torchrun")
@@ -88,7 +88,7 @@ class ClusterLauncher:
         SIGINT or SIGTERM stops the jobs on this machine; SLURM jobs remain in the queue.
 
         Returns:
-            The number of the received signal (0 for none), and by name how each job ended.
+            The number of the received signal (0 for none), and how each job ended, by job name.
         """
         stay = "the jobs stay in the queue; the same command waits for them"
         with Stops(stay if self.kind == "slurm" else "stopping") as stops:

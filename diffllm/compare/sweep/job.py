@@ -107,7 +107,7 @@ class JobProcess:
             )
 
     def stop(self, number: int) -> None:
-        """Send a signal to the child process.
+        """Send the signal `number` to the run.
 
         The first signal lets the run save a checkpoint and stop. A second SIGINT ends the run at
         once.
@@ -157,7 +157,7 @@ class ClusterTask:
         return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
-        """Let the run save a checkpoint before preemption or a timeout, and queue the job again."""
+        """Let the run save before preemption or a timeout; submitit then queues the job again."""
         from submitit.helpers import DelayedSubmission
 
         if self.process:
@@ -219,8 +219,8 @@ def path_for_jobs() -> str:
 def tie_to_parent() -> None:
     """Make this process receive SIGTERM when its parent dies, and ignore SIGUSR2.
 
-    Called in the child process before the run starts. A scheduler may send SIGUSR2 to all processes
-    of a job.
+    The child process calls this function before the run starts. SIGUSR2 is ignored because a
+    scheduler may send this signal to all processes of a job.
     """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:

@@ -245,7 +245,7 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
 
 
 def check_queue(job_ids: dict[str, str]) -> None:
-    """Raise ConfigError if a run is in SLURM's queue, because a sweep over more keys renames it."""
+    """Raise ConfigError if a run is in SLURM's queue, because new swept keys would rename it."""
     from diffllm.compare.sweep.cluster import in_queue
 
     for name, job_id in job_ids.items():

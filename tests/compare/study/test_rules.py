@@ -345,7 +345,7 @@ def test_study_bootstrap_is_omitted_if_a_run_lacks_document_losses(tmp_path):
         (1.0, 0.6, "shown"),
     ],
 )
-def test_verdict_is_not_decidable_if_accuracy_of_both_arms_is_at_chance_or_near_one(
+def test_verdict_is_not_decidable_if_accuracy_of_both_arms_is_at_chance_or_at_ceiling(
     tmp_path, v2, half, verdict
 ):
     arms = [

@@ -50,7 +50,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("claim:", "clam:", "unknown key clam; did you mean claim?"),
         ("claim: V2's advantage is more than damping\n", "", "claim is missing"),
         ("kind: difference", "kind: better", "rule.kind=better is not one of difference, equiv"),
-        ("arm: v2", "arm: v3", "rule.arm=v3 is not an arm of the study: half, standard, v2"),
+        ("arm: v2", "arm: v3", "rule.arm=v3 is not one of the arms half, standard, v2"),
         ("against: half", "against: v2", "rule: v2 cannot be compared with itself"),
         ("below: 0.0, ", "", "rule: kind=difference needs below, or above"),
         ("below: 0.0", "below: 0.0, above: 0.1", "has below, above"),
@@ -75,7 +75,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         (
             "baseline: standard",
             "baseline: none",
-            "baseline=none is not an arm of the study: half, standard",
+            "baseline=none is not one of the arms half, standard",
         ),
         (SEEDS, "seeds: [0]", "seeds=[0] must be 2 or more different seeds"),
         (SEEDS, "seeds: [0, -1]", "0 or larger"),

@@ -188,7 +188,7 @@ def test_error_about_invalid_trend_rule_names_the_invalid_key(tmp_path, old, new
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is not an arm"),
+        ("v2_s: std_s", "v2_x: std_s", "rule.smaller=v2_x is not one of the arms"),
         ("v2_s: std_s", "v2_s: v2_s", "v2_s cannot be compared with itself"),
         ("v2_s: std_s", "v2_s: std_l", "std_l, std_m, std_l contains an arm twice"),
     ],
