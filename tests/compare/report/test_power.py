@@ -104,8 +104,8 @@ def test_power_command_reports_diverged_and_incomparable_pilot_runs(power, tmp_p
         (["pilot=@two", "gap=0.1", "sides=3"], "sides=3 must be at most 2"),
         (["pilot=@two"], "missing gap="),
         (["pilot=@nothing", "gap=0.1"], "no such directory"),
-        (["pilot=@one", "gap=0.1"], "needs at least 2 seeds"),
-        (["pilot=@unfinished", "gap=0.1"], "0 finished, 0 diverged"),
+        (["pilot=@one", "gap=0.1"], "has two seeds with a finite loss"),
+        (["pilot=@unfinished", "gap=0.1"], "0 runs finished, 0 diverged"),
         (["pilot=@same", "gap=0.1"], "have the same loss"),
     ],
 )
