@@ -103,7 +103,7 @@ class StudyRun:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Values that must be equal in all arms, such as {"seq_len": "2048", "torch": "2.9.0"}."""
+        """Values that must be equal in all arms, such as {"seq_len": "2,048", "torch": "2.9.0"}."""
         found = {**self.settings, **{name: self.facts.get(name) for name in RECORDED}}
         if self.documents is not None:
             found["heldout_texts"] = text_hash(self.documents)

@@ -103,7 +103,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
     least = margin / largest_sd(lambda sd: chance(sd, n), LEAST_POWER, margin) * power.sd
     seeds = least_seeds(lambda seeds: chance(power.sd, seeds), LEAST_POWER)
     fixes = [f"{seeds} seeds or more"] if seeds and seeds <= MOST_SEEDS else []
-    if (rounded := rounded_up(least)) <= power.gap:
+    if (rounded := rounded_up_to_two_digits(least)) <= power.gap:
         fixes.append(f"a margin of {rounded:g} or more")
     raise ConfigError(
         f"{where}.margin={margin:g} is too small for {n} seeds per arm and power.sd={power.sd:g}: "
@@ -112,8 +112,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
     )
 
 
-def rounded_up(number: float) -> float:
-    """Round a positive number up to two significant digits."""
+def rounded_up_to_two_digits(number: float) -> float:
     unit = 10.0 ** (math.floor(math.log10(number)) - 1)
     return math.ceil(number / unit) * unit
 

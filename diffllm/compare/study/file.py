@@ -212,7 +212,7 @@ def check_study(study: Study) -> None:
         check_trend_metric(study, rule)
     for i, word in enumerate(study.unequal):
         one_of(f"unequal[{i}]", word, tuple(CONDITIONS))
-    check_curve(study)
+    check_metric_at_flops(study)
     one_of("test", study.test, TESTS)
     one_of("scale", study.scale, SCALES)
     if study.lr_sweep is None:
@@ -235,8 +235,7 @@ def check_study(study: Study) -> None:
             )
 
 
-def check_curve(study: Study) -> None:
-    """Raise ConfigError if a rule has at=flops and the metric is not logged during training."""
+def check_metric_at_flops(study: Study) -> None:
     logged = study.metric == "heldout_loss" or study.metric not in OF_THE_SUMMARY
     if any(rule.at == "flops" for rule in study.rules) and (study.lr_sweep or not logged):
         raise ConfigError(

@@ -58,9 +58,8 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
         goal: the gap that the planned study must find.
 
     Returns:
-        The content, and the spread of loss differences between runs of equal seed (None if no seed
-        is
-        common to all arms).
+        The content, and the spread of loss differences between runs of equal seed (None with fewer
+        than two seeds that all arms have).
     """
     comparison, _ = read(paths)
     first, *others = sorted(

@@ -33,7 +33,7 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 class ClusterLauncher:
     """Submits the jobs of a sweep with submitit, to SLURM or as processes on this machine.
 
-    `words` contains the overrides hydra.launcher.*, and `settings` the resulting launcher config.
+    `words` contains the overrides of hydra.launcher, and `settings` the resulting config.
     """
 
     kind: str

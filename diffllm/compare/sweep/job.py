@@ -47,7 +47,7 @@ class Ending(NamedTuple):
 
 @dataclass
 class Job:
-    """A run of a sweep, numbered from 1 to `total`; `words` contains its overrides."""
+    """A run of a sweep, numbered from 1 to `total`; `words` are arguments of `diffllm train`."""
 
     number: int
     total: int

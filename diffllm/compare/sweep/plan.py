@@ -115,7 +115,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the config value of a key (for an enum its name); None if the key is missing."""
+    """Return the config value of a key, or the name of an enum; None if the key is missing."""
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -255,7 +255,7 @@ def check_queue(job_ids: dict[str, str]) -> None:
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
-    """Return overrides that set each key to its value in `cfg`, without keys that are None."""
+    """Return overrides that set `keys` to their values in `cfg`; omit keys that are None."""
     values = {key: value for key in keys if (value := value_of(cfg, key)) is not None}
     return [f"{key}={v if key in GROUPS else as_text(v)}" for key, v in values.items()]
 
