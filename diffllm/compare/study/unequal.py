@@ -90,7 +90,7 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
 def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> str:
     """Describe how a setting differs between arms; "" if all values are equal or missing.
 
-    Example: "optim.beta2: 0.95 in v2 and 0.99 in half".
+    Example: "optim.beta2: 0.95 in v2; 0.99 in half".
 
     Args:
         placed: name of the arm and settings, for each run.
