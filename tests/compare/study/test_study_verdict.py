@@ -253,7 +253,7 @@ def test_study_rule_accepts_any_logged_metric_and_raises_if_missing(tmp_path):
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match="has no hidden_kurtosis"):
+    with pytest.raises(ConfigError, match="has no value of the metric hidden_kurtosis"):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
 
 
