@@ -1,4 +1,4 @@
-"""Scores of a model's answers to the examples of a task: log-likelihoods and greedy decoding.
+"""Score a model's answers to the examples of a task, by log-likelihood and by greedy decoding.
 
 Shapes: B rows of a batch, T tokens, V vocabulary.
 """
@@ -46,14 +46,13 @@ A_LEVEL = 50
 SCORES = 2
 """Part of the key of results: increase it when scores change."""
 
-
 Row = tuple[list[int], list[list[int]]]
-"""A context, and either all continuations, of one token each, or a single continuation."""
+"""A context and its continuations: all with a single token, or one of any length."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """An encoded example: token ids of the context and of each possible continuation."""
+    """Token ids of an example: its context, and a continuation for each candidate answer."""
 
     context: list[int]
     continuations: list[list[int]]
@@ -83,10 +82,10 @@ class Scored(NamedTuple):
 
 
 def spelt_question(example: Example, tokenizer: Tokenizer) -> Question:
-    """Encode an example as a Question, with an EOS before the prompt.
+    """Encode an example as a Question whose context begins with EOS.
 
-    Each candidate is encoded together with the prompt. The context is the longest common beginning
-    of these encodings, and at most the encoded prompt.
+    The prompt is encoded alone and together with each candidate. The context is the longest common
+    prefix of these encodings that leaves at least one token for each continuation.
     """
     texts = [example.prompt, *(example.prompt + candidate for candidate in example.candidates)]
     spelt = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(texts, threads=1)]
@@ -100,29 +99,26 @@ def score(
     questions: Sequence[Question],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[list[Scored]]:
-    """Return the score of each continuation of each question, in the order of `questions`.
+    """Return the scores of all continuations of each question, in the order of `questions`.
 
-    Raises ValueError for a question longer than the model's maximum length.
+    Raises ValueError if a question exceeds the model's maximum length.
 
     Args:
         model: a model in eval mode.
-        advance: called with the number of newly scored rows, to show progress.
+        advance: called with the number of newly scored rows (`Question.rows`), to show progress.
     """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
     scores = score_batches(model, [questions[i] for i in short], advance)
     found = dict(zip(short, scores, strict=True))
 
-    def alike(group: list[int], place: int) -> bool:
-        """Return whether a question shares at least half of its context with the last in `group`.
-
-        `group` contains indices of questions, and `place` is the index of the question.
-        """
-        context = questions[place].context
+    def half_of_context_is_shared(group: list[int], i: int) -> bool:
+        context = questions[i].context
         return 2 * common([questions[group[-1]].context, context]) >= len(context)
 
-    for group in grouped(long, alike):
-        for i, own in zip(group, of_one_text(model, [questions[i] for i in group]), strict=True):
+    for group in grouped(long, half_of_context_is_shared):
+        similar = [questions[i] for i in group]
+        for i, own in zip(group, score_with_cache(model, similar), strict=True):
             found[i] = own
             advance(len(own))
     return [found[i] for i in range(len(questions))]
@@ -135,12 +131,12 @@ def score_batches(
     advance: Callable[[int], None] = lambda done: None,
     together: bool = False,
 ) -> list[list[Scored]]:
-    """Return the scores that `score` returns, computed in batches without a cache.
+    """Score questions like `score`, but in batches without a KV cache.
 
     Args:
-        advance: called with the number of newly scored rows, to show progress.
-        together: divide each batch between all ranks; every rank must call this and receives all
-            scores.
+        advance: called with the number of newly scored rows (`Question.rows`), to show progress.
+        together: whether to divide each batch between all ranks. If True, every rank must call this
+            function with the same questions, and every rank receives all scores.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     rows = [row for question in questions for row in question.rows]
@@ -153,7 +149,7 @@ def score_batches(
     found: dict[int, list[Scored]] = {}
     for batch in by_length(range(len(rows)), size, TOKENS * world_size):
         own = batch[rank::world_size]
-        scores = of_rows(model, [rows[place] for place in own or batch[:1]])
+        scores = score_rows(model, [rows[place] for place in own or batch[:1]])
         found |= zip(own, scores, strict=False)
         advance(len(batch))
     if together:
@@ -165,11 +161,11 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
-    """Split items into groups of similar length, to batch them with little padding.
+    """Split items into groups of similar length, which need little padding as batches.
 
     Args:
         length: returns the length of an item in tokens.
-        most: maximum tokens of a group, including padding.
+        most: maximum number of tokens of a group, including padding.
     """
     return grouped(
         sorted(items, key=length), lambda batch, item: length(item) * (len(batch) + 1) <= most
@@ -177,10 +173,11 @@ def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list
 
 
 def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
-    """Split items into consecutive groups.
+    """Split items into groups of consecutive items.
 
     Args:
-        joins: called with the current group and the next item; returns whether to add the item.
+        joins: called with the current group and the next item; returns whether the item belongs to
+            the group.
     """
     groups: list[list[T]] = []
     for item in items:
@@ -192,20 +189,21 @@ def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[lis
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> Tensor:
-    """Return rows of ids as an int64 tensor (B, T), padded at the end with `filler`."""
+    """Return rows of token ids as one int64 tensor (B, T); short rows end with `filler`."""
     longest = max(map(len, rows))
     filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
     return torch.tensor(filled, device=device)
 
 
-def of_rows(
+def score_rows(
     model: Transformer, rows: Sequence[Row], caches: list[KVCache] | None = None
 ) -> list[list[Scored]]:
-    """Score the continuations of each row in one forward pass.
+    """Score the continuations of all rows in one forward pass.
 
     Args:
-        rows: contexts with their continuations.
-        caches: one cache per layer with the tokens that precede all rows; None without such tokens.
+        rows: contexts and their continuations.
+        caches: KV cache of each layer with the tokens that precede every context; None without such
+            tokens.
     """
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
@@ -223,11 +221,8 @@ def of_rows(
     return found
 
 
-def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question.
-
-    The common beginning of all contexts is computed once and cached.
-    """
+def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
+    """Yield the scores of each question; read the common prefix of all contexts once, into a cache."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -243,7 +238,7 @@ def of_one_text(model: Transformer, questions: Sequence[Question]) -> Iterator[l
         for start in range(0, len(question.continuations), at_once):
             some = [(rest, [ids]) for ids in question.continuations[start : start + at_once]]
             copies = [cache.copies(len(some), room) for cache in caches]
-            found += [scores[0] for scores in of_rows(model, some, copies)]
+            found += [scores[0] for scores in score_rows(model, some, copies)]
         yield found
 
 
@@ -256,9 +251,9 @@ def common(texts: Sequence[Sequence[int]]) -> int:
 class Answers(Evaluation):
     """Evaluation of a task: the share of examples that the model answers correctly.
 
-    For examples with several candidates, the model's answer is the candidate with the highest
-    log-likelihood. For examples with a single candidate, it is the greedy continuation of the
-    prompt.
+    If an example has several candidates, the model's answer is the candidate with the highest
+    log-likelihood. If an example has a single candidate, the model's answer is the greedy
+    continuation of the prompt.
     """
 
     unit = SHARE
@@ -271,10 +266,10 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings that determine the examples: seed, levels and examples per level.
+        """Return the settings of the examples: seed, levels, and number of examples per level.
 
-        Without requested levels, use all levels that fit `seq_len` tokens. Raises DoesNotFit if a
-        requested level does not fit, or if no level fits.
+        If the user requests no levels, use all levels whose examples fit into `seq_len` tokens.
+        Raises DoesNotFit if a requested level does not fit, or if no level fits.
         """
         levels = list(asked.levels.get(self.name, ()))
         count, length = tokenizer.count, seq_len - 1  # an EOS precedes the text
@@ -303,26 +298,16 @@ class Answers(Evaluation):
             if not own:
                 continue
             right = share(own, "correct")
-            facts = {f"by_{fact}": shares(own, fact) for fact in self.task.by}
             independent = len(own)
             if cluster := self.task.cluster:
                 # Count clusters: the mean of a cluster varies at most as much as a single answer.
                 independent = len({line[cluster] for line in own})
-            found.append(
-                NamedScore(
-                    ", ".join(f"{key} {value}" for key, value in level.items()),
-                    right,
-                    wilson(right, independent),
-                    len(own),
-                    chance(own),
-                    {
-                        "level": level,
-                        "generated": share(own, "generated"),
-                        "independent": independent,
-                        **facts,
-                    },
-                )
-            )
+            name = ", ".join(f"{key} {value}" for key, value in level.items())
+            more: dict[str, Any] = {"level": level, "generated": share(own, "generated")}
+            more["independent"] = independent
+            more |= {f"by_{field}": shares(own, field) for field in self.task.by}
+            interval = wilson(right, independent)
+            found.append(NamedScore(name, right, interval, len(own), chance(own), more))
         return found
 
 
@@ -331,14 +316,14 @@ Questions = list[tuple[int, Example, Question]]
 
 
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
-    """Generate and encode the examples of each level; omit examples longer than `longest` tokens.
+    """Generate and encode the examples of a task.
 
-    Raises ConfigError if no example remains, or if the tokenizer cannot encode the candidates of a
-    level's first example.
+    Returns (index of the level, example, encoded example) for each example of at most `longest`
+    tokens. Raises ConfigError if no example remains, or if the tokenizer cannot encode the
+    candidates of the first example of a level.
 
     Args:
         settings: the result of `Answers.settings`.
-        longest: maximum number of tokens that the model reads.
     """
     count, seed = tokenizer.count, settings["seed"]
     kept = []
@@ -356,14 +341,16 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
             if question.positions <= longest:
                 kept.append((i, example, question))
     if not kept:
-        raise ConfigError(f"the task {task.name} has no example of at most {longest} tokens")
+        limit = f"{longest} tokens, the maximum length of the model"
+        raise ConfigError(f"every example of the task {task.name} is longer than {limit}")
     return kept
 
 
 def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
-    """Return one result line per example, as stored in the results file.
+    """Return one dict per example for the results file, with keys such as "correct" and "answer".
 
-    An example with a single candidate is correct if greedy decoding yields this candidate.
+    An example with several candidates is correct if the right candidate has the highest
+    log-likelihood, and an example with a single candidate if greedy decoding yields the candidate.
 
     Args:
         found: for each example, the score of each candidate.
@@ -397,11 +384,11 @@ def chance(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the share of lines whose field `key` is true."""
+    """Return the share of result lines whose field `key` is true."""
     return sum(bool(line[key]) for line in lines) / len(lines)
 
 
-def shares(lines: Sequence[Mapping[str, Any]], fact: str) -> dict[str, float]:
-    """Return the accuracy by value of the field `fact` of each line, such as "depth"."""
-    values = sorted({str(line[fact]) for line in lines})
-    return {v: share([line for line in lines if str(line[fact]) == v], "correct") for v in values}
+def shares(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
+    """Return the share of correct answers for each value of a field, such as "depth"."""
+    values = sorted({str(line[field]) for line in lines})
+    return {v: share([line for line in lines if str(line[field]) == v], "correct") for v in values}

@@ -1,6 +1,6 @@
-"""Shares of the last token's attention on evidence (the target), on the sink and on other tokens.
+"""Measure how the last token of a prompt distributes its attention over kinds of tokens.
 
-Shapes: B rows of a batch, T tokens, n examples, L layers, h heads of an attention map.
+Shapes: B contexts of a batch, T tokens, n examples, L layers, h heads of an attention map.
 """
 
 import math
@@ -41,18 +41,19 @@ DIGITS = 7
 
 
 class AttentionMass(Evaluation):
-    """Evaluation of a task: where the last token of the prompt, which predicts the answer, attends.
+    """Evaluation of a task: attention of the prompt's last token, which predicts the answer.
 
-    - The target is all tokens that overlap the example's evidence, the text that contains the
+    Each token that the last token can attend to has one of three kinds:
+    - target: a token that overlaps the example's evidence, which is the text that contains the
       answer.
-    - The sink is the first token (an EOS), and the weight on no key: 1 minus the sum of a softmax
-      with an extra term in the denominator.
-    - The filler is all other tokens.
+    - sink: the first token, an EOS. If the softmax has an extra term in its denominator, the
+      missing weight (1 minus the sum of the weights) also belongs to the sink.
+    - filler: any other token.
 
-    Shares are relative to the sum of |weight|. They are between 0 and 1 and sum to 1 for every
-    attention map, including the signed difference of two maps. The effective map is the map that
-    multiplies the value vectors: the only map, or the difference. Scores named "signed" are sums of
-    the weights of the effective map, which can be negative.
+    The share of a kind is its sum of |weight|, divided by the sum of |weight| over all kinds.
+    Differential attention has several attention maps: scores without the name of a map belong to
+    the difference map, which multiplies the value vectors. Scores named "signed" are sums of the
+    weights of the difference map, which can be negative.
     """
 
     unit = "attention of the last token, mean over heads and layers"
@@ -79,7 +80,7 @@ class AttentionMass(Evaluation):
         with track(self.name, len(asked)) as advance:
             for places in by_length(range(len(asked)), lambda i: len(contexts[i]), TOKENS):
                 some = [contexts[i] for i in places], [kinds[i] for i in places]
-                found |= zip(places, measured(subject, *some), strict=True)
+                found |= zip(places, measure_batch(subject, *some), strict=True)
                 advance(len(places))
         return [
             {
@@ -126,23 +127,23 @@ class AttentionMass(Evaluation):
         return found
 
 
-def clusters_of(lines: Sequence[Line], fact: str) -> np.ndarray:
-    """Return the group number of each example, (n,) int64.
+def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
+    """Number the clusters of dependent examples; return the number for each example, (n,) int64.
 
-    Examples of one group have the same level and the same value of the field `fact`. If `fact` is
-    empty, each example is a separate group.
+    Examples with the same level and the same value of `field` form a cluster. If `field` is empty,
+    each example is its own cluster.
     """
-    keys = [(line["level"], line[fact] if fact else i) for i, line in enumerate(lines)]
+    keys = [(line["level"], line[field] if field else i) for i, line in enumerate(lines)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[key] for key in keys])
 
 
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
-    """Return the kind of each token of the question's context: TARGET, FILLER or SINK.
+    """Return TARGET, FILLER or SINK for each token of the context in `question`.
 
-    Tokens before the target are the common prefix of the encoded prompt and the encoded text before
-    the evidence. Tokens after the target are the common suffix of the encoded prompt and the
-    encoded text after the evidence. Raises ConfigError for evidence without tokens.
+    The target tokens follow the common prefix of the encoded prompt and the encoded text before the
+    evidence. They precede the common suffix of the encoded prompt and the encoded text after the
+    evidence. Raises ConfigError if the evidence contains no token.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
@@ -154,22 +155,24 @@ def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list
         kinds[first:last] = [TARGET] * len(kinds[first:last])
     if TARGET not in kinds:
         raise ConfigError(
-            f"tasks: the evidence ({start}, {end}) must contain text of its prompt, which has "
-            f"{len(example.prompt)} characters"
+            f"tasks: an example has evidence=({start}, {end}), but needs 0 <= start < end <= "
+            f"{len(example.prompt)}, the length of the prompt in characters"
         )
     return kinds
 
 
-def measured(
+def measure_batch(
     subject: Subject, contexts: Sequence[Sequence[int]], kinds: Sequence[Sequence[int]]
 ) -> list[Line]:
-    """Run the model on one batch of contexts, and return a result line for each context.
+    """Measure the attention of the last token of each context; return a dict for each context.
 
-    A line contains the share of each kind by map and layer (mean over heads), the weight on no key
-    by layer, and the target's share by layer and head.
+    Values are means over heads unless stated otherwise. The keys of a dict are:
+    - "maps": for each attention map by name, the shares of target, filler and sink in each layer.
+    - "heads": the share of the target in each layer and head.
+    - "no key": 1 minus the sum of the attention weights in each layer.
 
     Args:
-        kinds: the kind of each token of each context, see `kinds_of`.
+        kinds: the kind of each token of each context, as returned by `kinds_of`.
     """
     ids = padded(contexts, 0, subject.device)
     lengths = torch.tensor([len(context) for context in contexts], device=subject.device)
@@ -192,14 +195,16 @@ def measured(
 
 
 def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the attention weight on no key, and the share of each kind of token.
+    """Return the missing weight (1 minus the sum of weights), and the shares of each kind of token.
 
-    The weight on no key (B, h) is that of the effective map. The shares (B, h, 3) by map are
-    relative to the sum of |weight|; shares of a map without weight are 0. The entry SIGNED contains
-    sums of the signed weights of a difference.
+    The missing weight (B, h) is 0 for the difference map of differential attention. The shares (B,
+    h, 3) of each attention map are relative to the sum of |weight|; a map without weight has shares
+    of 0. The key EFFECTIVE has the shares of the last map. For differential attention, the key
+    SIGNED has the sums of the signed weights of the difference map.
 
     Args:
-        maps: weights of one query (B, h, T) by name of the map; the last map is effective.
+        maps: attention weights of one query (B, h, T), by name of the map; the last map multiplies
+            the value vectors.
         by_kind: one-hot kind of each token, (B, T, 3) float64.
     """
     *softmaxes, effective = maps
@@ -219,18 +224,17 @@ def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def rounded(values: Tensor) -> list[Any]:
-    """Return values as nested lists, rounded to DIGITS decimals."""
     return values.round(decimals=DIGITS).tolist()
 
 
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
     """Select the head with the largest mean share in each layer.
 
+    Returns the shares of the selected heads (n, L), and the index of the selected head of each
+    layer.
+
     Args:
         shares: shares by example, layer and head.
-
-    Returns:
-        The shares of the selected heads (n, L), and the index of the selected head of each layer.
     """
     layers = [np.array(layer) for layer in zip(*shares, strict=True)]
     heads = [int(layer.mean(0).argmax()) for layer in layers]
@@ -240,34 +244,34 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """The examples of a result: the group of each example, and facts to group scores by."""
+    """The clusters of all examples, and the values of the fields that group the examples."""
 
     clusters: np.ndarray
     """For each example, the number of its group of dependent examples, (n,)."""
-    facts: Mapping[str, np.ndarray]
-    """By name: for each example, the value that scores are grouped by, (n,)."""
+    groupings: Mapping[str, np.ndarray]
+    """By name of a field, such as "depth": its value in each example, (n,)."""
 
     def score(
         self,
-        of: str,
+        name: str,
         values: np.ndarray,
         totals: np.ndarray | None = None,
         chance: float | None = None,
         limits: tuple[float, float] | None = (0.0, 1.0),
         **more: Any,
     ) -> NamedScore:
-        """Return the score sum(values) / sum(totals), by default the mean of `values`.
+        """Return the score sum(values) / sum(totals) over all examples and layers.
 
-        The score contains a 95% interval from a bootstrap over groups of examples, the interval of
-        each layer, and the same ratio by layer and by fact.
+        The score contains a 95% interval from a bootstrap over clusters of examples. It also
+        contains the ratio for each layer, with an interval, and for each value of the fields in
+        `groupings`.
 
         Args:
-            of: name of the score.
-            values: numerators, (n, L).
-            totals: denominators, (n, L); None for ones.
-            chance: expected value of a guess, stored in the score.
-            limits: range of possible values, stored in the score.
-            more: further fields of the score.
+            values: numerator of each example and layer, (n, L).
+            totals: denominator of each example and layer, (n, L); None for ones.
+            chance: expected score of a uniform attention map.
+            limits: smallest and largest possible value.
+            more: additional fields of the score.
         """
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
@@ -275,33 +279,30 @@ class Sample:
         value, *layers = ratios(top, bottom)
         layer = [str(i) for i in range(len(layers))]
         parts: dict[str, Any] = {"by_layer": dict(zip(layer, layers, strict=True))}
-        for fact, own in self.facts.items():
+        for field, own in self.groupings.items():
             groups = {each: own == each for each in dict.fromkeys(own.tolist())}
             if len(groups) > 1:
-                found = {name: ratios(top[at], bottom[at])[0] for name, at in groups.items()}
-                parts[f"by_{fact}"] = found
+                found = {key: ratios(top[at], bottom[at])[0] for key, at in groups.items()}
+                parts[f"by_{field}"] = found
         about = {
             "independent": len(set(self.clusters.tolist())),
             "range": limits,
             "layer_intervals": dict(zip(layer, intervals[1:], strict=True)),
         }
         value = math.nan if value is None else value
-        return NamedScore(of, value, intervals[0], len(values), chance, {**about, **parts, **more})
+        more = {**about, **parts, **more}
+        return NamedScore(name, value, intervals[0], len(values), chance, more)
 
 
 def summed(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sum the rows of `columns` (n, K) within each group; return (number of groups, K).
-
-    Args:
-        groups: group number of each row, (n,).
-    """
+    """Sum the rows of `columns` (n, K) that have the same number in `groups` (n,)."""
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 
 def ratios(top: np.ndarray, bottom: np.ndarray) -> list[float | None]:
-    """Return the sum of each column of `top` (n, K) divided by the same sum of `bottom` (n, K).
+    """Divide the column sums of `top` (n, K) by the column sums of `bottom` (n, K).
 
-    The ratio is None if the divisor is 0.
+    A ratio is None if its divisor is 0.
     """
     sums = zip(top.sum(0).tolist(), bottom.sum(0).tolist(), strict=True)
     return [a / b if b else None for a, b in sums]

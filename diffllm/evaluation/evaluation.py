@@ -1,8 +1,8 @@
-"""Base class of evaluations of a checkpoint, and files that store their results.
+"""Base class of evaluations of a checkpoint, and the files that store the results.
 
-A results file is a JSON Lines file in a run directory. Its first line contains the key (all
-settings), the unit, the scores and a SHA-256 of the file, which detects truncated or edited files.
-Each further line describes one example, document or layer.
+A results file is a JSON Lines file in a run directory. Its first line contains "key" (all settings
+that the result depends on), "unit", "scores" and "sha256", a checksum that detects truncated or
+edited files. Each further line describes one example, document or layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """The loaded checkpoint that evaluations measure, with its run directory and config."""
+    """A loaded checkpoint to evaluate, with its run directory and config."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -56,7 +56,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Asked:
-    """The user's choices for all evaluations of a call: seed, limit and levels."""
+    """The user's choices for all evaluations: seed, limit, and levels of difficulty by task."""
 
     seed: int = 0
     limit: int | None = None
@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class NamedScore:
-    """One number of an evaluation, with a 95% interval over examples or documents."""
+    """A score of an evaluation, with a 95% confidence interval over examples or documents."""
 
     of: str
     """Name within the evaluation: a level, a range of positions or a number of bits."""
@@ -81,8 +81,9 @@ class NamedScore:
 
 
 class Evaluation(ABC):
-    """Base class of evaluations: `name` is used in commands and files, `unit` applies to all
-    scores.
+    """Base class of evaluations.
+
+    Commands and file names use `name`; `unit` is the unit of all scores.
     """
 
     name: str
@@ -90,10 +91,10 @@ class Evaluation(ABC):
 
     @abstractmethod
     def settings(self, subject: Subject, asked: Asked) -> Settings:
-        """Return all settings that the result depends on, as JSON values.
+        """Return all settings that determine the result, except the checkpoint and the tokenizer.
 
-        The checkpoint and the tokenizer are not included. Raises ConfigError if this evaluation
-        cannot measure the checkpoint.
+        All values are JSON values. Raises ConfigError if this evaluation cannot measure the
+        checkpoint.
         """
 
     @abstractmethod
@@ -102,18 +103,18 @@ class Evaluation(ABC):
 
     @abstractmethod
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
-        """Compute the scores from the result of `lines`."""
+        """Compute the scores from the JSON objects that the method `lines` returned."""
 
 
 def results_of(run: Path, step: int) -> Path:
-    """Return the directory with the results of the checkpoint at `step`."""
+    """Return the directory with the results files of the checkpoint at `step`."""
     return run / DIRECTORY / f"step-{step:08d}"
 
 
 def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
-    """Read the first line of a results file.
+    """Read the first line of a results file, a dict.
 
-    Return None if the file is missing, is damaged, or has a key other than `key`.
+    Return None if the file is missing or damaged, or if its entry "key" does not equal `key`.
     """
     try:
         with readable(file):
@@ -126,10 +127,9 @@ def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
 
 
 def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    """Write a results file with its checksum; raises CheckpointError if writing fails.
+    """Write a results file, and add its checksum to the first line.
 
-    Args:
-        first: the first line, without checksum.
+    Raises CheckpointError if writing fails.
     """
     texts = [f"{json.dumps(line)}\n" for line in lines]
     head = json.dumps({**first, "sha256": checksum(first, texts)})
@@ -137,12 +137,7 @@ def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) ->
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the SHA-256 of a results file.
-
-    Args:
-        first: the first line; its field "sha256" is ignored.
-        lines: all other lines.
-    """
+    """Return the SHA-256 of a results file, without the entry "sha256" of its first line."""
     digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
     for line in lines:
         digest.update(line.encode())
@@ -150,12 +145,13 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 
 
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
-    """Return the first line of every results file of a run, by step and by name of the evaluation.
+    """Read the first line of each results file of a run, by step and by name of the evaluation.
 
-    A file that cannot be read is skipped, and its path is added to `problems` under the reason.
+    Skip files that cannot be read, and append their paths to the list `problems[reason]`.
 
     Args:
-        step: read only results of this step; 0 reads all steps in increasing order.
+        step: read only the results of this checkpoint; 0 reads all checkpoints, in increasing
+            order.
     """
     found: dict[int, dict[str, Line]] = {}
     wanted = f"{step:08d}" if step else "[0-9]" * 8
@@ -169,7 +165,7 @@ def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dic
 
 
 def read_first(file: Path) -> Line:
-    """Return the first line of a results file after a check of its fields and its checksum.
+    """Read the first line of a results file, and check its fields and the checksum of the file.
 
     Raises OSError if the file cannot be read, and ValueError if its content is invalid.
     """

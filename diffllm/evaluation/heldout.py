@@ -1,4 +1,4 @@
-"""Held-out loss per sequence and per document, and the file of document losses.
+"""Held-out loss of a model, and the file with the loss of each held-out document.
 
 Training imports only this module of `diffllm.evaluation`.
 """
@@ -36,19 +36,18 @@ def heldout_loss(
     device: torch.device,
     documents: Callable[[Tensor], Documents] | None = None,
 ) -> tuple[float, DataError | None]:
-    """Return the mean cross-entropy over the batches of all ranks, in nats per token, and any
-    error.
+    """Compute the mean held-out loss over all ranks, in nats per token.
 
-    Every rank must call this. If a batch cannot be read, this rank continues with empty batches,
-    because sharded ranks need the same number of forward passes. The error is None if all batches
-    were read.
+    Every rank must call this. If reading `batches` fails on this rank, the function continues with
+    empty batches, because sharded ranks need the same number of forward passes. It returns the
+    error as its second value, or None.
 
     Args:
-        batches: this rank's (inputs, targets), each (b, T) int64 with b <= shape[0].
-        shape: (B, T) of every forward pass; short batches are padded with ignored targets.
-        rounds: forward passes per rank, at least the number of `batches`.
-        documents: returns the documents of inputs (B, T), on the CPU; None if tokens attend to
-            earlier documents.
+        batches: inputs and targets of this rank, each (b, T) int64 with b <= shape[0].
+        shape: (B, T) of every forward pass; smaller batches are padded with ignored targets.
+        rounds: number of forward passes per rank, at least the number of batches.
+        documents: finds the documents in inputs (B, T) on the CPU, to mask attention between
+            documents; None without such masks.
     """
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -69,9 +68,9 @@ def heldout_loss(
 
 
 def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
-    """Return the next batch, and None or the DataError with which reading failed.
+    """Return the next batch and None, or `empty` and the DataError if reading fails.
 
-    The batch is `empty` if reading failed or no batch remains.
+    If no batch remains, return `empty` and None.
     """
     try:
         return next(batches, empty), None
@@ -81,7 +80,7 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 @dataclass
 class DocumentSums:
-    """Sums of the losses of `count` documents; the tokens of a document may be on several ranks."""
+    """Sum the losses of each of `count` documents; several ranks may read parts of one document."""
 
     model: nn.Module
     count: int
@@ -98,8 +97,8 @@ class DocumentSums:
         Every rank must add the same number of batches.
 
         Args:
-            batch: inputs, targets, and the document index of each target; each (B, T) int64 on the
-                CPU. Negative targets are ignored.
+            batch: inputs, targets, and the index of the document of each target. Each tensor is (B,
+                T) int64 on the CPU. Negative targets are ignored.
         """
         inputs, targets, owners = batch
         device = self.device
@@ -108,7 +107,7 @@ class DocumentSums:
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 
     def total(self) -> Tensor:
-        """Return the sum of losses of each document over all ranks, in nats, (count,) float64.
+        """Return the loss of each document over all ranks in nats, (count,) float64.
 
         Every rank must call this.
         """
@@ -118,10 +117,9 @@ class DocumentSums:
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """The losses of all held-out documents of a run, in the order of the held-out split.
+    """Losses of all held-out documents of a run, in the order of the held-out split.
 
-    All arrays have one entry per document. Two runs were measured on the same documents if `texts`
-    and `tokens` are equal.
+    Each array has one entry per document.
     """
 
     nats: np.ndarray
@@ -140,26 +138,23 @@ class DocumentLosses:
         """Mean loss in nats per token over all documents."""
         return float(self.nats.sum() / self.tokens.sum())
 
-    def of_source(self, place: int) -> "DocumentLosses | None":
-        """Return the losses of the documents of one source of a mixture; None without documents.
-
-        Args:
-            place: index of the source in the mixture.
-        """
-        mine = self.sources == place
+    def of_source(self, index: int) -> "DocumentLosses | None":
+        """Return the losses of the documents of a mixture's source; None if it has no documents."""
+        mine = self.sources == index
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None
 
     @property
     def bits_per_byte(self) -> float:
-        """Mean loss in bits per byte of text over all documents; NaN without text."""
+        """Mean loss in bits per byte of text over all documents; NaN if all texts are empty."""
         size = int(self.bytes.sum())
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write the losses after `step` into a run directory.
+        """Write the losses to a file in the run directory; raises CheckpointError if writing fails.
 
-        Raises CheckpointError if writing fails.
+        Args:
+            step: training step after which the losses were measured.
         """
         file = path_of(run, step)
         content = io.BytesIO()
@@ -172,7 +167,7 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def same_documents(own: DocumentLosses, other: DocumentLosses) -> bool:
-    """Return whether two results were measured on the same documents."""
+    """Return whether two results contain the losses of the same documents."""
     return np.array_equal(own.texts, other.texts) and np.array_equal(own.tokens, other.tokens)
 
 
@@ -182,16 +177,15 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     Raises CheckpointError if the file is missing or damaged.
 
     Args:
-        step: training step after which the losses were measured; None selects the last measured
-            step.
+        step: training step after which the losses were measured; None selects the last measurement.
     """
     there = sorted((run / DIRECTORY).glob("step-*.npz"))
     file = there[-1] if there and step is None else path_of(run, step or 0)
     if not there or not os.path.lexists(file):
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(
-            f"{run} has no losses of held-out documents{after}: a run writes {DIRECTORY}/ when its "
-            "training has ended"
+            f"{run}/{DIRECTORY} has no losses of held-out documents{after}; a run writes the "
+            "losses after its last training step"
         )
     try:
         with (

@@ -47,7 +47,7 @@ def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, T
 
 
 def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
-    """Load a run's decoder as `load_model` does; return it with the step of its checkpoint.
+    """Load a run's decoder as `load_model` does; return the decoder and the step of its checkpoint.
 
     A `step` of 0 selects the newest complete checkpoint.
     """
@@ -70,7 +70,7 @@ def decoder(run: Path, step: int = 0) -> tuple[Transformer, int]:
 
 
 def own_data(run: Path, cfg: TrainConfig) -> Prepared:
-    """Open the corpus that a run was trained on, prepared as for training.
+    """Open the prepared corpus that a run was trained on.
 
     Raises ConfigError if the corpus or the tokenizer has changed since training.
     """
@@ -93,7 +93,7 @@ def own_corpus(run: Path, cfg: TrainConfig) -> str:
 
 
 class HeldoutSequence(NamedTuple):
-    """A sequence of the held-out split, with the same layout as a training sequence."""
+    """Inputs and targets of one sequence of the held-out split."""
 
     inputs: Tensor
     """(1, T) int64."""
@@ -105,7 +105,7 @@ class HeldoutSequence(NamedTuple):
 def first_sequences(
     run: Path, cfg: TrainConfig, most: int, device: torch.device
 ) -> list[HeldoutSequence]:
-    """Read the first sequences of a run's held-out split, at most `most`, onto `device`."""
+    """Read the first sequences of a run's held-out split to `device`, at most `most` sequences."""
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)
@@ -125,10 +125,12 @@ def sequences_for(tokens: int, seq_len: int) -> int:
 
 
 def pass_settings(subject: Subject, asked: Asked, version: int) -> Settings:
-    """Return the settings of an evaluation that reads `first_sequences`.
+    """Return the settings of an evaluation that runs the model on `first_sequences`.
+
+    The settings are the version, the number of sequences and the hash of the corpus.
 
     Args:
-        version: version of the evaluation, part of the key of its results.
+        version: version of the evaluation; stored results of other versions are not reused.
     """
     return {
         "version": version,

@@ -1,9 +1,10 @@
 """Attention maps (weights of queries on keys) of a layer as tensors, and figures of these maps.
 
-A figure has one row per head. Its columns are the head's attention maps, and lambda or the gate if
-the variant has one. All maps of a figure use the same colours: red above zero, blue below.
+For each head, a figure shows the attention maps, and lambda or the gate if the variant has one. All
+maps of a figure use the same colours: red above zero, blue below.
 
-Shapes: B batch, T tokens (queries before keys), h heads of the variant: V1 has n_heads / 2.
+Shapes: B batch, T tokens (queries before keys), h heads of an attention map (n_heads / 2 for DIFF
+V1).
 """
 
 import math
@@ -44,7 +45,7 @@ MARKS = {" ": "·", "\u2581": "·", "\n": "↵", "\t": "⇥"}
 
 @dataclass
 class LayerMaps:
-    """The attention maps of one layer, and values per query such as lambda."""
+    """The attention maps of one layer, and values for each query such as lambda."""
 
     maps: Maps
     """"map", or "map 1", "map 2" and "difference": (B, h, T, T) each, float32 or wider."""
@@ -53,7 +54,7 @@ class LayerMaps:
 
     @property
     def effective(self) -> Tensor:
-        """The attention map that multiplies the value vectors, (B, h, T, T): the last map."""
+        """The last attention map in `maps`, which multiplies the value vectors, (B, h, T, T)."""
         return list(self.maps.values())[-1]
 
 
@@ -62,7 +63,7 @@ def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
     """Compute the attention maps of one layer of a model.
 
     Args:
-        tokens: token ids (B, T) int64, with one document per row.
+        tokens: token ids (B, T) int64; each row is one document.
         layer: index of the layer, from 0.
     """
     return attention_maps(*next(islice(attention_inputs(model, tokens), layer, None)))
@@ -70,12 +71,13 @@ def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
 
 @torch.no_grad()
 def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[Maps]:
-    """Yield the attention weights of the last query of each row, one layer at a time.
+    """Yield the attention weights of the last token of each row, for one layer after another.
 
-    Each item contains weights (B, h, T) by name of the attention map.
+    Each item is a dict from the name of an attention map, such as "map 1", to its weights (B, h,
+    T).
 
     Args:
-        tokens: token ids (B, T) int64, one document per row, padded at the end.
+        tokens: token ids (B, T) int64; each row is one document, padded at the end.
         lengths: number of tokens of each row without padding, (B,) int64.
     """
     at = torch.arange(len(tokens), device=tokens.device)[:, None], lengths[:, None] - 1
@@ -91,9 +93,9 @@ def last_maps(model: Transformer, tokens: Tensor, lengths: Tensor) -> Iterator[M
 def attention_inputs(
     model: Transformer, tokens: Tensor
 ) -> Iterator[tuple[Attention, Tensor, Rope]]:
-    """Yield the attention module, its normalised input (B, T, D) and the rotary tables per layer.
+    """Yield (attention module, normalised input (B, T, D), rotary tables) for each layer.
 
-    The output of a layer is computed after the caller requests the next layer.
+    A transformer block runs only when the caller requests the inputs of the next layer.
     """
     x = model.tok_embeddings(tokens)
     rope = model.rope(0, tokens.shape[1])
@@ -105,7 +107,7 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the attention maps of an attention module.
+    """Compute the attention maps of an attention module, and lambda, gate or sink for each query.
 
     Args:
         x: normalised input of the module, (B, T, D).
@@ -128,14 +130,13 @@ def attention_maps(
 
 
 def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "Figure":
-    """Draw the attention maps of `heads` for the first sequence of the batch.
+    """Draw the attention maps of the given heads for the first sequence of the batch.
 
     Queries run downwards and keys to the right.
 
     Args:
         heads: indices of the heads.
         labels: one label per token, without line breaks.
-        title: title of the figure.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -147,7 +148,7 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
     # The side of a map gives each token a line of text, within limits that shrink with more heads.
     side = min(max(len(labels) * SMALL / 72 * 1.3, 1.3), max(5.0 * len(heads) ** -0.35, 2.0))
     widths = [side if name in layer.maps else STRIP for name in columns]
-    blocks = blocks_of(len(heads), side, sum(widths))
+    blocks = heads_per_row(len(heads), side, sum(widths))
     rows = len(heads) // blocks
     # Below 5 points, labels are omitted instead of drawn smaller.
     points = min(max(side / len(labels) * 72 / 1.3, 5.0), SMALL)
@@ -181,12 +182,12 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
     return fig
 
 
-def blocks_of(n_heads: int, height: float, width: float) -> int:
-    """Return the number of heads per row that makes a figure of all heads about as wide as high.
+def heads_per_row(n_heads: int, height: float, width: float) -> int:
+    """Return the number of heads per row that makes a figure about 1.4 times as wide as high.
 
     Args:
-        height: height of one head's maps in inches.
-        width: width of one head's maps in inches.
+        height: height of the maps of one head in inches.
+        width: width of the maps of one head in inches.
     """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))
@@ -195,8 +196,8 @@ def blocks_of(n_heads: int, height: float, width: float) -> int:
 def colours_of(weights: np.ndarray) -> "ScalarMappable":
     """Return a colour scale for attention weights (..., T, T).
 
-    The scale is linear in the signed square root, and ends at the percentile PERCENTILE of
-    |weight|.
+    The scale is linear in the signed square root of a weight. It ends at the PERCENTILE-th
+    percentile of |weight|.
     """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -215,7 +216,7 @@ def colours_of(weights: np.ndarray) -> "ScalarMappable":
 
 
 def draw_map(axes: "Axes", weights: np.ndarray, colours: "ScalarMappable") -> None:
-    """Draw one attention map (T, T) up to the diagonal; later keys stay blank."""
+    """Draw one attention map (T, T); keys after the query are blank."""
     n = len(weights)
     shown = np.ma.masked_array(weights, np.triu(np.ones((n, n), dtype=bool), 1))
     image = axes.imshow(shown, interpolation="nearest", aspect="auto")
@@ -275,7 +276,7 @@ def draw_colour_bar(fig: "Figure", grid: np.ndarray, colours: "ScalarMappable") 
 
 
 def visible(piece: str) -> str:
-    """Return a token's text as one printable line of at most LONGEST characters.
+    """Return the text of a token as one printable line of at most LONGEST characters.
 
     White space is replaced by visible symbols, and other invisible characters by escape sequences.
     """

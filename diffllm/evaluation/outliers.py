@@ -1,8 +1,9 @@
-"""Outliers of a checkpoint on fixed held-out tokens: hidden states, logits and sinks by layer.
+"""Measure outliers of a checkpoint in each layer: hidden states, attention logits and sinks.
 
-`diffllm outliers` prints these statistics, and the evaluation `outliers` stores them.
+The model reads fixed held-out tokens. `diffllm outliers` prints the statistics, and the evaluation
+`outliers` stores them.
 
-Shapes: B batch, T tokens, N queries of a piece, h heads of an attention map, D model width.
+Shapes: B batch, T tokens, N queries, h heads of an attention map, D model width.
 """
 
 import math
@@ -35,10 +36,9 @@ NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
-    """Running statistics of |x| over many values x: percentiles, largest values, RMS and kurtosis.
+    """Running statistics of values: percentiles and largest values of |x|, RMS and kurtosis.
 
-    Stores the largest magnitudes, sums of powers in float64, and a histogram with 512 bins per
-    octave.
+    Percentiles are computed from a histogram of |x| with 512 bins per octave.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Spread:
         """Sums of the first four powers of the values."""
 
     def add(self, values: Tensor) -> None:
-        """Include finite values, in a tensor of any shape, in the statistics."""
+        """Add the values of a tensor of any shape; all values must be finite."""
         flat = values.detach().float().flatten()
         sizes, wide = flat.abs(), flat.double()
         self.count += len(flat)
@@ -61,7 +61,7 @@ class Spread:
         self.sums += torch.stack([power.sum() for power in powers]).cpu()
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile (0 to 100) of the magnitudes; its relative error is at most 0.1%."""
+        """Return a percentile (0 to 100) of |x|, with a relative error of at most 0.1%."""
         rank = max(1, math.ceil(percent / 100 * self.count))
         place = int(torch.searchsorted(self.bins.cumsum(0), rank))
         ends = torch.tensor([place, place + 1], dtype=torch.int32) << LEFT_OUT
@@ -70,7 +70,7 @@ class Spread:
 
     @property
     def kurtosis(self) -> float | None:
-        """E[(x - mean)^4] / E[(x - mean)^2]^2 of all added values x; None if all are equal."""
+        """Kurtosis E[(x - mean)^4] / E[(x - mean)^2]^2 of all values x; None if all are equal."""
         mean, second, third, fourth = (self.sums / self.count).tolist()
         variance = second - mean**2
         if variance <= 1e-12 * second:
@@ -78,7 +78,10 @@ class Spread:
         return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all statistics by name; `top_<k>` is None if fewer than k values were added."""
+        """Return all statistics by name, such as "p99" or "top_10", the tenth largest |x|.
+
+        `top_<k>` is None if fewer than k values were added.
+        """
         top = {f"top_{k}": self.largest[k - 1].item() if k <= self.count else None for k in TOP}
         percentiles = {name: self.percentile(percent) for name, percent in PERCENTILES.items()}
         rms = math.sqrt(self.sums[1].item() / self.count)
@@ -86,8 +89,6 @@ class Spread:
 
 
 class Mean:
-    """Running mean of all added values."""
-
     def __init__(self) -> None:
         self.sum, self.count = 0.0, 0
 
@@ -114,12 +115,12 @@ class LayerOutliers:
         self.share: defaultdict[str, Mean] = defaultdict(Mean)
 
     def add_states(self, x: Tensor, context: Tensor, v: Tensor) -> None:
-        """Include the states of one layer for one batch in the statistics.
+        """Add the states of one layer for one batch to the statistics.
 
         Args:
-            x: output of the block, (B, T, D).
-            context: output of each head before the output projection, (B, T, h, head width).
-            v: value vectors.
+            x: output of the transformer block, (B, T, D).
+            context: output of each attention head before the output projection, (B, T, h, width).
+            v: value vectors, (B, T, value heads, width).
         """
         self.hidden.add(x)
         self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
@@ -133,12 +134,12 @@ class LayerOutliers:
         self.most = max(self.most, ratio.max().item())
 
     def add_maps(self, logits: Maps, maps: Maps, probe: Probe) -> None:
-        """Include N queries of the layer in the statistics.
+        """Add the attention logits and weights of N queries to the statistics.
 
         Args:
-            logits: values before the softmax by name of the map, (B, h, N, T).
-            maps: attention weights by name of the map, (B, h, N, T).
-            probe: the N queries and the keys that they see.
+            logits: values before the softmax (B, h, N, T), by name of the attention map.
+            maps: attention weights (B, h, N, T), by name of the attention map.
+            probe: the N queries, and the keys that these queries see.
         """
         for name, scores in logits.items():
             self.logits[name].add(scores[probe.visible.expand_as(scores)])
@@ -153,7 +154,7 @@ class LayerOutliers:
             self.share[name].add(share[others])
 
     def numbers(self) -> dict[str, Any]:
-        """Return all statistics of the layer by name."""
+        """Return all statistics of the layer by name, as described in `measure_outliers`."""
         return {
             "hidden": {
                 **self.hidden.numbers(),
@@ -181,12 +182,15 @@ def measure_outliers(
     advance: Callable[[int], None] = lambda done: None,
     name: str = "the model",
 ) -> list[dict[str, Any]]:
-    """Run the model on each sequence, and return the statistics of each layer by name.
+    """Run the model on all sequences, and return a dict of statistics for each layer.
 
-    - `hidden` describes the outputs of the layer's block.
-    - `logits` describes q k / sqrt(head_dim) of visible keys, by attention map.
-    - `sinks` contains, by attention map, the signed weight on the first visible token and its share
-      of the sum of |weight|: means over heads, sequences and queries that see several keys.
+    - `hidden`: statistics of the outputs of the transformer block.
+    - `logits`: statistics of q k / sqrt(head_dim) for visible keys, by name of the attention map.
+    - `sinks`: the signed weight on the first visible token, and its share of the sum of |weight|,
+      by name of the attention map. Both are means over heads, sequences, and queries that see
+      several keys.
+    - `context_rms`: RMS of the attention output per head before the output projection.
+    - `context_over_value_rms`: this RMS divided by the RMS of the values.
 
     Raises CheckpointError if the output of a layer is not finite.
 
@@ -217,10 +221,11 @@ def measure_outliers(
 
 
 class Outliers(Evaluation):
-    """Evaluation of outliers: stores all statistics of each layer, and scores their maxima.
+    """Evaluation that stores the outlier statistics of each layer, and scores their maxima.
 
-    A score is the largest value of a statistic over layers, and for logits also over attention
-    maps. For example, the score "hidden top_1" is the largest magnitude of any hidden state.
+    A score is the largest value of one statistic over all layers, and for logits also over all
+    attention maps. For example, the score "hidden top_1" is the largest magnitude of any hidden
+    state.
     """
 
     name = "outliers"

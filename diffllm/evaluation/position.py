@@ -1,5 +1,4 @@
-"""The loss on whole held-out documents by position, by distance to the last equal token, and on
-repeated sequences of tokens.
+"""Loss on whole held-out documents by position, distance and span, as defined in `Position`.
 
 Shapes: n tokens of a document.
 """
@@ -30,18 +29,18 @@ Sums = dict[str, list[float]]
 
 
 class Position(Evaluation):
-    """Evaluation of whole documents: the loss by position, distance and span, in nats per token.
+    """Evaluation of whole held-out documents: loss by position, distance and span of a token.
 
-    The model reads each document from its start, after an EOS, up to its maximum length. Target i
-    of a document is its token i, from 0, and the document's EOS is the last target:
+    The model reads each document from its start, after an EOS, up to the model's maximum length.
+    The EOS at the end of a document is also predicted. The properties of a predicted token are:
 
-    - The position of target i is i.
-    - The distance is i - j, where j < i is the position of the last equal token, or "none".
-    - The span, for i >= 2, is "repeated" if the two tokens before the target occurred earlier in
-      the document with the same next token. The span is "first" if these two tokens did not occur
-      earlier in this order. Other targets have no span.
+    - position: the index of the token in its document, from 0.
+    - distance: the number of tokens since the previous occurrence of the same token in the
+      document, or "none" for the first occurrence.
+    - span: "repeated" if the token and the two tokens before it occurred earlier in the document in
+      the same order, or "first" if the two tokens before it did not. Other tokens have no span.
 
-    If training used data.mask_documents, the leading EOS is invisible, and positions start at 0.
+    If training used data.mask_documents, tokens of the document do not attend to the EOS before it.
     """
 
     name = "position"
@@ -99,11 +98,12 @@ class Position(Evaluation):
 
 @torch.no_grad()
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
-    """Run the model on texts as one batch; return the loss of every token of each text, in nats.
+    """Run the model on a batch of texts; return the loss of each token of each text in nats.
+
+    The model reads an EOS before each text.
 
     Args:
-        texts: token ids of each text; an EOS precedes each text.
-        eos_id: id of the EOS token.
+        texts: token ids of each text.
     """
     targets = padded(texts, -1, torch.device("cpu"))
     inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))
@@ -120,14 +120,15 @@ def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) ->
 def sums(
     text: Sequence[int], losses: Sequence[float], predicted: Sequence[bool]
 ) -> dict[str, Sums]:
-    """Return [sum of losses, number of tokens] of each bin of one document.
+    """Sum the losses of one document by the properties of its tokens, see `Position`.
 
-    The result is grouped by "all", "position", "distance" and "span", see `Position`.
+    The result maps "all", "position", "distance" and "span" to bins, and each bin to the sum of its
+    losses in nats and its number of tokens: `{"position": {"2-3": [7.1, 2]}}`.
 
     Args:
         text: token ids (n,).
-        losses: losses of these tokens (n,), in nats.
-        predicted: (n,); False for tokens that are only context.
+        losses: loss of each token in nats, (n,).
+        predicted: (n,); False for tokens that are only context, which are not counted.
     """
     found: dict[str, Sums] = {"all": {}, "position": {}, "distance": {}, "span": {}}
     last: dict[int, int] = {}
@@ -153,7 +154,7 @@ def sums(
 
 
 def octave(number: int) -> str:
-    """Return the name of the bin of a number: "0", "1", "2-3", "4-7" and so on."""
+    """Return the bin of a number: "0", "1", "2-3", "4-7", "8-15" or a later range."""
     if number < 2:
         return str(number)
     low = 1 << number.bit_length() - 1
@@ -161,6 +162,6 @@ def octave(number: int) -> str:
 
 
 def bin_order(name: str) -> tuple[int, float]:
-    """Return a sort key for bin names: numbers first, then other names, with "first" last."""
+    """Return a key that sorts bins: ranges of numbers, then other names, and "first" last."""
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

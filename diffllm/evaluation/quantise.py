@@ -1,10 +1,10 @@
-"""The change of the loss if weight matrices, their inputs, or both are rounded to fewer bits.
+"""Measure how much the loss changes if weights, their inputs, or both are rounded to fewer bits.
 
 Quantisation is simulated: rounded values are stored and multiplied in the model's dtype. With b
 bits, a rounded value is one of 2^b - 1 multiples of a scale. The scale is the largest magnitude of
 a tensor, or of each row, divided by 2^(b-1) - 1 (symmetric absmax). Ties round to even.
 
-Shapes: M rows, E experts, K input width of a matrix.
+Shapes: E experts, K input width of a matrix.
 """
 
 import math
@@ -36,7 +36,7 @@ KEPT = ("w_lambda",)
 
 @dataclass(frozen=True)
 class Rounding:
-    """How tensors are rounded: number of bits, and one scale per row or per tensor."""
+    """Number of bits of rounded values, and whether each row of a tensor has its own scale."""
 
     bits: int
     by_row: bool
@@ -44,12 +44,12 @@ class Rounding:
 
 
 def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
-    """Round x to one of 2^bits - 1 multiples of a scale; return the same shape and dtype.
+    """Round x to multiples of a scale with `bits` bits; return the same shape and dtype.
 
     Rounding is computed in float32. Values whose scale is 0 become 0.
 
     Args:
-        dims: dimensions of x that share a scale.
+        dims: dimensions of x whose values share a scale.
     """
     most = 2 ** (bits - 1) - 1
     wide = x.float()
@@ -64,15 +64,15 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
 ) -> Iterator[None]:
-    """In this context, round the weight matrices of all blocks and the inputs of these matrices.
+    """In this context, round the weight matrices of all transformer blocks and their inputs.
 
-    The matrices are those of experts, and of linear layers except `KEPT`. Inputs of experts are
-    rounded before w1 and w3, and before w2 after multiplication by the router's weight. The
-    original weights are restored exactly on exit.
+    The matrices of experts and of linear layers are rounded, except layers in KEPT. Inputs of
+    experts are rounded before w1 and w3, and before w2 after multiplication by the router's weight.
+    The original weights are restored exactly on exit.
 
     Args:
-        weights: how matrices are rounded; None does not round matrices.
-        activations: how inputs are rounded; None does not round inputs.
+        weights: rounding of the matrices; None leaves the matrices unchanged.
+        activations: rounding of the inputs; None leaves the inputs unchanged.
     """
     with ExitStack() as stack:
         if weights is not None:
@@ -89,7 +89,7 @@ def quantised(
 
 
 def layers(model: Transformer) -> list[nn.Linear | Experts]:
-    """Return the linear layers and experts whose matrices and inputs `quantised` rounds."""
+    """Return the linear layers and experts whose matrices and inputs can be rounded."""
     return [
         module
         for name, module in model.layers.named_modules()
@@ -113,7 +113,7 @@ def round_inputs(layer: nn.Linear | Experts, how: Rounding, stack: ExitStack) ->
 
 
 class Arm(NamedTuple):
-    """One way of rounding that `Quantise` measures."""
+    """A setting of the evaluation: how weights and activations are rounded."""
 
     name: str
     weights: Rounding | None = None
@@ -138,7 +138,7 @@ for kind, bits in product(KINDS, BITS):
 
 
 class Quantise(Evaluation):
-    """Evaluation of simulated quantisation: the increase of the loss for each entry of ARMS.
+    """Evaluation of simulated quantisation: the increase of the loss for each setting in ARMS.
 
     The loss is computed on the sequences of `first_sequences`, one sequence at a time. Each score
     also contains the loss without rounding.
@@ -155,7 +155,9 @@ class Quantise(Evaluation):
         first = first_sequences(subject.run, subject.cfg, asked, subject.device)
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
-            raise DataError("the held-out sequences contain no token to predict")
+            raise DataError(
+                f"the first {asked} held-out sequences contain no target token; increase limit"
+            )
         found: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:
             for arm in ARMS:
@@ -192,10 +194,10 @@ def loss_lines(
     sequences: Sequence[HeldoutSequence],
     advance: Callable[[int], None],
 ) -> list[Line]:
-    """Return one line per sequence with its loss in nats and its number of targets.
+    """Compute the loss of each sequence in nats, and return a dict for each sequence.
 
     Args:
-        arm: name of the rounding that is active, for the lines and for the error.
+        arm: name of the active rounding, for the dicts and for the error.
         advance: called with 1 after each sequence, to show progress.
     """
     found = []

@@ -63,33 +63,38 @@ Result = dict[str, Any]
 def chosen(
     suite: str, names: Sequence[str], levels: Sequence[Level]
 ) -> tuple[list[Evaluation], Asked]:
-    """Return the evaluations in `names`, or else those of the suite, and their levels.
+    """Return the evaluations in `names` or, if `names` is empty, in `suite`, and their levels.
 
-    Raises ConfigError for an unknown name, and for `levels` unless exactly one task is named.
+    Raises ConfigError for an unknown name, or if `levels` are given for more than one evaluation.
 
     Args:
         names: names of tasks or evaluations, or paths of .jsonl or .ndjson files of examples.
-        levels: levels of the single named task; empty uses the levels of the suite.
+        levels: levels of difficulty for a single task; if empty, use the levels of the suite.
     """
     if suite not in SUITES:
         raise ConfigError(f"suite={suite} does not exist{choose_from(suite, list(SUITES))}")
     wanted = list(dict.fromkeys(names)) or list(SUITES[suite])
     if levels and len(wanted) != 1:
-        raise ConfigError("level applies to one task: name exactly one in tasks=[...]")
+        raise ConfigError(
+            f"level={list(map(dict, levels))} applies to a single task, but {len(wanted)} are "
+            "selected; select one with tasks=[NAME]"
+        )
     found = [evaluation_named(name) for name in wanted]
     own = {name: fixed for name, fixed in SUITES[suite].items() if fixed and name in wanted}
     return found, Asked(levels={found[0].name: levels} if levels else own)
 
 
 def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
-    """Return the evaluation with a name, or the evaluation of a task or of a file of examples.
+    """Find an evaluation by its name, by the name of a task, or by the path of a file of examples.
 
-    Raises ConfigError for an unknown name; the error lists `known`, or else all names.
+    Raises ConfigError for an unknown name; the error lists `known` or, if empty, all names.
     """
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))
         if task.name in TASKS or task.name in EVALUATIONS:
-            raise ConfigError(f"tasks: {name} has the name of a task, {task.name}; rename it")
+            raise ConfigError(
+                f"tasks: {name} has the name of the task {task.name}; rename the file"
+            )
         return Answers(task)
     if name in EVALUATIONS:
         return EVALUATIONS[name]
@@ -107,10 +112,10 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
 def evaluate(
     subject: Subject, evaluations: Sequence[Evaluation], asked: Asked
 ) -> tuple[dict[str, Result], list[str]]:
-    """Run all evaluations; return their results by name, and why evaluations were skipped.
+    """Run all evaluations; return the results by name, and a message for each skipped task.
 
-    A task is skipped if it does not fit the model's maximum length. A stored result is reused if
-    its key is equal: the checkpoint, the tokenizer and all settings.
+    A task is skipped if it does not fit into the model's maximum length. A stored result is reused
+    if the checkpoint, the tokenizer and all settings are unchanged.
     """
     results: dict[str, Result] = {}
     skipped = []
@@ -145,10 +150,10 @@ def evaluate(
 
 
 def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | None":
-    """Check eval.suites and eval.levels, and return a function that makes the run's tasks.
+    """Check eval.suites and eval.levels; return a function that makes the tasks from the tokenizer.
 
-    The function expects the tokenizer, and raises ConfigError for a task that does not fit the run.
-    Return None if the config names no task. Raises ConfigError for invalid settings.
+    Return None if eval.suites is empty. Raises ConfigError for invalid settings. The returned
+    function raises ConfigError if a task does not fit into the sequence length of the run.
     """
     found: dict[Answers, Sequence[Level]] = {}
     known = sorted({*TASKS, *SUITES} - {"checkpoint", "attention_mass"})
@@ -163,20 +168,22 @@ def tasks_of(cfg: TrainConfig) -> "Callable[[Tokenizer], TasksWhileTraining] | N
         for each in evaluations:
             if not isinstance(each, Answers):
                 raise ConfigError(
-                    f"eval.suites: {each.name} is only for checkpoints; use "
-                    f"diffllm evaluate tasks=[{each.name}]"
+                    f"eval.suites: {each.name} cannot be evaluated during training; after "
+                    f"training, use diffllm evaluate tasks=[{each.name}]"
                 )
             found[each] = asked.levels.get(each.name, ())
     by_name = {each.name: each for each in found}
     for name, level in cfg.eval.levels.items():
         if name not in by_name:
-            raise ConfigError(f"eval.levels: {name} is not in eval.suites={cfg.eval.suites}")
+            raise ConfigError(
+                f"eval.levels: {name} must be a task of eval.suites={cfg.eval.suites}"
+            )
         found[by_name[name]] = levels_of(level, f"eval.levels: {name}")
     return (lambda tokenizer: TasksWhileTraining(cfg, found, tokenizer)) if found else None
 
 
 class TasksWhileTraining:
-    """The tasks of a training run; all evaluations of the run use the same questions."""
+    """Tasks that are evaluated during training; every evaluation uses the same examples."""
 
     def __init__(
         self, cfg: TrainConfig, found: dict[Answers, Sequence[Level]], tokenizer: Tokenizer
@@ -194,7 +201,7 @@ class TasksWhileTraining:
             ]
 
     def __call__(self, model: Any) -> dict[str, float]:
-        """Return the shares of correct answers as metrics, by name of the metric.
+        """Return the share of correct answers of each task, by name of the metric.
 
         Metrics are `tasks/<task>`, `tasks/<task>/<level>`, `tasks_chance/<task>` (random answers)
         and `tasks_generated/<task>` (greedy decoding). Every rank must call this.

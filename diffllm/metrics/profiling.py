@@ -31,7 +31,8 @@ class ProfileConfig:
             len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= steps
         ):
             raise ConfigError(
-                f"profile.steps={self.steps} must be [first,last], 1 <= first <= last <= {steps}"
+                f"profile.steps={self.steps} must be [first,last] with "
+                f"1 <= first <= last <= {steps}, the last training step"
             )
 
 

@@ -106,7 +106,7 @@ class MetricsFile:
             line = self.waiting[0]
             try:
                 if self.file.write(line) != len(line):
-                    raise OSError("the line was only partly written")
+                    raise OSError("only a part of the line was written")
             except OSError as error:
                 with contextlib.suppress(OSError):
                     self.file.truncate(self.size)  # remove an incomplete line

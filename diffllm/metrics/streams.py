@@ -61,7 +61,7 @@ class Result(Unfailing):
         if isinstance(error, BrokenPipeError):
             raise ReaderGone from error
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"standard output cannot be written: {reason}") from error
+        raise UserError(f"cannot write to standard output: {reason}") from error
 
 
 def open_closed_descriptors() -> None:

@@ -339,7 +339,8 @@ def add_metric(metric: Metric) -> Metric:
     for other in METRICS:
         if other.covers(metric.name) or metric.covers(other.name):
             raise ConfigError(
-                f"metric {metric.name} exists already as {other.name}; choose another name"
+                f"metric {metric.name} conflicts with the existing metric {other.name}; "
+                "choose another name"
             )
     METRICS.append(metric)
     if metric.section not in SECTIONS:

@@ -291,9 +291,9 @@ def test_evaluate_command_uses_requested_task_level_or_prints_error(
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (["tasks=[mqar]", "level={filler: [[4]]}"], "level={filler: [[4]]} must be settings like"),
         (["tasks=[mqar]", "level={}"], "level: mqar needs filler, not {}"),
-        (["level={filler: 5}"], "level applies to one task"),
+        (["level={filler: 5}"], "level=[{'filler': 5}] applies to a single task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
-        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
+        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
     ):
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]

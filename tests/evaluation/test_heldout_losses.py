@@ -89,7 +89,7 @@ def test_document_losses_raises_error_with_path_of_damaged_file(
 
 
 def test_document_losses_raises_error_for_run_without_losses(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no losses of held-out documents: .* ended"):
+    with pytest.raises(CheckpointError, match="has no losses of held-out documents; a run writes"):
         document_losses(tmp_path)
     SOME.save(tmp_path, 40)
     with pytest.raises(CheckpointError, match="has no losses of held-out documents after step 9"):

@@ -129,7 +129,7 @@ def test_failed_write_of_result_to_stdout_is_an_error_unless_reader_has_exited(
         assert ended.code == 0, ended
         assert not [line for line in ended.err.splitlines() if line.startswith("error")]
     else:
-        assert refusal_of(ended).startswith("error: standard output cannot be written: ")
+        assert refusal_of(ended).startswith("error: cannot write to standard output: ")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         ),
         (["eval.suites=[induction]"], "eval.suites: induction was removed; use needle"),
         (["eval.suites=[mqar]", "eval.levels={mqar: {filler: 90}}"], "the task mqar at"),
-        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar is not in eval.suites"),
+        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar must be a task of eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
     ],
 )
