@@ -222,7 +222,7 @@ def score_rows(
 
 
 def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question; read the common prefix of all contexts once, into a cache."""
+    """Yield the scores of each question; read the common prefix of all contexts only once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device

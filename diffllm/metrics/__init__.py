@@ -1,1 +1,1 @@
-"""Metrics of a run and their destinations: metrics.jsonl, the terminal, wandb, TensorBoard."""
+"""Metrics of a run, and their destinations: metrics.jsonl, terminal, wandb and TensorBoard."""

@@ -1,4 +1,4 @@
-"""Statistics of the layers during a training step, combined over micro-batches and ranks."""
+"""Statistics of all layers in a training step, combined over micro-batches and ranks."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ OPS = {SUM: ("mean", "rms"), MIN: ("min",), MAX: ("max",)}
 
 @dataclass
 class DiagnosticsConfig:
-    """Intervals of statistics and probes."""
+    """How often layer statistics are computed, and how often attention maps are probed."""
 
     interval: int = bounded(10, least=0)
     """Steps between in-block statistics; 0 turns them off."""
@@ -48,10 +48,10 @@ def due_stats(stats: Stats, statistics: bool, probes: bool) -> Stats:
 
 
 def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) -> Tensor | None:
-    """Draw the N query positions at which a step measures attention maps, (N,) int64 on the CPU.
+    """Draw N query positions at which `step` measures attention maps, (N,) int64 on the CPU.
 
-    The sequence without its first token is split into N equal parts with one position each. Return
-    None if `cfg.probe_interval` is 0.
+    The sequence without its first token is divided into N equal segments, and one position is drawn
+    in each segment. Return None if `cfg.probe_interval` is 0.
     """
     if not cfg.probe_interval:
         return None
@@ -67,13 +67,13 @@ def merge(into: Stats, new: Stats) -> Stats:
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine statistics over micro-batches and ranks; the results are equal on all ranks.
+    """Combine statistics over micro-batches and ranks; all ranks receive the same results.
 
-    Sums, minima and maxima take one collective each.
+    Every rank must call this.
 
     Args:
-        stats: float32 tensors (layers,) or (layers, heads) by quantity, merged over the
-            micro-batches of this rank.
+        stats: by name of the statistic, float32 (layers,) or (layers, heads), already merged over
+            the micro-batches of this rank.
     """
     reduced: Stats = {}
     for op, kinds in OPS.items():
@@ -96,24 +96,25 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return the largest and smallest load of an expert in each of L layers, (L,) float32.
+    """Return "expert_load_max" and "expert_load_min" of each of L layers, (L,) float32 each.
 
-    The load is an expert's number of tokens, divided by the mean over experts.
+    The load of an expert is its number of tokens, divided by the mean over all experts of the
+    layer.
 
     Args:
-        counts: (L, E) int64, tokens of the global batch for each of E experts.
+        counts: tokens of the global batch for each layer and expert, (L, E) int64.
     """
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """Name all values `<quantity>/layer_<i>`, or `<quantity>_<head>/layer_<i>` if given per head.
+    """Return all values by name of the metric, such as "lambda_01/layer_03" for head 1.
 
-    A quantity with fewer layers than other quantities belongs to the last layers.
+    If a statistic has fewer layers than others, its values belong to the last layers.
 
     Args:
-        stats: tensors (layers,) or (layers, heads) by quantity.
+        stats: by name of the statistic, (layers,) or (layers, heads).
     """
     if not stats:
         return {}

@@ -17,7 +17,7 @@ from diffllm.core.printing import KEPT
 
 
 class RunLog:
-    """Log file of a run. Text stays in memory until `open`; write errors are ignored."""
+    """Log file of a run. Text is kept in memory until `open`; write errors are ignored."""
 
     def __init__(self) -> None:
         self.waiting = ""
@@ -25,7 +25,10 @@ class RunLog:
         self.stderr: Any = None
 
     def copy_stderr(self, errors_only: bool = False) -> None:
-        """Log standard error until `close`; with `errors_only`, only text after "error: "."""
+        """Copy standard error to the log until `close` is called.
+
+        With `errors_only`, copy only text that begins with "error: ".
+        """
         self.stderr = sys.stderr
         sys.stderr = Copied(sys.stderr, self.write_error if errors_only else self.write)
 
@@ -56,7 +59,7 @@ class RunLog:
 
 
 class Copied:
-    """A stream that also passes written text to `copy`, except text that moves the cursor."""
+    """Wrapper of a stream that passes text also to `copy`, except text that moves the cursor."""
 
     def __init__(self, stream: Any, copy: Callable[[str], None]):
         self.stream, self.copy = stream, copy
@@ -76,7 +79,7 @@ SAY_S = 30
 
 
 class Display:
-    """Show the progress of a run on standard output and in the run's log; enabled on rank 0."""
+    """Show the progress of a run on standard output and in the run's log, if `enabled` (rank 0)."""
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
@@ -112,9 +115,8 @@ class Display:
     def show(self, step: int, values: dict[str, Any], eta_s: float) -> None:
         """Print the metrics of a logged step.
 
-        A terminal shows the newest metrics in the progress bar. During a run about one screen of
-        lines remains above the bar, with more lines of the first steps. Other output gets every
-        line.
+        On a terminal, the progress bar shows the newest metrics, and about one screen of lines per
+        run is printed above the bar. In other output and in the log, every logged step has a line.
 
         Args:
             values: metrics by name, such as "train/loss".
@@ -125,9 +127,9 @@ class Display:
         loss, speed = values["train/loss"], values["perf/tokens_per_s"]
         line = (
             f"step {step:>{len(str(self.steps))}}/{self.steps}  "
-            f"loss {loss:.3f}{bits(values, 'train')}  "
+            f"loss {loss:.3f}{bits_per_byte(values, 'train')}  "
             f"grad {values['train/grad_norm']:.2f}  lr {values['train/lr']:.1e}  {speed:,.0f} tok/s"
-            f"{''.join(f'  {part}' for part in measured(values))}"
+            f"{''.join(f'  {part}' for part in evaluation_texts(values))}"
         )
         if self.live:
             newest = f"loss {loss:.3f}  {speed:,.0f} tok/s"
@@ -140,10 +142,9 @@ class Display:
             self.print(f"{line}  ETA {duration(eta_s)}")
 
     def evaluate(self, done: int, total: int) -> None:
-        """Show the progress of a held-out evaluation: in the bar, or in a line every `SAY_S` s.
+        """Show the progress of a held-out evaluation, in the bar or as a line every SAY_S seconds.
 
-        Args:
-            done, total: numbers of tokens.
+        `done` and `total` are numbers of tokens.
         """
         now = time.monotonic()
         began, said = self.evaluating = self.evaluating or (now, now)
@@ -165,11 +166,11 @@ class Display:
             self.live = None
 
 
-def measured(values: Mapping[str, Any]) -> list[str]:
-    """Format the held-out loss and the accuracy of each task that `values` contains."""
+def evaluation_texts(values: Mapping[str, Any]) -> list[str]:
+    """Format the held-out loss and each task accuracy in `values`, such as "needle 0.52"."""
     said = []
     if "eval/loss" in values:
-        said.append(f"held-out {values['eval/loss']:.3f}{bits(values, 'eval')}")
+        said.append(f"held-out {values['eval/loss']:.3f}{bits_per_byte(values, 'eval')}")
     tasks = [name for name in values if name.startswith("tasks/") and name.count("/") == 1]
     for name in tasks:
         chance = values.get(f"tasks_chance/{name.removeprefix('tasks/')}")
@@ -178,9 +179,9 @@ def measured(values: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def bits(values: Mapping[str, Any], of: str) -> str:
-    """Format the bits per byte of `of`, which is "train" or "eval"; "" if unknown."""
-    value = values.get(f"{of}/bits_per_byte")
+def bits_per_byte(values: Mapping[str, Any], split: str) -> str:
+    """Format the bits per byte of "train" or "eval", such as " (0.98 b/B)"; "" if unknown."""
+    value = values.get(f"{split}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
 
 

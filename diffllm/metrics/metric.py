@@ -1,4 +1,4 @@
-"""Types of the table of metrics: a metric's name, meaning, unit and figures."""
+"""Types of the table of metrics: a metric has a name, a meaning, a unit and plots."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +20,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the report. Title and caption may contain {fields} of report/sections.py."""
+    """A figure of the report. Title and caption may contain placeholders such as {smoothing}."""
 
     title: str
     caption: str = ""
@@ -32,7 +32,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A figure of a metric over training tokens; of several layers, the largest value."""
+    """A plot of a metric over training tokens; for a metric of each layer, of the largest value."""
 
     smooth: bool = False
     clip: bool = False
@@ -41,7 +41,7 @@ class Curve(Plot):
 
 @dataclass(frozen=True)
 class Layers(Plot):
-    """A figure of a metric over layers, at the end of training."""
+    """A plot of a metric over the layers, at the end of training."""
 
     uniform: bool = False
     """Whether to draw a line at 1/√n, the RMS under uniform attention over a whole sequence."""
@@ -49,7 +49,7 @@ class Layers(Plot):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of report.csv: a metric reduced over steps and layers, then over seeds."""
+    """A column of report.csv: a metric, reduced over steps and layers and then over seeds."""
 
     steps: Literal["last", "all"]
     """"last": the last logged value, as in summary.json; "all": the values of all logged steps."""

@@ -21,7 +21,7 @@ from diffllm.core.printing import to_stderr
 
 @dataclass
 class ProfileConfig:
-    """Profiled steps."""
+    """Training steps to profile."""
 
     steps: list[int] = field(default_factory=list)
     """First and last step to trace, such as [10,12], on every rank; empty: no trace."""
@@ -37,12 +37,12 @@ class ProfileConfig:
 
 
 class StepProfiler:
-    """Record a torch.profiler trace of the configured steps in a file in `directory`.
+    """Write a torch.profiler trace of the configured steps to a file in `directory`.
 
     The step before the first traced step is the profiler's warm-up.
 
     Args:
-        say: prints a text with the path of the trace.
+        say: called with a text that contains the path of the trace.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):
@@ -54,7 +54,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the code in this context if step `number`, counted from 1, is configured."""
+        """Trace the code in this context if the step with this number, from 1, is configured."""
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():
@@ -118,7 +118,7 @@ DEVICES = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak of a GPU's dense bf16 matrix FLOP/s; None for an unknown device."""
+    """Return the dense bf16 matrix FLOP/s of a GPU's data sheet; None for an unknown device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

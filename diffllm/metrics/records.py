@@ -33,15 +33,15 @@ LARGEST = 1e40
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; None if the run is not complete or has diverged."""
+    """Read a run's summary.json; return None if the run has not ended or has diverged."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; None if the run has not ended.
+    """Read a run's summary.json, with the reason of a divergence under "stopped".
 
-    For a diverged run, the entry `stopped` has the reason.
+    Return None if the run has not ended.
     """
     return read_record(run / "summary.json")
 
@@ -51,19 +51,15 @@ def diverged(run: Path) -> bool:
 
 
 def stopped_text(ending: dict[str, Any]) -> str:
-    """Return a text with the last step of a diverged run and the reason of the stop.
-
-    Args:
-        ending: content of summary.json.
-    """
+    """Return "stopped after step <step>: <reason>" for the summary.json of a diverged run."""
     return f"stopped after step {ending.get('steps')}: {ending['stopped']}"
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
-    """Read a JSON file of a run or sweep; None if the file is missing.
+    """Read a JSON file of a run or sweep, such as run.json; return None if the file is missing.
 
-    Numbers that are not finite, or larger than LARGEST, become None. Raises CheckpointError if the
-    file cannot be read or a field has the wrong type.
+    Floats that are not finite or exceed LARGEST become None. Raises CheckpointError if the file
+    cannot be read, or if a field has the wrong type.
     """
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)
@@ -73,14 +69,14 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number of magnitude up to LARGEST as a float; None for any other value."""
+    """Return a number as float if its magnitude is at most LARGEST; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value)
 
 
 def check_record(name: str, content: dict[str, Any]) -> None:
-    """Raise ValueError if a field in the content of the file `name` has the wrong type."""
+    """Raise ValueError if the content of the file `name` has a field of the wrong type."""
     for field, kind in FIELDS[name].items():
         value = content.get(field)
         missing = value is None and name == "saved.json"
@@ -104,17 +100,16 @@ def all_text(values: Iterable[Any]) -> bool:
 
 
 def read_changes(run: Path) -> list[dict[str, Any]]:
-    """Read the config changes of a run from changes.jsonl, one dict per line.
+    """Read the changes of a run's config: a list of dicts {"step": 3, "changes": {"seed": [0, 1]}}.
 
-    Each dict has the entries `step` and `changes`. `changes` maps a changed key to the list of its
-    old and new value. Return an empty list if the file is missing. Raises CheckpointError if a line
-    is invalid.
+    "changes" contains the old and the new value of each changed key. The list is empty if the file
+    changes.jsonl is missing. Raises CheckpointError if a line is invalid.
     """
     file = run / "changes.jsonl"
     found = []
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         for text in read_lines(file):
-            line = parse_json(text)  # {"step": 3, "changes": {"seed": [0, 1]}}
+            line = parse_json(text)
             numbered = isinstance(line, dict) and type(line.get("step")) is int
             changes = line.get("changes") if numbered else None
             if not isinstance(changes, dict) or not all(
@@ -126,10 +121,9 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl: step, tokens, and metrics that are numbers or null.
+    """Parse a line of metrics.jsonl, a dict with "step", "tokens" and metrics by name.
 
-    Numbers that are not finite, or larger than LARGEST, become None. Return None for an invalid
-    line.
+    Metrics that are not finite or exceed LARGEST become None. Return None for an invalid line.
     """
     try:
         line = json.loads(text)

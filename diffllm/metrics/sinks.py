@@ -1,4 +1,4 @@
-"""Destinations of metrics: metrics.jsonl, wandb and TensorBoard, with equal metric names."""
+"""Destinations of metrics: metrics.jsonl, wandb and TensorBoard, with the same metric names."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ from diffllm.metrics.wandb_run import WandbRun
 
 @dataclass
 class MetricsConfig:
-    """Sinks of metrics in addition to metrics.jsonl and wandb."""
+    """Destinations of metrics in addition to metrics.jsonl and wandb."""
 
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory's `tensorboard/`."""
@@ -33,8 +33,8 @@ def check_installed(cfg: MetricsConfig) -> None:
 class EventFiles:
     """TensorBoard event files of a run; after an error, training continues without event files.
 
-    If an earlier process of the run logged values after `last_step`, TensorBoard hides these
-    values.
+    TensorBoard hides values of steps after `last_step` that an earlier process of the run has
+    logged.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -67,8 +67,9 @@ class EventFiles:
 class MetricsFile:
     """The file metrics.jsonl: one JSON object per line, complete after every write.
 
-    If the disk is full, lines stay in memory and are written later. If the file exists, lines of
-    steps after `last_step` are removed. Raises CheckpointError if the file cannot be created.
+    Lines of steps after `last_step` are removed from an existing file. If the disk is full, new
+    lines are kept in memory and written later. Raises CheckpointError if the file cannot be
+    created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -101,7 +102,7 @@ class MetricsFile:
             to_stderr(f"warning: cannot write {self.path}, lines are kept in memory: {problem}")
 
     def _write_waiting(self) -> str | None:
-        """Write the lines kept in memory; return the reason of a failed write, else None."""
+        """Write the lines kept in memory; return None, or the reason if writing fails."""
         while self.waiting:
             line = self.waiting[0]
             try:

@@ -1,14 +1,15 @@
-"""Spikes of loss and gradient norm, counted by three definitions; see docs/spikes.md.
+"""Count spikes of loss and gradient norm by three definitions; see docs/spikes.md.
 
-The two published definitions compare a raw value with the window of previous finite values. The
-third definition removes the trend and counts events. It compares a value with the line through the
-previous n values:
+The two published definitions compare a value with the mean of the previous finite values. The third
+definition removes the trend and counts events. It fits a line to the values of the previous n
+steps, and computes the distance d between the value of step t and the line:
 
     d = (value - line) / sqrt(1 + h),   h = 1 / n + (t - mean step)^2 / sum (step - mean step)^2
 
-For normal noise around a line, d divided by the root mean square of m earlier d is Student's t with
-m degrees of freedom. `as_normal` converts t to a normal deviation, so that a constant bound has the
-same rate of false alarms at all steps. NaN and infinity are always spikes.
+If values vary around a line with normal noise, d divided by the root mean square of m previous
+distances is Student's t with m degrees of freedom. `as_normal` converts t to a normal deviate, so
+that a constant threshold has the same rate of false alarms at all steps. NaN and infinity are
+always spikes.
 """
 
 import math
@@ -23,9 +24,9 @@ WINDOW128_SIGMAS = 6.0
 
 @dataclass
 class SpikeCounter:
-    """Count the spikes of one series, such as the loss of every step.
+    """Count the spikes of a series of values, such as the losses of all steps.
 
-    A finite value is a spike if its distance above the mean of the previous finite values exceeds
+    A finite value is a spike if it exceeds the mean of the previous finite values by more than
     `sigmas` standard deviations. At most `window` previous values are used. NaN and infinity are
     always spikes.
     """
@@ -68,10 +69,10 @@ class SpikeCounter:
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers and shares of spikes among all values and among the last `window` values.
+        """Return the number ("total") and share ("score") of spikes among all values.
 
-        `judged` is the number of values that could be spikes, because enough values precede them.
-        `score` divides by all values, as the published definitions do.
+        `rolling_total` and `rolling_score` describe the last `window` values. `judged` is the
+        number of values without the first `least` finite values, which cannot be spikes.
         """
         rolling = sum(self.recent)
         return {
@@ -123,15 +124,15 @@ COUNTS = ("seen", "judged", "total", "in_a_row", "last")
 
 
 class EventCounter:
-    """Count spike events of one series; a spike is a value far above the trend of previous values.
+    """Count spike events of a series; a spike is a value far above the trend of earlier values.
 
-    Spikes at most `APART` steps apart are one event. The trend is a line, fitted by least squares
-    to the last values without spikes and without equally large drops. A distance is compared with
-    the root mean square of previous distances, in which such a drop counts as `-SIGMAS` and spikes
-    are ignored.
+    Spikes at most APART steps apart are one event. The trend is a line, fitted by least squares to
+    the previous values without spikes and without drops of the same size. The distance of a value
+    from the line is compared with the root mean square of previous distances. In this root mean
+    square, spikes are ignored, and the distance of a drop is limited.
 
     Args:
-        log: whether to take logarithms, for gradient norms; values of 0 and below are ignored.
+        log: whether to use logarithms, for gradient norms; values of 0 and below are then ignored.
     """
 
     def __init__(self, log: bool = False) -> None:
@@ -148,7 +149,7 @@ class EventCounter:
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1
-            return self._leave_out(spike=True)
+            return self._exclude(spike=True)
         if self.log:
             if value <= 0:
                 return False
@@ -162,20 +163,18 @@ class EventCounter:
             if deviations < -SIGMAS:  # limit the effect of a drop on the scale
                 self.distances.append(-SIGMAS * scale)
             if abs(deviations) > SIGMAS:
-                return self._leave_out(spike=deviations > 0)
+                return self._exclude(spike=deviations > 0)
         self.in_a_row = 0
         self.points.append((self.seen, value))
         if distance is not None:
             self.distances.append(distance)
         return False
 
-    def _leave_out(self, spike: bool) -> bool:
-        """Exclude the current value from the fitted line; count a spike that starts a new event.
+    def _exclude(self, spike: bool) -> bool:
+        """Exclude the current value from the fitted line: a spike if `spike`, otherwise a drop.
 
-        After more than APART excluded values in a row, start a new line. Return `spike`.
-
-        Args:
-            spike: whether the value is a spike; otherwise the value is a drop.
+        Count an event if the last spike was more than APART steps ago. After more than APART
+        consecutive excluded values, remove all fitted values. Return `spike`.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:
@@ -187,7 +186,7 @@ class EventCounter:
         return spike
 
     def _distance(self, value: float) -> float | None:
-        """Return the distance d of a value from the fitted line; the module docstring defines d.
+        """Return the distance d from the fitted line, as defined in the docstring of this module.
 
         Return None if fewer than FIRST values are fitted.
         """
@@ -220,13 +219,12 @@ class EventCounter:
 
 
 def as_normal(t: float, degrees: int) -> float:
-    """Return the standard normal deviate with the tail probability of Student's t.
+    """Convert a value of Student's t to the standard normal deviate with the same tail probability.
 
     Approximation of D. L. Wallace (Annals of Mathematical Statistics 30, 1959).
 
     Args:
-        t: value of the t statistic.
-        degrees: degrees of freedom.
+        degrees: degrees of freedom of t.
     """
     size = math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)
@@ -236,7 +234,7 @@ SKIPS = ("skipped_total", "skipped_in_a_row", "longest_skip")
 
 
 class SpikeMonitor:
-    """Count spikes of loss and gradient norm by three definitions, and skipped updates."""
+    """Count the spikes of loss and gradient norm by three definitions, and the skipped updates."""
 
     def __init__(self) -> None:
         self.skipped_total = self.skipped_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Handle a broken stdout or stderr: closed, full disk, no reader, lost terminal.
+"""Handle failed writes to stdout or stderr: closed stream, full disk, lost terminal.
 
 A run ignores such failures. A command that prints its result reports the failure.
 """
@@ -17,7 +17,7 @@ class ReaderGone(Exception):
 
 
 class Unfailing:
-    """A text stream that never raises; characters that its encoding lacks are escaped."""
+    """Wrapper of a text stream that never raises; it escapes characters outside of the encoding."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -52,9 +52,9 @@ class Unfailing:
 
 
 class Result(Unfailing):
-    """Standard output on which a failed write raises an exception.
+    """Wrapper of standard output that raises an exception if a write fails.
 
-    The exception is ReaderGone if the reader, such as `head`, has exited, otherwise UserError.
+    Raises ReaderGone if the reader, such as `head`, has exited, and UserError for other failures.
     """
 
     def _failed(self, error: Exception) -> None:
@@ -99,7 +99,7 @@ def unfailing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result() -> Iterator[None]:
-    """In this context, a failed write to stdout raises UserError; afterwards writes never raise.
+    """In this context, a failed write to stdout raises UserError; after the context, it is ignored.
 
     If the reader of stdout, such as `head`, exits, the context ends without an error.
     """

@@ -10,7 +10,7 @@ from diffllm.core.typed import made
 class VisibleKeys:
     """Number of attention queries, and of the keys that they see, summed over ranks since step 0.
 
-    Both are 0 unless attention is masked at document boundaries.
+    Both numbers are 0 unless attention is masked at document boundaries.
     """
 
     keys: int = 0
@@ -31,7 +31,7 @@ class VisibleKeys:
     def log(self) -> float:
         """Return the mean number of keys per query since the last call of `log`.
 
-        Raises ZeroDivisionError without a query since the last call.
+        Raises ZeroDivisionError if no query was added since then.
         """
         keys, queries = self.keys - self.logged_keys, self.queries - self.logged_queries
         self.logged_keys, self.logged_queries = self.keys, self.queries
@@ -39,7 +39,7 @@ class VisibleKeys:
 
     @classmethod
     def of(cls, values: Any) -> "VisibleKeys":
-        """Restore the counts from a mapping; raises ValueError for impossible counts."""
+        """Restore the counts from a dict of the fields; raises ValueError for impossible counts."""
         found = made(cls, values)
         rises = 0 <= found.logged_keys <= found.keys
         if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:
@@ -48,9 +48,9 @@ class VisibleKeys:
 
 
 def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) -> float:
-    """Return the mean number of keys that a query sees under masks between documents.
+    """Return the mean number of keys that a query sees if attention is masked between documents.
 
-    A query then sees the earlier keys of the same document, and its own key.
+    A query sees the earlier keys of the same document, and its own key.
 
     Args:
         documents: number of documents by length in tokens, EOS included.

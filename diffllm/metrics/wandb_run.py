@@ -1,8 +1,8 @@
 """A wandb run whose failures never stop training.
 
 A separate thread makes all calls to wandb, because a call blocks if wandb's service hangs. Training
-waits for the thread only at start and end, for a limited time. A failure prints one line to stderr;
-metrics.jsonl contains the same values.
+waits for this thread only at start and end, for a limited time. After a failure, one line is
+printed to stderr; metrics.jsonl contains the same metrics as wandb.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class WandbConfig:
 def resolve_mode(cfg: WandbConfig) -> str:
     """Return the mode that is passed to wandb, such as "online".
 
-    A mode other than `auto` is returned unchanged. For `auto`, return WANDB_MODE if set. Otherwise
+    Return a mode other than `auto` unchanged. For `auto`, return WANDB_MODE if set. Otherwise
     return "online" if the environment or netrc has an API key for wandb's server, else "offline".
     """
     if cfg.mode is not WandbMode.auto:
@@ -86,12 +86,12 @@ class WandbRun:
 
     Args:
         directory: run directory; its name becomes the name of the run.
-        choices: name of the chosen YAML by config group; attention becomes wandb's group, model its
-            job type.
+        choices: chosen configs, such as {"attention": "diff_v2", "model": "mini"}. The attention
+            becomes wandb's group unless `cfg` sets a group, and the model becomes wandb's job type.
         sweep: name of the sweep that started the run; the first 64 characters become a tag.
         config: config values to record.
         run_id: id of the wandb run to resume; None creates a new run.
-        over_tokens: additional patterns of metric names that wandb draws over tokens.
+        over_tokens: patterns of additional metrics that wandb plots over training tokens.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class WandbRun:
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
-    """Start a wandb run, define its metrics and return the run.
+    """Start a wandb run and define its metrics.
 
     If `mode` is "online" and the server cannot be reached, record the run offline.
 
@@ -214,7 +214,7 @@ def start(mode: str, options: dict[str, Any]) -> Any:
 
 
 def tear_down() -> None:
-    """Stop wandb's service process; never raises.
+    """Stop wandb's service process, and ignore any error.
 
     Otherwise wandb would print a traceback at exit if the process is dead.
     """
@@ -225,7 +225,7 @@ def tear_down() -> None:
 
 
 def abandon_service() -> None:
-    """Kill wandb's service process, because wandb would wait at exit for a process that hangs."""
+    """Kill wandb's service process; otherwise wandb would wait at exit for a process that hangs."""
     with contextlib.suppress(Exception):
         import wandb
 
