@@ -176,7 +176,9 @@ def line(heads, **facts):
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_attention_mass_scores_resample_clusters_and_select_best_head_per_layer(monkeypatch):
+def test_attention_mass_intervals_resample_clusters_and_scores_include_best_head_of_each_layer(
+    monkeypatch,
+):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))
     drawn[:, [0, 1], [1, 0]] += 0.3
     facts = [{"text": i % 8 // 2, "level": i // 8, "depth": i % 2} for i in range(16)]
@@ -278,7 +280,9 @@ def test_evaluate_command_prints_and_stores_attention_mass_and_report_compares_r
     assert "target, layer 1" in page
 
 
-def test_attention_mass_of_unknown_task_or_without_evidence_prints_single_error(tmp_path, capsys):
+def test_attention_mass_prints_single_error_for_unknown_task_or_examples_without_evidence(
+    tmp_path, capsys
+):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")
     for name, said in (
         ("attention_mass_icl", "attention_mass_icl: the examples of the task icl have no evidence"),

@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_command_on_sweep_prints_table_of_means_and_gaps(
+def test_evaluate_command_on_sweep_prints_table_with_mean_and_gap_of_each_variant(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"

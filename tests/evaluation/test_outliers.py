@@ -44,7 +44,7 @@ def close(found, expected, rel):
         assert found[name] == pytest.approx(value, rel=within), name
 
 
-def test_outlier_statistics_of_pieces_equal_statistics_of_whole_tensor():
+def test_outlier_statistics_of_values_added_in_parts_equal_statistics_of_all_values():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(0.3, 2, 5000), [90.0, -400.0, 0.0, 1e-30]])
     values = values.astype(np.float32)
@@ -55,7 +55,7 @@ def test_outlier_statistics_of_pieces_equal_statistics_of_whole_tensor():
     assert whole.numbers()["top_1"] == 400.0
 
 
-def test_outlier_statistics_lack_top_10_of_five_values_and_kurtosis_of_equal_values():
+def test_outlier_statistics_are_none_for_top_10_of_five_values_and_kurtosis_of_equal_values():
     few = Spread()
     few.add(torch.full((5,), -2.5))
     numbers = few.numbers()

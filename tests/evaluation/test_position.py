@@ -156,7 +156,7 @@ def test_position_scores_are_means_over_tokens_with_bootstrap_over_documents(
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_position_evaluation_excludes_tokens_without_a_target(tmp_path: Path) -> None:
+def test_position_evaluation_counts_only_tokens_that_the_loss_mask_includes(tmp_path: Path) -> None:
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=272")
     _, data = made(tmp_path / "run", *words, *more)

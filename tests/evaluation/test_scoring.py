@@ -57,7 +57,7 @@ def with_generated(model: Transformer, question: Question) -> Question:
 @pytest.mark.parametrize(
     ("cached_from", "tokens", "cache"), [(0, 200, 100), (50, 1, 1), (999, 500, 1)]
 )
-def test_answer_scores_with_batches_and_cache_equal_single_scores(
+def test_answer_scores_in_batches_with_kv_cache_equal_scores_of_single_sequences(
     monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
 ) -> None:
     monkeypatch.setattr(answers, "CACHED_FROM", cached_from)

@@ -42,7 +42,7 @@ def staying(screen: str) -> list[int]:
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
-def test_display_leaves_about_a_screen_of_past_losses_on_terminal():
+def test_display_prints_about_one_screen_of_loss_lines_above_progress_bar():
     """About one screen of lines remains, including first and last, with more at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
@@ -54,7 +54,7 @@ def test_display_leaves_about_a_screen_of_past_losses_on_terminal():
     assert max(gaps) <= STEPS // 20 + 10
 
 
-def test_display_leaves_line_of_evaluated_step_on_terminal():
+def test_display_prints_line_of_step_with_heldout_evaluation_above_progress_bar():
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())

@@ -165,7 +165,7 @@ def test_each_measurement_is_due_at_steps_of_its_configured_interval():
     assert [step for step, now in steps.items() if now.save] == [14]
 
 
-def test_probe_positions_are_one_per_equal_segment_and_differ_between_steps():
+def test_probe_positions_are_one_per_segment_of_sequence_and_differ_between_steps():
     cfg = DiagnosticsConfig()
     drawn = [probe_positions(cfg, 257, seed=0, step=step) for step in range(50)]
     for positions in drawn:

@@ -123,7 +123,7 @@ def test_constant_series_has_no_spike_event_until_first_rise(value):
     assert flags([*[value] * 100, value + 0.1])[0] == [100]
 
 
-def test_falling_loss_is_no_spike_event_and_hides_no_spike():
+def test_event_counter_finds_only_the_added_spike_in_falling_loss():
     """Both published definitions miss a spike of 3 nats at step 200 of this series."""
     losses, _ = series("micro_standard")
     planted = [*losses[:200], losses[200] + 3, *losses[201:400]]

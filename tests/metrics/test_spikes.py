@@ -128,7 +128,9 @@ def alternating(count):
         (-50.0, False, True),
     ],
 )
-def test_spike_definitions_differ_in_threshold_and_in_negative_spikes(value, window128, olmo2):
+def test_spike_threshold_is_6_sigma_above_mean_or_with_olmo2_7_sigma_on_both_sides(
+    value, window128, olmo2
+):
     found = counted([*alternating(128), value])
     assert found == {
         "spikes": [128] if window128 else [],
@@ -174,7 +176,7 @@ def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_spike_score_divides_by_all_steps_and_judged_excludes_first_128_losses():
+def test_judged_steps_exclude_first_128_finite_losses_but_spike_score_divides_by_all_steps():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)
