@@ -105,7 +105,7 @@ def score(
 
     Args:
         model: a model in eval mode.
-        advance: called with the number of newly scored rows (`Question.rows`), to show progress.
+        advance: called with the number of newly scored model inputs, to show progress.
     """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
@@ -131,10 +131,10 @@ def score_batches(
     advance: Callable[[int], None] = lambda done: None,
     together: bool = False,
 ) -> list[list[Scored]]:
-    """Score questions like `score`, but in batches without a KV cache.
+    """Return the same scores as `score`, computed in batches without a KV cache.
 
     Args:
-        advance: called with the number of newly scored rows (`Question.rows`), to show progress.
+        advance: called with the number of newly scored model inputs, to show progress.
         together: whether to divide each batch between all ranks. If True, every rank must call this
             function with the same questions, and every rank receives all scores.
     """
@@ -161,7 +161,7 @@ def score_batches(
 
 
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
-    """Split items into groups of similar length, which need little padding as batches.
+    """Split items into groups of similar length, so that a batch of a group needs little padding.
 
     Args:
         length: returns the length of an item in tokens.
@@ -222,7 +222,7 @@ def score_rows(
 
 
 def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question; read the common prefix of all contexts only once."""
+    """Yield the scores of each question; the model reads the common prefix of all contexts once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -266,7 +266,8 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings of the examples: seed, levels, and number of examples per level.
+        """Return the settings of a task's examples: seed, levels of difficulty, and examples per
+        level.
 
         If the user requests no levels, use all levels whose examples fit into `seq_len` tokens.
         Raises DoesNotFit if a requested level does not fit, or if no level fits.
@@ -318,9 +319,9 @@ Questions = list[tuple[int, Example, Question]]
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
     """Generate and encode the examples of a task.
 
-    Returns (index of the level, example, encoded example) for each example of at most `longest`
-    tokens. Raises ConfigError if no example remains, or if the tokenizer cannot encode the
-    candidates of the first example of a level.
+    Returns (index of the level of difficulty, example, encoded example) for each example of at most
+    `longest` tokens. Raises ConfigError if no example remains, or if the tokenizer cannot encode
+    the candidates of the first example of a level.
 
     Args:
         settings: the result of `Answers.settings`.
@@ -375,7 +376,7 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected share of correct answers if each answer is a random candidate.
+    """Return the expected share of correct answers if a random candidate answers each example.
 
     An example with a single candidate counts as 0, because the model must generate its answer.
     """
@@ -389,6 +390,6 @@ def share(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def shares(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]:
-    """Return the share of correct answers for each value of a field, such as "depth"."""
+    """Return the share of correct lines for each value of a field of the lines, such as "depth"."""
     values = sorted({str(line[field]) for line in lines})
     return {v: share([line for line in lines if str(line[field]) == v], "correct") for v in values}

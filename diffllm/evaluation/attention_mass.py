@@ -141,9 +141,9 @@ def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
     """Return TARGET, FILLER or SINK for each token of the context in `question`.
 
-    The target tokens follow the common prefix of the encoded prompt and the encoded text before the
-    evidence. They precede the common suffix of the encoded prompt and the encoded text after the
-    evidence. Raises ConfigError if the evidence contains no token.
+    Tokens of the evidence are targets. They begin after the common prefix of the encoded prompt and
+    the encoded text before the evidence. They end before the common suffix of the encoded prompt
+    and the encoded text after the evidence. Raises ConfigError if the evidence contains no token.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
@@ -230,11 +230,10 @@ def rounded(values: Tensor) -> list[Any]:
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
     """Select the head with the largest mean share in each layer.
 
-    Returns the shares of the selected heads (n, L), and the index of the selected head of each
-    layer.
+    Returns the shares of the selected heads (n, L), and the index of each layer's selected head.
 
     Args:
-        shares: shares by example, layer and head.
+        shares: share of each example, layer and head.
     """
     layers = [np.array(layer) for layer in zip(*shares, strict=True)]
     heads = [int(layer.mean(0).argmax()) for layer in layers]
@@ -295,7 +294,7 @@ class Sample:
 
 
 def summed(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sum the rows of `columns` (n, K) that have the same number in `groups` (n,)."""
+    """Sum the rows of `columns` (n, K) with equal number in `groups` (n,); return (groups, K)."""
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 

@@ -112,7 +112,7 @@ def results_of(run: Path, step: int) -> Path:
 
 
 def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
-    """Read the first line of a results file, a dict.
+    """Read the first line of a results file as a dict.
 
     Return None if the file is missing or damaged, or if its entry "key" does not equal `key`.
     """
@@ -137,7 +137,7 @@ def store_result(file: Path, first: Mapping[str, Any], lines: Sequence[Line]) ->
 
 
 def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
-    """Return the SHA-256 of a results file, without the entry "sha256" of its first line."""
+    """Return the SHA-256 of a results file; the entry "sha256" of its first line counts as null."""
     digest = hashlib.sha256(json.dumps({**first, "sha256": None}).encode())
     for line in lines:
         digest.update(line.encode())

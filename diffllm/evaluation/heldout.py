@@ -39,8 +39,8 @@ def heldout_loss(
     """Compute the mean held-out loss over all ranks, in nats per token.
 
     Every rank must call this. If reading `batches` fails on this rank, the function continues with
-    empty batches, because sharded ranks need the same number of forward passes. It returns the
-    error as its second value, or None.
+    empty batches, because sharded ranks need the same number of forward passes. The second returned
+    value is this error, or None.
 
     Args:
         batches: inputs and targets of this rank, each (b, T) int64 with b <= shape[0].
@@ -107,7 +107,7 @@ class DocumentSums:
         self.sums.index_add_(0, owners.flatten().to(device), losses.flatten().double())
 
     def total(self) -> Tensor:
-        """Return the loss of each document over all ranks in nats, (count,) float64.
+        """Sum the loss of each document over all ranks; return nats, (count,) float64.
 
         Every rank must call this.
         """
@@ -139,7 +139,9 @@ class DocumentLosses:
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, index: int) -> "DocumentLosses | None":
-        """Return the losses of the documents of a mixture's source; None if it has no documents."""
+        """Return the losses of all documents of the mixture's source `index`; None without
+        documents.
+        """
         mine = self.sources == index
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None

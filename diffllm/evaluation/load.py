@@ -105,7 +105,7 @@ class HeldoutSequence(NamedTuple):
 def first_sequences(
     run: Path, cfg: TrainConfig, most: int, device: torch.device
 ) -> list[HeldoutSequence]:
-    """Read the first sequences of a run's held-out split to `device`, at most `most` sequences."""
+    """Read at most `most` sequences from the start of a run's held-out split to `device`."""
     data = own_data(run, cfg)
     stream = data.split("heldout")
     sequences = StreamSequences(stream, cfg.seq_len)

@@ -107,7 +107,7 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the attention maps of an attention module, and lambda, gate or sink for each query.
+    """Compute the attention maps of a module, and lambda, the gate or the sink for each query.
 
     Args:
         x: normalised input of the module, (B, T, D).

@@ -37,8 +37,9 @@ class Position(Evaluation):
     - position: the index of the token in its document, from 0.
     - distance: the number of tokens since the previous occurrence of the same token in the
       document, or "none" for the first occurrence.
-    - span: "repeated" if the token and the two tokens before it occurred earlier in the document in
-      the same order, or "first" if the two tokens before it did not. Other tokens have no span.
+    - span: "repeated" if the token and the two tokens before it occurred earlier in the document,
+      in the same order. "first" if the two tokens before it did not occur earlier in this order.
+      Other tokens have no span.
 
     If training used data.mask_documents, tokens of the document do not attend to the EOS before it.
     """

@@ -44,7 +44,7 @@ class Rounding:
 
 
 def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
-    """Round x to multiples of a scale with `bits` bits; return the same shape and dtype.
+    """Round x to one of 2^bits - 1 multiples of a scale; return the same shape and dtype.
 
     Rounding is computed in float32. Values whose scale is 0 become 0.
 

@@ -87,7 +87,8 @@ def chosen(
 def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
     """Find an evaluation by its name, by the name of a task, or by the path of a file of examples.
 
-    Raises ConfigError for an unknown name; the error lists `known` or, if empty, all names.
+    Raises ConfigError for an unknown name; the error lists `known`, or all names if `known` is
+    empty.
     """
     if name.endswith(JSON_LINES):
         task = OwnFile(user_path(name, "tasks"))

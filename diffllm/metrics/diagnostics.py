@@ -51,7 +51,8 @@ def probe_positions(cfg: DiagnosticsConfig, seq_len: int, seed: int, step: int) 
     """Draw N query positions at which `step` measures attention maps, (N,) int64 on the CPU.
 
     The sequence without its first token is divided into N equal segments, and one position is drawn
-    in each segment. Return None if `cfg.probe_interval` is 0.
+    in each segment. N is `cfg.probe_queries`, or `seq_len` if smaller. Return None if
+    `cfg.probe_interval` is 0.
     """
     if not cfg.probe_interval:
         return None
@@ -72,7 +73,7 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
     Every rank must call this.
 
     Args:
-        stats: by name of the statistic, float32 (layers,) or (layers, heads), already merged over
+        stats: float32 tensor (layers,) or (layers, heads) of each statistic, already merged over
             the micro-batches of this rank.
     """
     reduced: Stats = {}
@@ -96,10 +97,9 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 
 
 def expert_load(counts: Tensor) -> Stats:
-    """Return "expert_load_max" and "expert_load_min" of each of L layers, (L,) float32 each.
+    """Return the largest and the smallest load of an expert in each of L layers, (L,) float32 each.
 
-    The load of an expert is its number of tokens, divided by the mean over all experts of the
-    layer.
+    The load of an expert is its number of tokens, divided by the mean over the layer's experts.
 
     Args:
         counts: tokens of the global batch for each layer and expert, (L, E) int64.
@@ -114,7 +114,7 @@ def named_values(stats: Stats) -> dict[str, float]:
     If a statistic has fewer layers than others, its values belong to the last layers.
 
     Args:
-        stats: by name of the statistic, (layers,) or (layers, heads).
+        stats: tensor (layers,) or (layers, heads) of each statistic.
     """
     if not stats:
         return {}

@@ -79,7 +79,7 @@ SAY_S = 30
 
 
 class Display:
-    """Show the progress of a run on standard output and in the run's log, if `enabled` (rank 0)."""
+    """Show the progress of a run on standard output and in the run's log, if `enabled` is True."""
 
     def __init__(self, steps: int, enabled: bool = True, log: RunLog | None = None):
         self.steps, self.enabled = steps, enabled
@@ -142,7 +142,7 @@ class Display:
             self.print(f"{line}  ETA {duration(eta_s)}")
 
     def evaluate(self, done: int, total: int) -> None:
-        """Show the progress of a held-out evaluation, in the bar or as a line every SAY_S seconds.
+        """Show the progress of a held-out evaluation in the progress bar, or every 30 s in a line.
 
         `done` and `total` are numbers of tokens.
         """
@@ -180,7 +180,7 @@ def evaluation_texts(values: Mapping[str, Any]) -> list[str]:
 
 
 def bits_per_byte(values: Mapping[str, Any], split: str) -> str:
-    """Format the bits per byte of "train" or "eval", such as " (0.98 b/B)"; "" if unknown."""
+    """Format the bits per byte of "train" or "eval", such as " (0.98 b/B)"; "" if missing."""
     value = values.get(f"{split}/bits_per_byte")
     return "" if value is None else f" ({value:.2f} b/B)"
 

@@ -32,7 +32,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A plot of a metric over training tokens; for a metric of each layer, of the largest value."""
+    """A plot of a metric over training tokens, or of the largest value if each layer has a value."""
 
     smooth: bool = False
     clip: bool = False

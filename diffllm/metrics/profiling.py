@@ -54,7 +54,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace the code in this context if the step with this number, from 1, is configured."""
+        """Trace the code in this context if step `number` is configured; the first step is 1."""
         if self.running is None and self.first - 1 <= number <= self.last:
             self._start(number)
         with record_function(f"step {number}") if self.running else nullcontext():

@@ -39,7 +39,7 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 
 
 def read_ending(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json, with the reason of a divergence under "stopped".
+    """Read a run's summary.json; if the run diverged, the key "stopped" contains the reason.
 
     Return None if the run has not ended.
     """

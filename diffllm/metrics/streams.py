@@ -99,7 +99,7 @@ def unfailing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result() -> Iterator[None]:
-    """In this context, a failed write to stdout raises UserError; after the context, it is ignored.
+    """In this context, a failed write to stdout raises UserError; later failures are ignored.
 
     If the reader of stdout, such as `head`, exits, the context ends without an error.
     """

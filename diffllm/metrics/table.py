@@ -75,7 +75,7 @@ EVENTS = "spikes_detrended"
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:
-    """Return the metric `what`, such as "total", of spikes in `series`, "loss" or "grad"."""
+    """Return the metric named `<definition>/<series>_<what>`, such as "spikes/loss_total"."""
     rule = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
@@ -350,7 +350,8 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the metric with a name, such as "train/loss", or the metric of a statistic of layers.
+    """Return the metric with a name, such as "train/loss", or of a statistic, such as
+    "context_rms".
 
     Raises KeyError if the table has no such metric.
     """

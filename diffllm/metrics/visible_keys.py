@@ -53,7 +53,7 @@ def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) 
     A query sees the earlier keys of the same document, and its own key.
 
     Args:
-        documents: number of documents by length in tokens, EOS included.
+        documents: for each length in tokens, EOS included, the number of documents of this length.
         whole: whether only documents above seq_len are cut (packing best_fit, without padding).
             Otherwise a stream of documents is cut every seq_len tokens, with equal probability at
             every token of a document.
