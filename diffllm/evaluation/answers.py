@@ -266,8 +266,7 @@ class Answers(Evaluation):
         return {"version": version, **self.examples(asked, subject.tokenizer, subject.cfg.seq_len)}
 
     def examples(self, asked: Asked, tokenizer: Tokenizer, seq_len: int) -> Settings:
-        """Return the settings of a task's examples: seed, levels of difficulty, and examples per
-        level.
+        """Return the settings of a task's examples: seed, levels, and number of examples per level.
 
         If the user requests no levels, use all levels whose examples fit into `seq_len` tokens.
         Raises DoesNotFit if a requested level does not fit, or if no level fits.
@@ -342,8 +341,10 @@ def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int
             if question.positions <= longest:
                 kept.append((i, example, question))
     if not kept:
-        limit = f"{longest} tokens, the maximum length of the model"
-        raise ConfigError(f"every example of the task {task.name} is longer than {limit}")
+        raise ConfigError(
+            f"every example of the task {task.name} exceeds {longest} tokens, the maximum length "
+            "of the model"
+        )
     return kept
 
 

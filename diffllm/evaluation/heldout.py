@@ -139,9 +139,7 @@ class DocumentLosses:
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, index: int) -> "DocumentLosses | None":
-        """Return the losses of all documents of the mixture's source `index`; None without
-        documents.
-        """
+        """Select the documents of the mixture's source number `index`; None without documents."""
         mine = self.sources == index
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None

@@ -32,7 +32,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A plot of a metric over training tokens, or of the largest value if each layer has a value."""
+    """A plot of a metric over training tokens, or of its largest value over the layers."""
 
     smooth: bool = False
     clip: bool = False

@@ -350,10 +350,9 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the metric with a name, such as "train/loss", or of a statistic, such as
-    "context_rms".
+    """Return the metric with the given name, such as "train/loss".
 
-    Raises KeyError if the table has no such metric.
+    `name` may also be a statistic, such as "context_rms". Raises KeyError if no metric matches.
     """
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
