@@ -18,12 +18,12 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recompute_values import Expected, Raw, ends, interval
 from scipy import stats
 
 STUDIES = Path(__file__).resolve().parents[2] / "conf" / "study"
@@ -48,22 +48,9 @@ def parsed(text: str) -> tuple[float, float]:
     sign, digits, exponent, unit = re.fullmatch(
         r"([+\-−]?)([\d.]+)(e.*?)?([kMBTPE%]?)", text
     ).groups()  # type: ignore[union-attr]
-    scale = float(f"1{exponent or ''}") * {
-        "k": 1e3,
-        "M": 1e6,
-        "B": 1e9,
-        "T": 1e12,
-        "P": 1e15,
-        "E": 1e18,
-    }.get(unit, 1)
+    scale = float(f"1{exponent or ''}") * 1e3 ** max(0, " kMBTPE".find(unit or " "))
     half = 0.5 * 10 ** -len(digits.partition(".")[2])
     return (-1 if sign in ("-", "−") else 1) * float(digits) * scale, half * scale
-
-
-def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
-    """Return a mean and its interval by Student's t; the default tail gives 95% confidence."""
-    half = stats.t.isf(tail, len(values) - 1) * stats.sem(values)
-    return [values.mean(), values.mean() - half, values.mean() + half]
 
 
 def holm(ps: list[float]) -> list[float]:
@@ -72,86 +59,6 @@ def holm(ps: list[float]) -> list[float]:
     steps = [min(1.0, ps[i] * (len(ps) - rank)) for rank, i in enumerate(order)]
     adjusted = dict(zip(order, np.maximum.accumulate(steps), strict=True))
     return [type(p)(adjusted[i]) for i, p in enumerate(ps)]
-
-
-def ends(values: list[float], digits: int = 4) -> list[float]:
-    """Return minimum and maximum, or one number if both print the same digits."""
-    both = [min(values), max(values)]
-    return both[: len({f"{value:.{digits}g}" for value in both})]
-
-
-class Raw:
-    """Runs of a study, from its values.json."""
-
-    def __init__(self, path: Path, scale: str, paired: bool) -> None:
-        self.json = json.loads(path.read_text())
-        self.log, self.paired = scale == "log", paired
-        self.runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
-        for run in self.json["runs"]:
-            self.runs.setdefault(run["arm"], {}).setdefault(run["seed"], []).append(run)
-
-    def value(self, runs: list[dict[str, Any]]) -> float | None:
-        """Return the value of a seed; None if the seed diverged."""
-        value = runs[0]["value"]
-        if self.json["metric"] == "lr_sensitivity":
-            start = math.log(runs[0]["vocab_size"])
-            losses = [start if run["loss"] is None else min(run["loss"], start) for run in runs]
-            ended = any(run["loss"] is not None for run in runs)
-            value = sum(losses) / len(losses) - min(losses) if ended else None
-        return math.log(value) if self.log and value is not None else value
-
-    def values(self, arm: str) -> dict[int, float]:
-        """Return the value of each seed that did not diverge."""
-        found = {seed: self.value(runs) for seed, runs in self.runs.get(arm, {}).items()}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    def fact(self, arm: str, name: str) -> float:
-        """Return a fact of the first run of an arm."""
-        first = next(iter(self.runs[arm].values()))[0]
-        return self.json["facts"][first["facts"]][name]
-
-    def losses(self, arm: str) -> dict[int, float]:
-        """Return the final held-out loss of each seed that did not diverge."""
-        found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
-        return {seed: loss for seed, loss in found.items() if loss is not None}
-
-    def at_flops(self, arm: str, other: str) -> tuple[dict[int, float], dict[int, float], float]:
-        """Return the losses of two arms at the largest FLOPs that all compared runs reached."""
-        curves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}]
-        for side, name in enumerate((arm, other)):
-            for seed in self.losses(name):
-                run = self.runs[name][seed][0]
-                each = self.json["facts"][run["facts"]]["flops_per_token"]
-                values = np.array(run["values"], float)
-                kept = np.isfinite(values)
-                curves[side][seed] = np.array(run["tokens"])[kept] * each, values[kept]
-        common = curves[0].keys() & curves[1].keys()
-        compared = [
-            c for side in curves for seed, c in side.items() if seed in common or not self.paired
-        ]
-        flops = min(x[-1] for x, _ in compared)
-        own, base = (
-            {seed: float(np.interp(np.log(flops), np.log(x), y)) for seed, (x, y) in side.items()}
-            for side in curves
-        )
-        return own, base, flops
-
-    def gap(self, own: dict[int, float], base: dict[int, float], alpha: float) -> list[float]:
-        """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
-        if self.paired:
-            seeds = sorted(own.keys() & base.keys())
-            return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
-        first, second = np.array([*own.values()]), np.array([*base.values()])
-        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(1 - 2 * alpha)
-        return [first.mean() - second.mean(), found.low, found.high]
-
-    def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
-        """Return the numbers of a row of the table of gaps at equal cost."""
-        gap = self.gap(self.losses(arm), self.losses(other), alpha)
-        share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
-        *sides, flops = self.at_flops(arm, other)
-        at_parameters = gap if abs(share) <= 0.005 else [100 * abs(share)]
-        return [*gap, *at_parameters, *self.gap(*sides, alpha), flops]
 
 
 class Rule:
@@ -240,43 +147,6 @@ class Page:
         """One-sided p after Holm's correction."""
         return holm([rule.p for rule in self.rules])
 
-    def from_raw(self, raw: Raw) -> "Expected":
-        """Return the expected tables and gaps of a page, from values.json."""
-        found = Expected(words=[f"`{raw.json['sha256']}`", f"`{self.json['hash']}`"])
-        for name, arm in self.arms.items():
-            values = np.array([*raw.values(name).values()])
-            runs = [run for of_seed in raw.runs.get(name, {}).values() for run in of_seed]
-            diverged = sum(run["loss"] is None for run in runs)
-            rates = ends([run["lr"] for run in runs])
-            if len(values) > 1:
-                row = [*interval(values), len(values), diverged, len(runs), *rates]
-                found.tables.append((name, row))
-            stored = {
-                int(seed): value for seed, value in arm["values"].items() if value is not None
-            }
-            if stored != raw.values(name):
-                found.words.append(f"values of {name} in verdict.json as in values.json")
-        for rule in self.json["rules"]:
-            own, base = (raw.values(rule[side]) for side in ("arm", "against"))
-            if rule["kind"] == "log_rank":
-                for side in (rule["arm"], rule["against"]):
-                    reached = [
-                        run[0]["reached"][f"{rule['reaches']:g}"] for run in raw.runs[side].values()
-                    ]
-                    count = int(sum(hit for _, hit in reached))
-                    sentence = f"{{}} of {{}} runs of {side} reach it"
-                    found.sentences.append((sentence, [count, len(reached)]))
-            elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
-                sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
-                found.sentences.append((sentence, [raw.gap(own, base, rule["alpha"])[0]]))
-        for each in self.json["equal"]:
-            if not isinstance(each["at_flops"], str) and not isinstance(each["at_tokens"], str):
-                pair = each["arm"], each["against"]
-                found.tables.append(
-                    (" − ".join(pair), raw.equal_row(*pair, self.json["rules"][0]["alpha"]))
-                )
-        return found
-
     def facts(self, names: list[str]) -> tuple[float, list[float], list[float], list[float]]:
         """Return tokens, parameters, tokens per parameter, and two spreads.
 
@@ -313,10 +183,10 @@ class Page:
         source = [Copied(parsed(each)[0]) for each in re.findall(NUMBER, found[3])]
         return [seeds, sd, *source, gap, power]
 
-    def expected(self) -> "Expected":
+    def expected(self) -> Expected:
         """Return all numbers and verdicts of the generated part of the page, in order."""
         if self.raw:
-            return self.from_raw(self.raw)
+            return self.raw.expected(self.json)
         runs, seeds = sum(map(len, self.values.values())), self.rules[0].size
         tokens, sizes, ratios, apart = self.facts([*self.arms])
         found = [*self.rules[0].reason(self.adjusted[0]), runs, seeds, tokens, *sizes, *ratios]
@@ -331,21 +201,6 @@ class Page:
             found += [*interval(values), len(values), diverged, len(values), *rates]
         words.append(f"# {self.rules[0].verdict(self.adjusted[0])}\n")
         return Expected(found, [*words, f"Corpus hash `{self.json['facts']['corpus'][0]}`"])
-
-
-@dataclass
-class Expected:
-    """Required content of a page."""
-
-    numbers: list[float] = field(default_factory=list)
-    """All numbers outside of block quotes, in order; empty for a page that is not generated."""
-    words: list[str] = field(default_factory=list)
-    rows: list[tuple[str, list[float]]] = field(default_factory=list)
-    """Verdict and numbers of each row of the table of claims."""
-    sentences: list[tuple[str, list[float]]] = field(default_factory=list)
-    """Sentences with {} in place of each number, and the numbers."""
-    tables: list[tuple[str, list[float]]] = field(default_factory=list)
-    """First cell of each table row, and the numbers of the other cells."""
 
 
 def head_norm(path: Path) -> tuple[str, list[float]]:

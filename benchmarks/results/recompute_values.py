@@ -1,0 +1,153 @@
+"""Recompute the tables and gaps of a study from its values.json, for recompute.py."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+
+@dataclass
+class Expected:
+    """Required content of a page."""
+
+    numbers: list[float] = field(default_factory=list)
+    """All numbers outside of block quotes, in order; empty for a page that is not generated."""
+    words: list[str] = field(default_factory=list)
+    rows: list[tuple[str, list[float]]] = field(default_factory=list)
+    """Verdict and numbers of each row of the table of claims."""
+    sentences: list[tuple[str, list[float]]] = field(default_factory=list)
+    """Sentences with {} in place of each number, and the numbers."""
+    tables: list[tuple[str, list[float]]] = field(default_factory=list)
+    """First cell of each table row, and the numbers of the other cells."""
+
+
+def interval(values: np.ndarray, tail: float = 0.025) -> list[float]:
+    """Return a mean and its interval by Student's t; the default tail gives 95% confidence."""
+    half = stats.t.isf(tail, len(values) - 1) * stats.sem(values)
+    return [values.mean(), values.mean() - half, values.mean() + half]
+
+
+def ends(values: list[float], digits: int = 4) -> list[float]:
+    """Return minimum and maximum, or one number if both print the same digits."""
+    both = [min(values), max(values)]
+    return both[: len({f"{value:.{digits}g}" for value in both})]
+
+
+class Raw:
+    """Runs of a study, from its values.json."""
+
+    def __init__(self, path: Path, scale: str, paired: bool) -> None:
+        self.json = json.loads(path.read_text())
+        self.log, self.paired = scale == "log", paired
+        self.runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
+        for run in self.json["runs"]:
+            self.runs.setdefault(run["arm"], {}).setdefault(run["seed"], []).append(run)
+
+    def value(self, runs: list[dict[str, Any]]) -> float | None:
+        """Return the value of a seed; None if the seed diverged."""
+        value = runs[0]["value"]
+        if self.json["metric"] == "lr_sensitivity":
+            start = math.log(runs[0]["vocab_size"])
+            losses = [start if run["loss"] is None else min(run["loss"], start) for run in runs]
+            ended = any(run["loss"] is not None for run in runs)
+            value = sum(losses) / len(losses) - min(losses) if ended else None
+        return math.log(value) if self.log and value is not None else value
+
+    def values(self, arm: str) -> dict[int, float]:
+        """Return the value of each seed that did not diverge."""
+        found = {seed: self.value(runs) for seed, runs in self.runs.get(arm, {}).items()}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def fact(self, arm: str, name: str) -> float:
+        """Return a fact of the first run of an arm."""
+        first = next(iter(self.runs[arm].values()))[0]
+        return self.json["facts"][first["facts"]][name]
+
+    def losses(self, arm: str) -> dict[int, float]:
+        """Return the final held-out loss of each seed that did not diverge."""
+        found = {seed: runs[0]["loss"] for seed, runs in self.runs[arm].items()}
+        return {seed: loss for seed, loss in found.items() if loss is not None}
+
+    def at_flops(self, arm: str, other: str) -> tuple[dict[int, float], dict[int, float], float]:
+        """Return the losses of two arms at the largest FLOPs that all compared runs reached."""
+        curves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [{}, {}]
+        for side, name in enumerate((arm, other)):
+            for seed in self.losses(name):
+                run = self.runs[name][seed][0]
+                each = self.json["facts"][run["facts"]]["flops_per_token"]
+                values = np.array(run["values"], float)
+                kept = np.isfinite(values)
+                curves[side][seed] = np.array(run["tokens"])[kept] * each, values[kept]
+        common = curves[0].keys() & curves[1].keys()
+        compared = [
+            c for side in curves for seed, c in side.items() if seed in common or not self.paired
+        ]
+        flops = min(x[-1] for x, _ in compared)
+        own, base = (
+            {seed: float(np.interp(np.log(flops), np.log(x), y)) for seed, (x, y) in side.items()}
+            for side in curves
+        )
+        return own, base, flops
+
+    def gap(self, own: dict[int, float], base: dict[int, float], alpha: float) -> list[float]:
+        """Return a mean difference and its one-sided bounds at confidence 1 - alpha."""
+        if self.paired:
+            seeds = sorted(own.keys() & base.keys())
+            return interval(np.array([own[seed] - base[seed] for seed in seeds]), alpha)
+        first, second = np.array([*own.values()]), np.array([*base.values()])
+        found = stats.ttest_ind(first, second, equal_var=False).confidence_interval(1 - 2 * alpha)
+        return [first.mean() - second.mean(), found.low, found.high]
+
+    def equal_row(self, arm: str, other: str, alpha: float) -> list[float]:
+        """Return the numbers of a row of the table of gaps at equal cost."""
+        gap = self.gap(self.losses(arm), self.losses(other), alpha)
+        share = self.fact(arm, "parameters") / self.fact(other, "parameters") - 1
+        *sides, flops = self.at_flops(arm, other)
+        at_parameters = gap if abs(share) <= 0.005 else [100 * abs(share)]
+        return [*gap, *at_parameters, *self.gap(*sides, alpha), flops]
+
+    def expected(self, page: dict[str, Any]) -> Expected:
+        """Return the expected tables and gaps of the study's verdict.md.
+
+        Args:
+            page: content of the study's verdict.json.
+        """
+        found = Expected(words=[f"`{self.json['sha256']}`", f"`{page['hash']}`"])
+        for name, arm in page["arms"].items():
+            values = np.array([*self.values(name).values()])
+            runs = [run for of_seed in self.runs.get(name, {}).values() for run in of_seed]
+            diverged = sum(run["loss"] is None for run in runs)
+            rates = ends([run["lr"] for run in runs])
+            if len(values) > 1:
+                row = [*interval(values), len(values), diverged, len(runs), *rates]
+                found.tables.append((name, row))
+            stored = {
+                int(seed): value for seed, value in arm["values"].items() if value is not None
+            }
+            if stored != self.values(name):
+                found.words.append(f"values of {name} in verdict.json as in values.json")
+        for rule in page["rules"]:
+            own, base = (self.values(rule[side]) for side in ("arm", "against"))
+            if rule["kind"] == "log_rank":
+                for side in (rule["arm"], rule["against"]):
+                    reached = [
+                        run[0]["reached"][f"{rule['reaches']:g}"]
+                        for run in self.runs[side].values()
+                    ]
+                    count = int(sum(hit for _, hit in reached))
+                    sentence = f"{{}} of {{}} runs of {side} reach it"
+                    found.sentences.append((sentence, [count, len(reached)]))
+            elif len(own.keys() & base.keys()) > 1 and rule.get("at", "tokens") == "tokens":
+                sentence = f"{rule['arm']} minus {rule['against']} is {{}}"
+                found.sentences.append((sentence, [self.gap(own, base, rule["alpha"])[0]]))
+        for each in page["equal"]:
+            if not isinstance(each["at_flops"], str) and not isinstance(each["at_tokens"], str):
+                pair = each["arm"], each["against"]
+                found.tables.append(
+                    (" − ".join(pair), self.equal_row(*pair, page["rules"][0]["alpha"]))
+                )
+        return found
