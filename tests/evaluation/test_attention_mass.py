@@ -1,6 +1,6 @@
-"""Attention mass against the variants' equations in float64, and `diffllm evaluate` of it.
+"""Attention mass compared with the variants' equations in float64, and in `diffllm evaluate`.
 
-Shapes: T tokens, D model width, h heads of a map.
+Shapes: T tokens, D model width, h heads of an attention map.
 """
 
 import json
@@ -51,7 +51,7 @@ def float64_model(variant):
 
 
 def weights_by_equations(variant, layer, attention, x, rope):
-    """Return the weights (h, T) of the last query of x (1, T, D) by map, effective map last."""
+    """Return the weights (h, T) of the last query of x (1, T, D), by name of the attention map."""
     q, k, _ = attention.project(x, rope)
     heads = q.shape[2]
     scores = [k[0, :, h * k.shape[2] // heads] @ q[0, -1, h] / math.sqrt(8) for h in range(heads)]
@@ -81,7 +81,7 @@ def read_by(model, context, rope):
 
 
 def summed(weights, kinds):
-    """Return sums of weights (h, T) by head and kind: (h, 3)."""
+    """Sum weights (h, T) by kind of token; return (h, 3)."""
     sums = [[sum(w for w, k in zip(row, kinds, strict=True) if k == i) for i in range(3)]
             for row in weights.tolist()]  # fmt: skip
     return torch.tensor(sums, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_attention_target_is_all_tokens_that_overlap_the_evidence(tokenizer):
 
 
 def line(heads, **facts):
-    """Return a line of two layers with two heads; filler and sink share the rest equally."""
+    """Return a result line of two layers with two heads; filler and sink have equal shares."""
     shares = [[sum(own) / 2, *[(1 - sum(own) / 2) / 2] * 2] for own in heads]
     counts = {"level": 0, "tokens": 20, "target_tokens": 4, "depth": 0.5}
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
@@ -222,7 +222,7 @@ def test_attention_mass_intervals_resample_clusters_and_scores_include_best_head
 
 @pytest.fixture
 def recall(monkeypatch):
-    """Register a task: recall a letter of a pair, with two examples per text."""
+    """Register a task that asks for the second letter of a pair, with two examples per text."""
     monkeypatch.setitem(TASKS, "recall", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "recall")
 

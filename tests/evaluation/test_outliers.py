@@ -1,4 +1,4 @@
-"""Numbers of diffllm outliers against explicit float64 tensors, and statistics of pieces."""
+"""Statistics of outliers compared with an explicit computation in float64."""
 
 import math
 
@@ -25,7 +25,7 @@ def tiny(variant):
 
 
 def sizes(values):
-    """Return the numbers of a Spread, computed from all values at once."""
+    """Return the statistics of a Spread, computed from all values at once."""
     x = np.asarray(values, dtype=np.float64).ravel()
     down = np.sort(np.abs(x))[::-1]
     top = {f"top_{k}": down[k - 1] for k in TOP}
@@ -37,7 +37,7 @@ def sizes(values):
 
 
 def close(found, expected, rel):
-    """Compare numbers of a Spread, whose percentiles have the precision of bins."""
+    """Compare statistics of a Spread, whose percentiles have the precision of histogram bins."""
     assert found.keys() >= expected.keys()
     for name, value in expected.items():
         within = max(rel, 1.1e-3) if name in PERCENTILES else rel
@@ -68,7 +68,7 @@ def test_outlier_statistics_give_none_for_top_10_of_five_values_and_kurtosis_of_
 
 
 def explicit(model, tokens, documents):
-    """Return the numbers of every layer of a float64 model from whole maps, by the equations."""
+    """Return the statistics of every layer of a float64 model, computed from whole attention maps."""
     x = model.tok_embeddings(tokens)
     if documents is None:
         rope, seen = model.rope(0, T), torch.ones(T, T).tril().bool()[None, None]

@@ -22,7 +22,6 @@ Bins = dict[str, dict[str, list[float]]]
 
 
 def bin_of(number: int) -> str:
-    """Find the bin of a number in a list of bins."""
     ends = [(2**k, 2 ** (k + 1) - 1) for k in range(1, 20)]
     if number < 2:
         return str(number)
@@ -30,7 +29,7 @@ def bin_of(number: int) -> str:
 
 
 def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -> Bins:
-    """Return sums of a document's losses, computed target by target."""
+    """Sum a document's losses by position, distance and span, one target at a time."""
     found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
     for i, token in enumerate(text):
         same = [j for j in range(i) if text[j] == token]

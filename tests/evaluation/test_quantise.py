@@ -1,4 +1,4 @@
-"""Simulated quantisation against single elements, and the evaluation `quantise`."""
+"""Simulated quantisation compared with rounding of single values, and the evaluation `quantise`."""
 
 import copy
 from typing import Any

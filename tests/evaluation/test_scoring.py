@@ -1,4 +1,4 @@
-"""Likelihoods of continuations equal those of single texts for all batches and caches."""
+"""Scores of continuations in batches and with caches equal scores of single texts."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def generated(model: Transformer, context: list[int], count: int) -> list[int]:
 
 
 def with_generated(model: Transformer, question: Question) -> Question:
-    """Add the greedy continuation of the model to a question."""
+    """Add the model's greedy continuation to the continuations of a question."""
     own = generated(model, question.context, 1 if question.single else 3)
     return Question(question.context, [*question.continuations, own])
 
@@ -110,7 +110,7 @@ def test_question_tokens_equal_tokens_of_prompt_with_candidate() -> None:
 def test_scoring_questions_with_common_context_reads_context_once(
     monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
 ) -> None:
-    """Include a context that is the beginning of the next, and two consecutive texts."""
+    """One context is a prefix of the next context, and two texts are scored one after the other."""
     monkeypatch.setattr(answers, "CACHED_FROM", 1)
     monkeypatch.setattr(answers, "CACHE", cache)
     model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]

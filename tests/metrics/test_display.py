@@ -37,13 +37,13 @@ def on_terminal(log: RunLog | None = None) -> tuple[Display, io.StringIO]:
 
 
 def staying(screen: str) -> list[int]:
-    """Return the steps whose lines remain on a screen, without bars."""
+    """Return the steps whose lines remain on a screen."""
     lines = [line.rpartition("\x1b[2K")[2] for line in screen.splitlines()]
     return [int(line[5:].split("/")[0]) for line in lines if "grad" in line]
 
 
 def test_display_prints_about_one_screen_of_loss_lines_above_progress_bar():
-    """About one screen of lines remains, including first and last, with more at the start."""
+    """The lines include the first and the last step, and more steps at the start."""
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)])
     steps = staying(screen.getvalue())

@@ -137,7 +137,7 @@ NAMES = [metric.name for metric in METRICS]
 
 
 def has_total(metric):
-    """Return whether a metric has a total in the table, as eval/loss/* has eval/loss."""
+    """Return whether the table has a total of a metric, such as eval/loss for eval/loss/*."""
     return metric.name.endswith("/*") and metric.quantity in NAMES
 
 

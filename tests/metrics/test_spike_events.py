@@ -30,7 +30,7 @@ NAN, INF = math.nan, math.inf
 
 
 def flags(values, log=False):
-    """Return the steps, counted from 0, that a counter reports as spikes, and the counter."""
+    """Return the steps, from 0, that a counter reports as spikes, and the counter."""
     counter = EventCounter(log)
     return [i for i, value in enumerate(values) if counter.update(value)], counter
 
@@ -132,7 +132,7 @@ def test_event_counter_finds_only_the_added_spike_in_falling_loss():
 
 
 def table(title):
-    """Return a table of docs/spikes.md by the first cell of each row."""
+    """Return a table of docs/spikes.md: a dict from the first cell of a row to the other cells."""
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {first: others for first, *others in lines}

@@ -126,7 +126,7 @@ class ForkedRun:
                 os.kill(self.processes[rank].pid, number)
 
     def codes(self, seconds: float = PATIENCE_S) -> list[int]:
-        """Wait for all ranks and return their exit codes; a stopped rank must be killed before."""
+        """Wait for all ranks; return their exit codes. Kill a rank under SIGSTOP before the call."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -140,7 +140,6 @@ class ForkedRun:
         return self.text()
 
     def kill(self) -> None:
-        """Send SIGKILL to every rank."""
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
@@ -289,7 +288,7 @@ def break_stream(number: int, fault: str) -> None:
 
 
 def failing(fault: str) -> int:
-    """Open a descriptor whose writes fail."""
+    """Open a file descriptor on which every write fails."""
     if fault == "full":
         return os.open("/dev/full", os.O_WRONLY)
     reader, writer = os.openpty() if fault == "no terminal" else os.pipe()
@@ -327,7 +326,7 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 
 def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]]]:
-    """Return samples and loss of every execution of a step, by (name of a rank's file, step)."""
+    """Return {(samples file of a rank, step): [(*samples, loss) of each execution of the step]}."""
     seen: dict[tuple[str, int], list[tuple[object, ...]]] = {}
     for file in directory.glob("samples-*.jsonl"):
         for line in file.read_text().splitlines():
@@ -339,7 +338,7 @@ def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]
 
 
 def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
-    """Write one {"<column>": ..., "n": ...} per line."""
+    """Write {column: text, "n": index} for each text, as JSON lines."""
     lines = [json.dumps({column: text, "n": i}) for i, text in enumerate(texts)]
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -505,7 +504,6 @@ def command(
 
 
 def train_command(words: Sequence[str]) -> list[str]:
-    """Return the command `python train.py ...` with this interpreter."""
     return [sys.executable, str(TRAIN), *words]
 
 
@@ -522,9 +520,9 @@ def clean_environment(cache_dir: Path) -> dict[str, str]:
 
 
 def snapshot(*roots: Path) -> dict[str, str]:
-    """Return a description of every file and directory under `roots`, which any write changes.
+    """Return a description of every file and directory under `roots`; any write changes it.
 
-    Size and times of a lock file are ignored, because its content names the last holder.
+    Size and times of a lock file are ignored, because a lock file names its last holder.
     """
     entries: dict[str, str] = {}
     for root in roots:
@@ -534,7 +532,7 @@ def snapshot(*roots: Path) -> dict[str, str]:
 
 
 def describe(path: Path) -> str:
-    """Describe a path; the kernel sets ctime, which no program can restore."""
+    """Describe a path; a write changes the description, because programs cannot restore ctime."""
     if path.is_symlink():
         return f"link to {os.readlink(path)}"
     if not path.exists():

@@ -185,7 +185,7 @@ def sleep(*_: Any) -> None:
 
 
 def perturb(t: Any) -> None:
-    """Flip the lowest bit of one value in a tensor that is replicated on other ranks."""
+    """Flip the lowest bit of one value in a tensor that other ranks replicate."""
     tensor = t.params["layers.1.attention.wq.weight"].to_local()
     with torch.no_grad():
         tensor.view(torch.int32)[0, 0] ^= 1

@@ -47,7 +47,7 @@ def composed(words: tuple[str, ...]) -> TrainConfig:
 
 
 def config_of(words: tuple[str, ...]) -> TrainConfig:
-    """Compose the config of a run; composing is slow and happens once for all seeds and run.dir."""
+    """Compose the config of a run; the result is cached for all values of seed and run.dir."""
     own = {word.partition("=")[0]: word for word in words if word.startswith(("seed=", "run.dir="))}
     cfg = composed(tuple(word for word in words if word not in own.values()))
     if "seed" in own:
@@ -60,7 +60,6 @@ def config_of(words: tuple[str, ...]) -> TrainConfig:
 
 @cache
 def config(overrides: tuple[str, ...]) -> TrainConfig:
-    """Compose the config of a tiny run."""
     return config_of((*TINY, *overrides))
 
 
