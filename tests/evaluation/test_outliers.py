@@ -68,7 +68,7 @@ def test_outlier_statistics_give_none_for_top_10_of_five_values_and_kurtosis_of_
 
 
 def explicit(model, tokens, documents):
-    """Return the statistics of every layer of a float64 model, computed from whole attention maps."""
+    """Return the statistics of every layer of a float64 model, from whole attention maps."""
     x = model.tok_embeddings(tokens)
     if documents is None:
         rope, seen = model.rope(0, T), torch.ones(T, T).tril().bool()[None, None]

@@ -41,7 +41,7 @@ def spikes_olmo2(series):
 
 
 def counted(series, start=0, monitor=None):
-    """Return the steps at which the totals of a monitor increase; loss and gradient norm are equal."""
+    """Return the steps at which the totals of a monitor increase, for losses and gradient norms."""
     monitor = monitor or SpikeMonitor()
     steps = {"spikes": [], "spikes_olmo2": []}
     for i, value in enumerate(series[start:], start):

@@ -126,7 +126,7 @@ class ForkedRun:
                 os.kill(self.processes[rank].pid, number)
 
     def codes(self, seconds: float = PATIENCE_S) -> list[int]:
-        """Wait for all ranks; return their exit codes. Kill a rank under SIGSTOP before the call."""
+        """Wait for all ranks; return their exit codes. Kill ranks under SIGSTOP before the call."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
