@@ -19,7 +19,7 @@ from torch import Tensor
 from diffllm.data.loader import TrainLoader
 from diffllm.distributed.gradients import Norms, parameter_norm
 from diffllm.metrics.diagnostics import Stats, named_values
-from diffllm.metrics.display import Display, measured
+from diffllm.metrics.display import Display, evaluation_texts
 from diffllm.metrics.profiling import peak_flops
 from diffllm.metrics.sinks import Sinks
 from diffllm.model.stats import group_of
@@ -51,7 +51,7 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside this context from the measured training speed."""
+        """Exclude the time inside this context from the evaluation_texts training speed."""
         if self.t.device.type == "cuda":
             torch.cuda.synchronize(self.t.device)
         start = time.perf_counter()
@@ -82,7 +82,7 @@ class Record:
         if loader:
             self.display.show(step, line, (self.t.cfg.steps - step) * line["perf/step_ms"] / 1e3)
             self._begin_interval(step, loader.waited_s)
-        elif said := measured(line):
+        elif said := evaluation_texts(line):
             self.display.print(f"step {step}: {'  '.join(said)}")
 
     def _read(self, step: int) -> dict[str, float]:
