@@ -51,7 +51,7 @@ class Record:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside this context from the evaluation_texts training speed."""
+        """Exclude the time inside this context from the measured training speed."""
         if self.t.device.type == "cuda":
             torch.cuda.synchronize(self.t.device)
         start = time.perf_counter()
