@@ -109,7 +109,7 @@ def expert_load(counts: Tensor) -> Stats:
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """Return all values by name of the metric, such as "lambda_01/layer_03" for head 1.
+    """Return all values by name, such as "lambda_01/layer_03" for head 1 of layer 3.
 
     If a statistic has fewer layers than others, its values belong to the last layers.
 

@@ -118,7 +118,7 @@ DEVICES = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 matrix FLOP/s of a GPU's data sheet; None for an unknown device."""
+    """Return the peak dense bf16 FLOP/s in the data sheet of a GPU; None for an unknown device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

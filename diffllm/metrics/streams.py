@@ -17,7 +17,7 @@ class ReaderGone(Exception):
 
 
 class Unfailing:
-    """Wrapper of a text stream that never raises; it escapes characters outside of the encoding."""
+    """Wrapper of a text stream that never raises; it escapes characters that cannot be encoded."""
 
     def __init__(self, stream: Any):
         self.stream = stream
