@@ -73,8 +73,6 @@ class Question:
 
 
 class Scored(NamedTuple):
-    """Score of one continuation after its context."""
-
     log_likelihood: float
     """Sum over the tokens of the continuation, in nats."""
     greedy: bool
@@ -377,10 +375,7 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected share of correct answers if a random candidate answers each example.
-
-    An example with a single candidate counts as 0, because the model must generate its answer.
-    """
+    """Return the expected accuracy of random guesses; examples with a single candidate count as 0."""
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 

@@ -151,10 +151,9 @@ class DocumentLosses:
         return float(self.nats.sum() / (math.log(2) * size)) if size else math.nan
 
     def save(self, run: Path, step: int) -> None:
-        """Write the losses to a file in the run directory; raises CheckpointError if writing fails.
+        """Write the losses after training step `step` to a file in the run directory.
 
-        Args:
-            step: training step after which the losses were measured.
+        Raises CheckpointError if writing fails.
         """
         file = path_of(run, step)
         content = io.BytesIO()

@@ -33,13 +33,11 @@ TOKENS = 16384
 def load_model(run: str | Path, step: int | None = None) -> tuple[Transformer, Tokenizer]:
     """Load a run's decoder and tokenizer from a checkpoint.
 
-    The decoder is in float32 and in eval mode, on the current default device.
-
-    Raises CheckpointError if the checkpoint is missing or damaged, and UserError if the run's
-    attention variant is not registered.
+    The decoder is in float32 and in eval mode, on the current default device. Raises
+    CheckpointError if the checkpoint is missing or damaged, and UserError if the run's attention
+    variant is not registered.
 
     Args:
-        run: run directory.
         step: step of the checkpoint; None selects the newest complete checkpoint.
     """
     run = user_path(Path(run), "run")

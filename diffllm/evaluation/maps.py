@@ -60,11 +60,10 @@ class LayerMaps:
 
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
-    """Compute the attention maps of one layer of a model.
+    """Compute the attention maps of layer number `layer`, counted from 0.
 
     Args:
         tokens: token ids (B, T) int64; each row is one document.
-        layer: index of the layer, from 0.
     """
     return attention_maps(*next(islice(attention_inputs(model, tokens), layer, None)))
 
@@ -111,7 +110,6 @@ def attention_maps(
 
     Args:
         x: normalised input of the module, (B, T, D).
-        rope: rotary tables of the T positions.
         mask: attention mask; None for causal attention over all T tokens.
     """
     q, k, _ = attention.project(x, rope)
@@ -185,9 +183,7 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 def heads_per_row(n_heads: int, height: float, width: float) -> int:
     """Return the number of heads per row that makes a figure about 1.4 times as wide as high.
 
-    Args:
-        height: height of the maps of one head in inches.
-        width: width of the maps of one head in inches.
+    `height` and `width` are the size of the maps of one head in inches.
     """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))

@@ -102,8 +102,6 @@ class Mean:
 
 
 class LayerOutliers:
-    """Running statistics of one layer over all sequences."""
-
     def __init__(self) -> None:
         self.hidden = Spread()
         self.channels = torch.zeros(0)

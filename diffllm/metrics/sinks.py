@@ -132,12 +132,9 @@ class Sinks(NamedTuple):
     events: EventFiles | None = None
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
-        """Log the metrics of an optimizer step to all destinations.
+        """Log the metrics of an optimizer step, after `tokens` trained tokens, to all destinations.
 
-        Raises ConfigError for a metric that diffllm/metrics/table.py does not define.
-
-        Args:
-            tokens: number of tokens trained so far.
+        Raises KeyError for a metric that diffllm/metrics/table.py does not define.
         """
         for name in values:
             metric_of(name)

@@ -145,7 +145,6 @@ class EventCounter:
         """Step of the last spike."""
 
     def update(self, value: float) -> bool:
-        """Process the next value of the series; return whether the value is a spike."""
         self.seen += 1
         if not math.isfinite(value):
             self.judged += 1

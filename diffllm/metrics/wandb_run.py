@@ -89,7 +89,6 @@ class WandbRun:
         choices: chosen configs, such as {"attention": "diff_v2", "model": "mini"}. The attention
             becomes wandb's group unless `cfg` sets a group, and the model becomes wandb's job type.
         sweep: name of the sweep that started the run; the first 64 characters become a tag.
-        config: config values to record.
         run_id: id of the wandb run to resume; None creates a new run.
         over_tokens: patterns of additional metrics that wandb plots over training tokens.
     """
@@ -148,7 +147,6 @@ class WandbRun:
         """Send all queued metrics and finish the wandb run within FINISH_SECONDS.
 
         Args:
-            summary: values for the summary of the wandb run.
             exit_code: 0 for a finished run; any other number for a failed run.
         """
         if not self.working:
@@ -185,12 +183,9 @@ class WandbRun:
 
 
 def start(mode: str, options: dict[str, Any]) -> Any:
-    """Start a wandb run and define its metrics.
+    """Start a wandb run with `options` of `wandb.init`, and define its metrics.
 
     If `mode` is "online" and the server cannot be reached, record the run offline.
-
-    Args:
-        options: arguments of `wandb.init`.
     """
     import wandb
 
