@@ -375,7 +375,7 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected accuracy of random guesses; examples with a single candidate count as 0."""
+    """Return the expected accuracy of random guesses; single candidates count as 0."""
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 
