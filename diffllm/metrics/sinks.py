@@ -134,7 +134,7 @@ class Sinks(NamedTuple):
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:
         """Log the metrics of an optimizer step, after `tokens` trained tokens, to all destinations.
 
-        Raises KeyError for a metric that diffllm/metrics/table.py does not define.
+        Raises ConfigError for a metric that diffllm/metrics/table.py does not define.
         """
         for name in values:
             metric_of(name)

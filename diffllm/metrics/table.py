@@ -352,9 +352,13 @@ def add_metric(metric: Metric) -> Metric:
 def metric_of(name: str) -> Metric:
     """Return the metric with the given name, such as "train/loss".
 
-    `name` may also be a statistic, such as "context_rms". Raises KeyError if no metric matches.
+    `name` may also be a statistic, such as "context_rms". Raises ConfigError if no metric
+    matches.
     """
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric
-    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add a row with add_metric")
+    raise ConfigError(
+        f"metric {name} has no description; a plugin must describe each of its metrics with "
+        "diffllm.metrics.table.add_metric (see docs/plugins.md)"
+    )
