@@ -1,1 +1,1 @@
-"""Checkpoints, written in the background and visible only when complete."""
+"""Save checkpoints in the background; read, check and delete checkpoints."""

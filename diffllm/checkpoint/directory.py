@@ -1,4 +1,4 @@
-"""Configure, find and delete the checkpoints of a run."""
+"""Find, check and delete the checkpoints of a run."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written, and how many are kept."""
+    """Settings: how often a run saves a checkpoint, and which old checkpoints the run keeps."""
 
     interval: int | str = 100
     """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""
@@ -33,12 +33,12 @@ class CheckpointConfig:
 
     @property
     def steps(self) -> int:
-        """Return the number of training steps between checkpoints; 0 if `interval` is a time."""
+        """Return `interval` in training steps; 0 if `interval` is a time."""
         return self.interval if isinstance(self.interval, int) else 0
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds between checkpoints; None if `interval` is a number of steps."""
+        """Return `interval` in seconds; None if `interval` is a number of training steps."""
         match = DURATION.fullmatch(str(self.interval))
         return float(match[1]) * SECONDS[match[2]] if match else None
 
@@ -69,28 +69,31 @@ def hidden_path(directory: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoints in `directory`, including damaged checkpoints, oldest first."""
+    """List the checkpoint directories in `directory` by increasing training step.
+
+    The list contains damaged checkpoints, but not incomplete checkpoints.
+    """
     found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
     return sorted((p for p in found if p.is_dir()), key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
-    """List the incomplete checkpoints in `directory`.
+    """List the directories of incomplete checkpoints in `directory`.
 
-    An incomplete checkpoint comes from an interrupted save, or from a save in progress.
+    A checkpoint is incomplete during a save or deletion, and after an interrupted save or deletion.
     """
     found = directory.glob(".step-*.incomplete")
     return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the newest undamaged checkpoint; None if `paths` is empty.
+    """Return the newest undamaged checkpoint directory; None if `paths` is empty.
 
-    Print a warning for each damaged checkpoint that is newer than the result. Ignore checkpoints
-    that a running training deletes during the check; return None if all are deleted.
+    Print a warning for each newer damaged checkpoint. Training may delete checkpoints during the
+    check. Deleted checkpoints are ignored; if all are deleted, return None.
 
     Args:
-        paths: checkpoint directories, oldest first.
+        paths: checkpoint directories of one run, oldest first.
 
     Raises CheckpointError if all checkpoints are damaged.
     """
@@ -108,24 +111,26 @@ def newest_good(paths: Sequence[Path]) -> Path | None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raise CheckpointError if `path` is not a checkpoint, or is a damaged checkpoint."""
+    """Raise CheckpointError if `path` is not a checkpoint directory, or contains a damaged file."""
     read_manifest(path)
     if problems := faults(path):
         raise CheckpointError(f"checkpoint {path} is damaged: {listed(problems)}")
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """Return an undamaged checkpoint of a run.
+    """Return the directory of an undamaged checkpoint.
 
     Args:
-        run: directory of the run.
+        run: run directory.
         step: training step of the checkpoint; 0 selects the newest undamaged checkpoint.
 
     Raises CheckpointError if the run has no such checkpoint.
     """
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
-        raise CheckpointError(f"{run} has no complete checkpoint")
+        raise CheckpointError(
+            f"{run} has no complete checkpoint; resume the run until a checkpoint is saved"
+        )
     if step not in (0, *found):
         raise CheckpointError(
             f"{run} has no checkpoint of step {step}; available steps: {sorted(found)}"
@@ -138,10 +143,10 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
-    """Call `use` with the result of `find_checkpoint(run, step)`; return the result of `use`.
+    """Find a checkpoint with `find_checkpoint(run, step)`, and return `use(checkpoint directory)`.
 
-    A running training deletes old checkpoints. If the checkpoint is deleted during the call, find a
-    checkpoint again; after 20 attempts, raise CheckpointError.
+    If training deletes the checkpoint during `use`, repeat both calls. Raises CheckpointError after
+    20 attempts.
     """
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
@@ -151,12 +156,12 @@ def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
             if path.exists():
                 raise
     raise CheckpointError(
-        f"{path} was deleted during the read: its run keeps only the newest checkpoint.keep_last"
+        f"{path} was deleted by a running training; increase checkpoint.keep_last of this run"
     )
 
 
 def remove(path: Path) -> None:
-    """Delete a directory, a file or a symbolic link; do not delete the target of a link."""
+    """Delete a file, a directory tree or a symbolic link; do not delete the target of a link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -164,23 +169,20 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename the checkpoint `path` to a name that begins with "damaged-", and print a warning.
-
-    The old name becomes free for a new checkpoint.
-    """
+    """Rename a checkpoint directory to a free name that begins with "damaged-"; print a warning."""
     aside = fresh(path.with_name(f"damaged-{path.name}"))
     path.rename(aside)
     to_stderr(f"warning: renamed {path} to {aside.name}: a new checkpoint needs the name")
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete old checkpoints of a run; print a warning if a deletion fails.
+    """Delete old checkpoints of one run.
 
-    Keep the newest `cfg.keep_last` checkpoints, and checkpoints at multiples of `cfg.keep_every`
-    steps.
+    Keep the newest `cfg.keep_last` checkpoints, and every checkpoint whose training step is a
+    multiple of `cfg.keep_every`. Print a warning for each checkpoint that cannot be deleted.
 
     Args:
-        paths: checkpoints of one run, oldest first.
+        paths: checkpoint directories, oldest first.
     """
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:

@@ -1,7 +1,7 @@
-"""The JSON files of a checkpoint: manifest.json and state.json.
+"""Write, read and check manifest.json and state.json, the JSON files of a checkpoint.
 
-manifest.json records the size and SHA-256 of every other file, to detect damaged files. state.json
-contains the state of a run that is not a tensor.
+manifest.json contains the size and SHA-256 checksum of every other file, to detect damage.
+state.json contains the training state that is not stored in tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMED = re.compile(r"\.?step-(\d{1,18})(\.incomplete)?")
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Expected size in bytes, and expected SHA-256, of a file in a checkpoint."""
+    """Expected size in bytes and expected SHA-256 checksum of one checkpoint file."""
 
     size: int
     sha256: str
@@ -56,12 +56,12 @@ def sha256_of(file: Path) -> str:
 
 
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
-    """Write state.json, then manifest.json, into the checkpoint directory `path`.
+    """Write state.json and manifest.json into a checkpoint directory with tensor files.
 
     Args:
-        step: training step of the checkpoint.
-        state: text of state.json.
-        files: records of the tensor files; the manifest also lists state.json and .metadata.
+        path: checkpoint directory.
+        state: content of state.json.
+        files: size and checksum of each tensor file, by file name.
     """
     (path / "state.json").write_text(state)
     sync(path / "state.json")
@@ -75,22 +75,22 @@ def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the size and checksum of each file that manifest.json lists, by file name.
+    """Read manifest.json; return the expected size and checksum of each file by file name.
 
-    Raises CheckpointError if manifest.json of the checkpoint `path` is missing or invalid.
+    Raises CheckpointError if `path` is not a checkpoint directory, or if manifest.json is invalid.
     """
     if not os.path.lexists(path / NAME):
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}")
+        raise CheckpointError(f"{path} is not a checkpoint: {NAME} is missing")
     with reading(path, NAME) as content:
         return manifest_from(content)
 
 
 @contextmanager
 def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Read the JSON file `name` of the checkpoint `path`; the context variable is the content.
+    """Read the JSON file `path / name` of a checkpoint, and yield the content to a `with` block.
 
-    Raises CheckpointError if the file is missing or invalid, or if the code inside the context
-    raises ValueError or OSError.
+    Raises CheckpointError if the file is missing or invalid, and if the `with` block raises
+    ValueError or OSError.
     """
     try:
         content = read_json(path / name)
@@ -108,9 +108,9 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
-    """Return the file records in the content of a manifest.json, by file name.
+    """Return the size and checksum of each file in a parsed manifest.json, by file name.
 
-    Raises ValueError for a missing or invalid entry.
+    Raises ValueError if an entry is missing or invalid.
     """
     entries = content.get("files")
     if not isinstance(entries, dict):
@@ -130,10 +130,10 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 
 
 def verify(path: Path, checksums: bool = True) -> list[str]:
-    """Compare the files of a checkpoint with its manifest; return one message per damaged file.
+    """Compare the files in a checkpoint directory with manifest.json.
 
-    If the manifest is damaged, return one message about the manifest. If `checksums` is False,
-    compare only file sizes.
+    Return one error message per damaged or missing file; an empty list means no damage. If
+    `checksums` is False, compare file sizes only.
     """
     try:
         manifest = read_manifest(path)
@@ -145,9 +145,9 @@ def verify(path: Path, checksums: bool = True) -> list[str]:
 
 
 def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
-    """Return a message if `file` does not match `record`; None if the file matches.
+    """Return an error message if a file is missing or differs from `record`, else None.
 
-    If `checksum` is False, compare only the file size.
+    If `checksum` is False, compare the file size only.
     """
     name = shown(file.name)
     try:
@@ -166,7 +166,7 @@ def fault(file: Path, record: FileRecord, checksum: bool) -> str | None:
 
 
 def shown(text: object) -> str:
-    """Return the first 100 characters of untrusted text, with "?" in place of unprintable ones."""
+    """Convert to text of at most 100 characters, and replace unprintable characters with "?"."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:100])
 
 
@@ -175,9 +175,10 @@ STATE_ENTRIES = {"ranks": (int,), "parameters": (dict,), "loop": (dict, type(Non
 
 
 def faults(path: Path, checksums: bool = True) -> list[str]:
-    """Return one message per problem of a checkpoint; an empty list if the checkpoint is good.
+    """Compare the files in a checkpoint directory with manifest.json, then check state.json.
 
-    Compare the files with the manifest, as `verify` does. If all files match, check state.json.
+    Return one error message per problem; an empty list means no problem. If `checksums` is False,
+    compare file sizes only.
     """
     if problems := verify(path, checksums):
         return problems
@@ -189,9 +190,9 @@ def faults(path: Path, checksums: bool = True) -> list[str]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the content of state.json of the checkpoint `path`.
+    """Return the parsed state.json of the checkpoint directory `path`.
 
-    Raises CheckpointError if the file is missing, or if an entry is missing or invalid.
+    Raises CheckpointError if the file is missing or invalid.
     """
     with reading(path, "state.json") as state:
         for name, kinds in STATE_ENTRIES.items():
@@ -203,13 +204,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if training cannot resume because its state in a checkpoint is invalid.
+    """Raise CheckpointError if training cannot resume because of an invalid entry in state.json.
 
-    A checkpoint that contains only parameters has no state of training, and raises no error.
+    A checkpoint that contains only parameters, so that `state["loop"]` is None, raises no error.
 
     Args:
-        path: checkpoint directory, named in the error.
-        state: content of its state.json.
+        path: checkpoint directory, for the error message.
+        state: parsed state.json.
     """
     loop = state["loop"]
     if loop is None:
@@ -228,7 +229,9 @@ def check_loop(path: Path, state: Mapping[str, Any]) -> None:
         "seconds": type(seconds) in (int, float) and 0 <= seconds < 2**63,
     }
     for name in (name for name, is_usable in usable.items() if not is_usable):
-        raise CheckpointError(f"{path} is not a checkpoint: state.json has no usable loop.{name}")
+        raise CheckpointError(
+            f"{path} is not a checkpoint: loop.{name} in state.json is missing or invalid"
+        )
 
 
 def passes(check: Callable[[Any], Any], value: Any) -> bool:
@@ -249,19 +252,18 @@ def check_spikes(values: Any) -> None:
 
 
 def numbers_only(value: Any) -> bool:
-    """Return whether a JSON value contains only numbers and null, also inside lists and objects."""
     if isinstance(value, dict | list):
         return all(map(numbers_only, value.values() if isinstance(value, dict) else value))
     return value is None or type(value) in (int, float)
 
 
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless checkpoint and model have equal parameter names and shapes.
+    """Raise CheckpointError unless a checkpoint and a model have equal parameter names and shapes.
 
     Args:
-        path: checkpoint directory, named in the error.
-        state: content of its state.json, which lists the shapes.
-        params: parameters of the model by name.
+        path: checkpoint directory, for the error message.
+        state: parsed state.json, which contains the shapes of the saved parameters.
+        params: parameters of the model, by name.
     """
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}

@@ -1,8 +1,8 @@
-"""Read checkpoints without running code from their files.
+"""Read the tensors of checkpoints, without executing code from checkpoint files.
 
-torch.distributed.checkpoint (DCP) stores its index as a pickle. The index is opened only if its
-checksum is in the manifest. The index may contain only classes that DCP writes, and every entry
-must be a tensor.
+torch.distributed.checkpoint (DCP) stores the index of a checkpoint as a pickle in the file
+.metadata. The file is unpickled only if its checksum matches manifest.json. The pickle may contain
+only classes that DCP needs, and every entry of the index must be a tensor.
 """
 
 import hashlib
@@ -45,20 +45,23 @@ RECORDS = {
 
 
 def enum_member(kind: Any, name: Any) -> Enum:
-    """Return member `name` of the enum class `kind`; raises UnpicklingError for other arguments.
+    """Return member `name` of the enum class `kind`, in place of getattr in a pickle.
 
-    Replaces the built-in getattr, which Python 3.11.0 to 3.11.3 uses in pickles of enum members.
+    Python 3.11.0 to 3.11.3 calls getattr in pickles of enum members. Raises UnpicklingError if
+    `kind` is not an enum class, or has no member `name`.
     """
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
         member: Enum = kind.__members__[name]
         return member
-    raise pickle.UnpicklingError("builtins.getattr is not allowed in a checkpoint's index")
+    raise pickle.UnpicklingError(
+        "the checkpoint index .metadata must not use builtins.getattr; use another checkpoint"
+    )
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """An unpickler for the index of torch.distributed.checkpoint.
+    """Unpickler that loads only the classes and functions that DCP needs in a checkpoint index.
 
-    Classes and functions that such an index does not need raise UnpicklingError.
+    Raises UnpicklingError if the pickle contains any other class or function.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -67,13 +70,16 @@ class RecordUnpickler(pickle.Unpickler):
         if name in RECORDS.get(module, ()):
             return super().find_class(module, name)
         name = f"{shown(module)}.{shown(name)}"
-        raise pickle.UnpicklingError(f"{name} is not allowed in a checkpoint's index")
+        raise pickle.UnpicklingError(
+            f"the checkpoint index .metadata must not use {name}; use another checkpoint"
+        )
 
 
 class TensorReader(FileSystemReader):
-    """A torch.distributed.checkpoint reader for checkpoints that contain only tensors.
+    """Storage reader of torch.distributed.checkpoint that accepts only checkpoints of tensors.
 
-    Raises CheckpointError or UnpicklingError for other checkpoints.
+    Raises CheckpointError if a file is damaged, and UnpicklingError for an index that contains
+    anything except tensors.
     """
 
     refused: Exception | None = None
@@ -91,40 +97,51 @@ class TensorReader(FileSystemReader):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read the index of a checkpoint, which torch.distributed.checkpoint stores as a pickle.
+    """Read the index of a checkpoint, which torch.distributed.checkpoint pickles in .metadata.
 
-    Raises CheckpointError if the checkpoint is damaged, and UnpicklingError if the index contains
-    anything except tensors.
+    Raises CheckpointError if a file is damaged, and UnpicklingError if the index contains anything
+    except tensors.
     """
     if problems := verify(path, checksums=False):
         raise CheckpointError("; ".join(problems))
     manifest = read_manifest(path)
     data = read_bytes(path / ".metadata", LARGEST_INDEX)
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
-        raise CheckpointError(".metadata has a wrong checksum")
+        raise CheckpointError(
+            "the checkpoint index .metadata has a wrong checksum; use another checkpoint"
+        )
     metadata = RecordUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError("the index is not a DCP Metadata object")
+        raise pickle.UnpicklingError(
+            "the checkpoint index .metadata must contain a torch.distributed.checkpoint Metadata "
+            "object; use another checkpoint"
+        )
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"entry {shown(name)} is not a tensor")
+            raise pickle.UnpicklingError(
+                f"{shown(name)} in the checkpoint index .metadata is not a tensor; use another checkpoint"
+            )
     for place in metadata.storage_data.values():
         named = isinstance(place, _StorageInfo) and place.relative_path in manifest
         if not named or place.transform_descriptors:
-            raise pickle.UnpicklingError("an entry of the index is not stored in the checkpoint")
+            raise pickle.UnpicklingError(
+                "the checkpoint index .metadata names a file that manifest.json does not list; use "
+                "another checkpoint"
+            )
     return metadata
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
-    """Read tensors from a checkpoint into the existing tensors in `tensors`, by name.
+    """Load tensors from a checkpoint directory into `tensors`, in place.
 
-    The checkpoint may come from a different number of ranks. File sizes and the index are checked,
-    but not the checksums of tensor files.
+    The checkpoint may come from a run with another world size. The function checks the size of
+    every file and the checksum of the index, but not the checksums of tensor files.
 
     Args:
+        tensors: tensors to overwrite, by their names in the checkpoint.
         kwargs: more arguments of `torch.distributed.checkpoint.load`.
 
-    Raises CheckpointError if the tensors cannot be read.
+    Raises CheckpointError if the tensors cannot be loaded.
     """
     reader = TensorReader(path)
     try:
@@ -133,13 +150,13 @@ def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
             dcp.load(tensors, storage_reader=reader, **kwargs)
     except (Exception, CheckpointException) as error:
         why = failure_reason(reader.refused or error)
-        raise CheckpointError(f"cannot read {path}: {why}") from error
+        raise CheckpointError(f"cannot read the checkpoint {path}: {why}") from error
 
 
 def failure_reason(error: BaseException) -> str:
-    """Describe an error in one line.
+    """Return an error message of one line.
 
-    A CheckpointException of torch contains the errors of several ranks; describe the first error.
+    A CheckpointException of torch contains one error per failed rank; return the first message.
     """
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))

@@ -1,4 +1,4 @@
-"""Save checkpoints in the background, and report failed saves."""
+"""Save checkpoints on a background thread, and report failed saves."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ WRAPPING = 2048
 
 
 class TensorWriter(FileSystemWriter):
-    """A torch.distributed.checkpoint writer that raises the original OSError, not torch's error."""
+    """Storage writer of torch.distributed.checkpoint that raises the OSError of a failed write."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -60,9 +60,9 @@ class TensorWriter(FileSystemWriter):
 
 
 class Stager(DefaultStager):
-    """Copies tensors to host memory before a save, and reuses this memory for later saves.
+    """Copies tensors to host memory before a save, and reuses the host memory for later saves.
 
-    The base class in torch 2.11 frees the memory at each copy.
+    The base class of torch 2.11 frees the host memory after each copy.
     """
 
     def __init__(self, options: StagingOptions):
@@ -76,14 +76,14 @@ class Stager(DefaultStager):
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run in the background, one at a time.
+    """Saves the checkpoints of one run on a background thread, one at a time.
 
-    Every rank must create a Checkpointer and call the same methods at the same steps.
+    Every rank must create a Checkpointer, and call the same methods at the same training steps.
 
     Args:
-        directory: directory that contains the checkpoints of the run.
-        step: step at which the run starts or resumes. Existing checkpoints of later steps are
-            damaged; they are not deleted, and `cfg.keep_last` does not count them.
+        directory: directory with the checkpoints of the run.
+        step: training step at which the run starts or resumes. Existing checkpoints of later steps
+            are damaged; they are not deleted, and `cfg.keep_last` does not count them.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -111,17 +111,17 @@ class Checkpointer:
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], final: bool = False
     ) -> None:
-        """Wait for the previous save, copy the tensors, and start writing in the background.
+        """Copy the tensors, and start to write a checkpoint in the background.
 
-        If a save fails, rank 0 prints a warning.
+        First wait for the previous save. If the save fails, rank 0 prints a warning.
 
         Args:
             step: training step of the checkpoint.
             state: content of state.json.
-            final: whether this is the last save of the run, for which a failure is an error.
+            final: whether this is the last save of the run; a failed last save is an error.
 
-        Raises AgreedByAll if the run directory was removed, or if the disk has too little space for
-        a final save. `wait` raises later errors of a final save.
+        Raises AgreedByAll, the same error on all ranks, if the run directory was removed, or if the
+        disk is too full for the last save. If the last save fails later, `wait` raises AgreedByAll.
         """
         self.wait()
         self.since = monotonic()
@@ -135,9 +135,9 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
 
     def due(self) -> bool:
-        """Return whether a save is due by time, and if so, start the next interval.
+        """Return whether the interval since the last save has passed; if so, restart the interval.
 
-        Always False on ranks other than 0, and if `cfg.interval` is a number of steps.
+        Return False on ranks other than 0, and if `cfg.interval` is a number of steps.
         """
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False
@@ -147,7 +147,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the save in progress is complete.
 
-        Raises AgreedByAll if a final save failed, and CheckpointError if the ranks lost contact.
+        Raises AgreedByAll, the same error on all ranks, if the last save of the run failed, and
+        CheckpointError if the ranks cannot communicate.
         """
         pending, self.pending = self.pending, None
         try:
@@ -158,7 +159,8 @@ class Checkpointer:
         except Exception as error:
             why = failure_reason(error)
             raise CheckpointError(
-                f"the ranks lost contact while saving to {self.directory}: {why}"
+                f"the ranks could not communicate while saving a checkpoint to {self.directory}: "
+                f"{why}; run the same command again to resume"
             ) from error
 
     def close(self) -> None:
@@ -169,14 +171,15 @@ class Checkpointer:
             self.stager.close()
 
     def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
-        """Write this rank's files; after all ranks have written, rank 0 completes the checkpoint.
+        """Write the tensor files of this rank, then wait until rank 0 has completed the checkpoint.
 
-        Runs on a background thread.
+        Runs on the background thread.
 
         Args:
             hidden: directory of the incomplete checkpoint.
             text: content of state.json.
-            final: whether a failure is an error on all ranks, instead of a warning.
+            final: whether a failed save is an error on all ranks; otherwise, rank 0 prints a
+                warning.
         """
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
@@ -190,13 +193,14 @@ class Checkpointer:
             self._failed(step, failure, final)
 
     def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
-        """Write the manifest, rename `hidden` to its final name, and delete old checkpoints.
+        """Write state.json and manifest.json, rename `hidden`, and delete old checkpoints.
 
-        Runs on rank 0. Returns the reason if the save failed, else None.
+        Runs on rank 0. Returns None, or the reason why the save failed.
 
         Args:
             hidden: directory of the incomplete checkpoint.
-            parts: for each rank, the files that the rank wrote, or the reason for a failed write.
+            parts: for each rank, the sizes and checksums of its files, or the reason why its write
+                failed.
             text: content of state.json.
         """
         final, files = checkpoint_path(self.directory, step), Manifest()
@@ -229,7 +233,7 @@ class Checkpointer:
     def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
         """Create the empty directory `hidden` for a new checkpoint, and check the free disk space.
 
-        Returns the reason if the checkpoint cannot be written, else None.
+        Returns None, or the reason why the checkpoint cannot be written.
 
         Args:
             tensors: the tensors to save.
@@ -277,9 +281,9 @@ def needed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_parameters(
     directory: Path, tensors: Mapping[str, Tensor], parameters: Iterable[str]
 ) -> Path:
-    """Write parameters and router state as a checkpoint of step 0; return the checkpoint directory.
+    """Write a checkpoint of step 0 that contains only parameters and router state.
 
-    An interrupted call leaves an incomplete checkpoint.
+    Returns the checkpoint directory.
 
     Args:
         directory: parent directory of the new checkpoint.

@@ -85,7 +85,7 @@ def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenize
     tokenizer = Tokenizer.from_file(path)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
-            f"{path} has {tokenizer.vocab_size} pieces, more than model.vocab_size="
+            f"the tokenizer {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size="
             f"{model.vocab_size}"
         )
     for name, content in tokenizer_files(path).items():
@@ -156,11 +156,13 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     proto: Any = sentencepiece_model_pb2
     content = proto.ModelProto.FromString(processor.serialized_model_proto())
     if content.trainer_spec.model_type != BPE:
-        raise DataError(f"{model}: only BPE models can be exported, this is another model type")
+        raise DataError(f"the tokenizer {model} cannot be exported, because it is not BPE")
     if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
-        raise DataError(f"{model}: cannot be exported, because the tokenizer normalises texts")
+        raise DataError(f"the tokenizer {model} cannot be exported, because it normalises texts")
     if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
-        raise DataError(f"{model}: cannot be exported without pieces for all 256 bytes")
+        raise DataError(
+            f"the tokenizer {model} cannot be exported, because it lacks some of the 256 bytes"
+        )
     stored = map(processor.id_to_piece, range(processor.vocab_size()))
     pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}

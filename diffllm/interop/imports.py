@@ -57,7 +57,7 @@ def import_model(
         new = replace(origin, model=model, chosen=None)
         facts |= {"converted": attention, "perturb": perturb, "seed": seed}
     elif perturb:
-        raise ConfigError(f"perturb={perturb} needs attention=diff_v2")
+        raise ConfigError(f"perturb={perturb} is only supported with attention=diff_v2")
     tokenizer = origin.tokenizer
     with writing(f"out={out}"), new_directory(out) as hidden:
         tensors = parameters_of(origin, checkpoint)
@@ -96,7 +96,9 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
         fetched = snapshot_download(name, revision=sha, allow_patterns=list(WANTED))
     except Exception as error:
         why = " ".join(str(error).split())[:300]
-        raise ConfigError(f"hf={source}: no such directory, and the hub failed: {why}") from error
+        raise ConfigError(
+            f"hf={source} is not a directory, and the download from the hub failed: {why}"
+        ) from error
     return Path(fetched), {"from": name, "revision": sha}
 
 

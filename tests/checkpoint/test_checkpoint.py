@@ -238,7 +238,7 @@ def test_list_checkpoints_ignores_other_names_and_sorts_by_step(checkpointer, tm
 
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
-    [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read")],
+    [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read the checkpoint")],
 )
 def test_checkpoint_load_with_missing_tensor_or_different_shape_fails(
     checkpointer, name, shape, said

@@ -72,7 +72,7 @@ def test_verify_reports_damaged_checkpoint_file(whole, name, how):
 
 def test_verify_reports_checkpoint_without_manifest(whole):
     (whole / NAME).unlink()
-    assert verify(whole) == [f"it has no {NAME}"]
+    assert verify(whole) == [f"{NAME} is missing"]
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_state_json_with_missing_or_forged_field_is_rejected(run, name, value):
         del content["loop"][name]
     file.write_text(json.dumps(content))
     sign(newest(run))
-    assert faults(newest(run)) == [f"state.json has no usable loop.{name}"]
+    assert faults(newest(run)) == [f"loop.{name} in state.json is missing or invalid"]
     assert chosen(run) == "step-00000001"
 
 

@@ -168,5 +168,5 @@ def test_config_with_more_layers_or_experts_than_stored_tensors_is_refused(
     tmp_path, kind, change, least
 ):
     """Without this check, the names of billions of tensors could be listed."""
-    with pytest.raises(CheckpointError, match=f"fewer than {least}"):
+    with pytest.raises(CheckpointError, match=f"needs at least {least}"):
         ModelDirectory(write(tmp_path / "hf", LAYOUTS[kind], **change))

@@ -227,11 +227,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shape": (
         lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(2, 3)})),
-        f"{Q} is F32 [2, 3], not [64, 48]",
+        " is F32 [2, 3], but must be F32 or BF16 or F16 [64, 48]",
     ),
     "dtype": (
         lambda d: changed_tensors(d, lambda t: t.update({Q: torch.ones(64, 48, dtype=torch.int8)})),
-        f"{Q} is I8 [64, 48], not [64, 48] of F32 or BF16 or F16",
+        " is I8 [64, 48], but must be F32 or BF16 or F16 [64, 48]",
     ),
     "cut": (
         lambda d: (d / "model.safetensors").write_bytes(
@@ -273,7 +273,7 @@ def test_import_with_tokenizer_larger_than_vocabulary_of_model_fails(
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     saved("llama", tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
-    assert "400 pieces, more than the vocabulary of 300" in capsys.readouterr().err
+    assert "400 tokens, but vocab_size in config.json is 300" in capsys.readouterr().err
 
 
 def test_import_with_invalid_arguments_fails_with_error_that_names_reason(
@@ -283,10 +283,10 @@ def test_import_with_invalid_arguments_fails_with_error_that_names_reason(
     out = f"out={tmp_path / 'out'}"
     for words, said in (
         ([f"hf={run}", f"out={run}"], "already exists"),
-        ([f"hf={run}", out, "attention=diff_v2"], "needs softmax without a sink"),
+        ([f"hf={run}", out, "attention=diff_v2"], "only standard attention without a sink"),
         ([f"hf={run}", out, "attention=standard"], "w_lambda is not zero"),
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
-        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 needs attention=diff_v2"),
+        ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is only supported with attention=diff_v2"),
     ):
         assert main(["import", *words]) == 2
         error = capsys.readouterr().err

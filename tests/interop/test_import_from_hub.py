@@ -39,7 +39,7 @@ def test_import_from_hub_downloads_one_commit_without_code_or_pickles(make_run, 
                     env=environment, cwd=tmp_path, capture_output=True, text=True,
                 )  # fmt: skip
                 assert ended.returncode == code, ended.stderr
-            assert ended.stderr.startswith("error: hf=nobody/nothing: no such directory, and")
+            assert ended.stderr.startswith("error: hf=nobody/nothing is not a directory, and")
             assert ended.stderr.count("\n") == 1
         finally:
             server.kill()

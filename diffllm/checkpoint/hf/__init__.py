@@ -1,1 +1,1 @@
-"""Convert our decoders to and from the parameter formats of other libraries."""
+"""Convert models of diffllm to and from the formats of Hugging Face transformers."""

@@ -1,12 +1,13 @@
-"""Convert a decoder from softmax attention to DIFF V2 or back; the model outputs do not change.
+"""Convert a decoder from softmax attention to DIFF V2, or from DIFF V2 to softmax attention.
 
-In DIFF V2, query heads form pairs. The output of a pair is the output of the first head minus
-lambda times the output of the second head. `wo` is the output projection.
+The converted model computes the same outputs. In DIFF V2, two query heads form a pair. The output
+of a pair is the output of the first head minus lambda times the output of the second head.
 
-To DIFF V2: each query head becomes a pair of equal heads, lambda is sigmoid(0) = 1/2, and `wo` is
-doubled. This conversion is exact in floating point. To softmax attention: both heads of a pair
-become separate heads, and `wo` multiplies the second head by -lambda. For this conversion, lambda
-must be a constant of each pair.
+The conversion to DIFF V2 repeats each query head, so that two equal heads form a pair, sets lambda
+to sigmoid(0) = 1/2, and doubles the output projection; this is exact in floating point.
+
+The conversion to softmax attention uses the two heads of a pair as independent heads, and
+multiplies the output projection of the second head by -lambda. Lambda must not depend on the input.
 """
 
 import hashlib
@@ -30,16 +31,16 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Convert a model between softmax attention and DIFF V2.
+    """Convert a model from softmax attention to DIFF V2, or from DIFF V2 to softmax attention.
 
-    Return the config of the converted model, and for each new parameter a `Mapped`, which computes
-    the new parameter from parameters of the original model.
+    Return the config of the converted model, and one `Mapped` for each new parameter. A `Mapped`
+    computes the new parameter from parameters of the original model.
 
     Args:
         model: config of the original model.
         target: attention of the converted model, "diff_v2" or "standard" (softmax).
-        perturb: standard deviation of noise on the query weights of the second head of each pair,
-            relative to the RMS of the layer's query weights; only for "diff_v2".
+        perturb: only for "diff_v2": standard deviation of noise that is added to the query weights
+            of the second head of each pair, relative to the RMS of the layer's query weights.
         seed: seed of the noise.
 
     Raises ConfigError if the attention of `model` cannot be converted.
@@ -49,7 +50,7 @@ def converted(
     if target == "diff_v2":
         return to_diff_v2(model, perturb, seed)
     if perturb:
-        raise ConfigError(f"perturb={perturb} needs attention=diff_v2")
+        raise ConfigError(f"perturb={perturb} is only supported with attention=diff_v2")
     return to_standard(model)
 
 
@@ -58,7 +59,9 @@ def to_diff_v2(
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not StandardConfig or attention.sink is not Sink.none:
-        raise ConfigError(f"attention=diff_v2 needs softmax without a sink, not {attention}")
+        raise ConfigError(
+            f"attention=diff_v2 can convert only standard attention without a sink, not {attention}"
+        )
     scale = attention.context_scale
     heads = query_heads(model)
     new = replace(model, n_heads=heads, attention=DiffV2Config(context_scale=scale))
@@ -81,7 +84,9 @@ def to_diff_v2(
 def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
     attention = model.attention
     if type(attention) is not DiffV2Config or attention.head_norm:
-        raise ConfigError(f"attention=standard needs DIFF V2 without a head norm, not {attention}")
+        raise ConfigError(
+            f"attention=standard can convert only DIFF V2 without a head norm, not {attention}"
+        )
     softmax = StandardConfig(query_heads=2.0, context_scale=attention.context_scale)
     new = replace(model, attention=softmax)
     of_lambda = {Lambda.sigmoid: "w_lambda.weight", Lambda.raw: "w_lambda.weight",
@@ -99,15 +104,13 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
 
 
 def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
-    """Repeat each head of the query weights, as DIFF V2 needs; add noise to the second copy.
+    """Repeat each head of the query weights, and add noise to the second copy of each head.
 
     Args:
         wq: query weights, (heads * head_dim, dim).
         noise: standard deviation of the noise, relative to the RMS of `wq`.
-        seed: seed of the noise.
 
-    Returns query weights, (2 * heads * head_dim, dim), with both copies of a head next to each
-    other.
+    Returns (2 * heads * head_dim, dim), with the two copies of a head next to each other.
     """
     pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
     if noise:
@@ -117,7 +120,7 @@ def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
 
 
 def split_output(
-    wo: Tensor, of_lambda: Tensor | None = None, *, heads: int, attention: DiffV2Config
+    wo: Tensor, lambda_parameter: Tensor | None = None, *, heads: int, attention: DiffV2Config
 ) -> Tensor:
     """Convert the output projection of DIFF V2 to an output projection of softmax attention.
 
@@ -125,21 +128,22 @@ def split_output(
 
     Args:
         wo: output projection of DIFF V2, (dim, heads * head_dim).
-        of_lambda: parameter that determines lambda; None if lambda has no parameter.
+        lambda_parameter: parameter that determines lambda; None if lambda has no parameter.
         heads: number of head pairs.
-        attention: settings of DIFF V2.
 
-    Returns the output projection of softmax attention, (dim, 2 * heads * head_dim). Raises
-    ConfigError if lambda depends on the input.
+    Returns (dim, 2 * heads * head_dim). Raises ConfigError if lambda depends on the input.
     """
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:
         lam = torch.full((heads,), attention.lambda_value if form is Lambda.fixed else 1.0)
     else:
-        assert of_lambda is not None
-        if form is not Lambda.scalar and of_lambda.any():
-            raise ConfigError("attention=standard needs a constant lambda: w_lambda is not zero")
-        logits = of_lambda if form is Lambda.scalar else torch.zeros(heads)
+        assert lambda_parameter is not None
+        if form is not Lambda.scalar and lambda_parameter.any():
+            raise ConfigError(
+                "attention=standard can convert only DIFF V2 with a constant lambda, but w_lambda "
+                "is not zero"
+            )
+        logits = lambda_parameter if form is Lambda.scalar else torch.zeros(heads)
         lam = logits if form is Lambda.raw else torch.sigmoid(logits)
     first = wo.unflatten(1, (heads, -1))  # (D, H, d)
     second = -lam[:, None] * first

@@ -1,10 +1,7 @@
-"""Convert our parameters to the names and shapes that other model classes expect, and back.
+"""Convert diffllm parameters to and from the names and shapes of Hugging Face model classes.
 
-Supported model classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the class in our
-modelling file, a Python file that our exports contain. A `Layout` describes one model class. Most
-tensors differ only in the name.
-
-Shapes: H query heads, K key-value heads, d head_dim, D model width, E experts, F their width.
+Supported classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the DiffLLM class in
+modeling_diffllm.py. A `Layout` describes one class. Most parameters differ only in the name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +28,7 @@ from diffllm.model.rope import RopeConfig, RopeScaling, attention_factor
 
 @dataclass(frozen=True)
 class Mapped:
-    """The conversion of one tensor: `make` computes tensor `name` from the tensors `sources`."""
+    """How to compute tensor `name`: call `make` with the tensors named in `sources`."""
 
     name: str
     sources: tuple[str, ...]
@@ -43,9 +40,10 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a transformers class stores a decoder: config.json, and conversions of all tensors.
+    """How a transformers class stores a decoder: the content of config.json, and all tensors.
 
-    `exported` converts our tensors to the class; `imported` converts tensors back.
+    Each `Mapped` in `exported` computes one tensor of the class from diffllm parameters. Each
+    `Mapped` in `imported` computes one diffllm parameter from tensors of the class.
     """
 
     architecture: str
@@ -73,11 +71,11 @@ PARTS = {
 
 
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Convert one of our parameter names to the name in the Llama class of transformers.
+    """Return the name of a diffllm parameter in the Llama class of transformers.
 
     Args:
-        name: our parameter name.
-        parts: substrings to replace, with replacements, in addition to the usual replacements.
+        name: diffllm name.
+        parts: additional substrings to replace, with their replacements.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -93,14 +91,13 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return lists (exported, imported) for parameters that only change the name.
+    """Return lists (exported, imported) for parameters that differ only in the name.
 
-    `exported` renames our parameters to the names in the Llama class of transformers; `imported`
-    renames them back.
+    The names on the side of transformers are the names in the Llama class.
 
     Args:
-        names: our parameter names.
-        parts: more substrings of names to replace, with replacements.
+        names: diffllm parameter names.
+        parts: additional substrings of names to replace, with their replacements.
     """
     there = {name: name_there(name, parts) for name in names}
     return (
@@ -110,10 +107,7 @@ def renamed(
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the sizes and RoPE settings of a decoder under the config.json keys of Llama.
-
-    The number of query heads is not included.
-    """
+    """Return the config.json entries of Llama for sizes and RoPE, without the query heads."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -130,10 +124,7 @@ def shape_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def older_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Return RoPE settings under the config.json keys of transformers 4.
-
-    The keys are `rope_theta` and `rope_scaling`; transformers 4 ignores `rope_parameters`.
-    """
+    """Return the config.json entries rope_theta and rope_scaling, which transformers 4 reads."""
     scaling = rope_parameters(rope)
     theta = scaling.pop("rope_theta")
     plain = scaling["rope_type"] == "default"
@@ -141,7 +132,7 @@ def older_rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
-    """Return RoPE settings in the format of transformers 5, whose key is `rope_parameters`."""
+    """Return the config.json entry rope_parameters, which transformers 5 reads."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.scaling is RopeScaling.none:
         return found
@@ -170,10 +161,7 @@ OF_MACHINE = ("backend", "values")
 
 
 def own_layout(model: ModelConfig) -> Layout | None:
-    """Return how our own modelling file for transformers stores a decoder.
-
-    Return None if the modelling file does not support the attention variant.
-    """
+    """Return the `Layout` of modeling_diffllm.py; None for an unsupported attention variant."""
     variant = next((name for name, cls in VARIANTS.items() if type(model.attention) is cls), None)
     if variant is None:
         return None
@@ -200,10 +188,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return attention or expert settings as JSON values; enum members become names.
-
-    Omit settings that only select a kernel and do not change results.
-    """
+    """Return settings as JSON values, with names of enum members; omit choices of a kernel."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -212,10 +197,9 @@ def json_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_layout(model: ModelConfig) -> Layout | None:
-    """Return how the Llama or Qwen3 class of transformers stores a decoder.
+    """Return the `Layout` of LlamaForCausalLM, or of Qwen3ForCausalLM for a decoder with QK norm.
 
-    The class is Qwen3 if the decoder has QK norm, else Llama. Return None if the decoder has
-    experts, or attention other than plain softmax attention.
+    Return None for a mixture of experts, and for attention other than plain softmax.
     """
     if model.moe.n_experts or not is_plain_softmax(model):
         return None
@@ -228,11 +212,10 @@ def llama_layout(model: ModelConfig) -> Layout | None:
 
 
 def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
-    """Return how the Qwen3Moe class of transformers stores a mixture of experts.
+    """Return the `Layout` of Qwen3MoeForCausalLM; None if the class does not support the decoder.
 
-    Return None if the class does not support the decoder. The decoder must have plain softmax
-    attention, QK norm and softmax router scores. A router bias, shared experts and scaled expert
-    outputs are not supported.
+    The decoder must have experts, plain softmax attention, QK norm and softmax router scores. A
+    router bias, shared experts and scaled expert outputs are not supported.
     """
     moe = model.moe
     fits = (
@@ -267,11 +250,11 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
 
 
 def diffllama_layout(model: ModelConfig) -> Layout | None:
-    """Return how the DiffLlama class of transformers stores a decoder with DIFF V1 attention.
+    """Return the `Layout` of DiffLlamaForCausalLM; None if the class does not support the decoder.
 
-    Return None if the class does not support the decoder. Ablations of DIFF V1, experts, QK norm,
-    and a head norm with a different eps are not supported. The norm of head outputs has no weight
-    in DiffLlama, so the export multiplies the output projection `wo` by this weight.
+    The decoder must have DIFF V1 attention without ablations. Experts, QK norm, and a head norm
+    whose eps differs from `model.norm_eps` are not supported. The head norm of DiffLlama has no
+    weight, so the export multiplies the output projection by this weight.
     """
     attention = model.attention
     fits = (
@@ -292,7 +275,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
             imported.append(Mapped(name, (there,), back))
         elif ".attention.wo." in name:
             norm = name.replace(".wo.", ".head_norm.")
-            exported.append(Mapped(there, (name, norm), folded))
+            exported.append(Mapped(there, (name, norm), times_head_norm))
             imported.append(Mapped(name, (there,), same))
             imported.append(Mapped(norm, (), partial(torch.ones, 2 * model.head_dim)))
         elif ".head_norm." not in name:
@@ -311,10 +294,9 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
-    """Return whether the attention is plain softmax attention that Llama's config supports.
+    """Return whether Llama supports the attention: softmax without a sink and output scaling.
 
-    Attention sinks and scaled head outputs are not supported. The number of query heads must divide
-    `model.dim`.
+    The number of query heads must also divide `model.dim`.
     """
     attention = model.attention
     return (
@@ -331,7 +313,7 @@ def query_heads(model: ModelConfig) -> int:
 
 
 def softmax_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of softmax attention under the config.json keys of Llama and Qwen3."""
+    """Return the config.json entries of softmax attention for Llama and Qwen3."""
     return {
         "num_attention_heads": query_heads(model),
         "hidden_act": "silu",
@@ -345,33 +327,27 @@ def parameter_names(model: ModelConfig) -> list[str]:
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder the heads of query or key weights, in which heads form pairs.
+    """Reorder the heads of query, key or value weights, in which heads form pairs.
 
     Args:
-        weight: query or key weights, (number of heads * head_dim, dim).
-        heads: (-1, 2, head_dim) moves the first heads of all pairs to the front;
-            (2, -1, head_dim) restores the original order.
+        weight: (number of heads * head_dim, dim).
+        heads: (-1, 2, head_dim) moves the first heads of all pairs before all second heads; (2, -1,
+            head_dim) restores adjacent pairs.
     """
     return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
 
 
-def folded(wo: Tensor, norm: Tensor) -> Tensor:
-    """Multiply the columns of the output projection `wo` by the weight of a norm of head outputs.
-
-    Args:
-        wo: output projection, (dim, n_heads * head_dim).
-        norm: weight of the norm that each pair of heads shares, (2 * head_dim,).
-    """
+def times_head_norm(wo: Tensor, norm: Tensor) -> Tensor:
     return wo * norm.repeat(wo.shape[1] // len(norm))
 
 
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
-    """Return how transformers stores `model`: as a class of transformers, else our modelling file.
+    """Return the `Layout` of the transformers class that fits `model`, else of modeling_diffllm.py.
 
     Args:
-        own: use our modelling file even if a class of transformers supports the model.
+        own: use modeling_diffllm.py even if a class of transformers fits.
 
-    Raises ConfigError if neither supports the model.
+    Raises ConfigError if no class supports `model`.
     """
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:

@@ -1,9 +1,8 @@
-"""Read a decoder from a model directory of transformers.
+"""Read a decoder from a Hugging Face model directory.
 
-config.json defines the model class and the sizes. Supported model classes: Llama, Qwen3, Qwen3Moe,
-DiffLlama, and the class in our modelling file. For unsupported settings the functions raise a
-ValueError, whose text is printed after the file name. No code from the directory is run: neither
-modelling files nor pickles.
+Supported model classes: Llama, Qwen3, Qwen3Moe and DiffLlama of transformers, and the DiffLLM class
+in modeling_diffllm.py. Code and pickles in the directory are never executed. Functions raise
+ValueError for unsupported settings; the caller prints the file name before the error message.
 """
 
 import math
@@ -71,9 +70,10 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 class Config(dict[str, Any]):
-    """Settings of a config.json; null counts as missing.
+    """Settings of a config.json; settings with the value null are omitted.
 
-    Raises ValueError for a value of the wrong type, and for `config[key]` if `key` is missing.
+    The constructor raises ValueError for a value of the wrong type. `config[key]` raises ValueError
+    if `key` is missing.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -90,9 +90,12 @@ class Config(dict[str, Any]):
 
 
 def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
-    """Return the architecture's name and our model config for the content of a config.json.
+    """Return the name of the model class in config.json, and the equivalent diffllm config.
 
-    Raises ValueError or ConfigError for an architecture or setting that is not supported.
+    Args:
+        content: parsed config.json.
+
+    Raises ValueError or ConfigError for an unsupported class or setting.
     """
     config = Config(content)
     name = next(iter(config["architectures"]), None)
@@ -109,12 +112,12 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
 
 
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int = 0) -> ModelConfig:
-    """Build a model config from the config.json settings that all architectures share.
+    """Build a diffllm model config from the config.json settings that all supported classes share.
 
     Args:
         config: settings of config.json.
         attention: attention config of the result.
-        n_heads: number of heads of the result; 0 takes the number from `config`.
+        n_heads: number of heads of the result; 0 means `num_attention_heads` in config.json.
     """
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
@@ -200,9 +203,9 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
 
 
 def rope_of(config: Config) -> RopeConfig:
-    """Return our RoPE config for the config.json keys of transformers 4 or 5.
+    """Return the RoPE config of diffllm for a config.json of transformers 4 or 5.
 
-    Raises ValueError for RoPE settings that are not supported.
+    Raises ValueError for unsupported RoPE settings.
     """
     said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
     if any(isinstance(value, dict) for value in said.values()):
@@ -254,9 +257,9 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 class ModelDirectory:
-    """A decoder that transformers saved: model config, parameters and tokenizer.
+    """Model config, parameters and tokenizer of a decoder in a Hugging Face model directory.
 
-    The constructor raises CheckpointError for an unsupported architecture, or for tensors that do
+    The constructor raises CheckpointError for an unsupported model class, and for tensors that do
     not match config.json.
     """
 
@@ -275,15 +278,17 @@ class ModelDirectory:
         if self.architecture != ARCHITECTURE:  # Each expert has separate tensors.
             least = max(least, moe.n_experts * (least - moe.n_dense_layers))
         if len(self._places) < least:  # A forged config could describe billions of tensors.
-            raise CheckpointError(f"{path} has {len(self._places)} tensors, fewer than {least}")
+            raise CheckpointError(
+                f"{path} has {len(self._places)} tensors, but config.json needs at least {least}"
+            )
         layout = layout_of(self.model, own=self.architecture == ARCHITECTURE)
         self._made = {tensor.name: tensor for tensor in layout.imported}
         self._check({tensor.name: tensor for tensor in layout.exported})
 
     def tensor(self, name: str) -> Tensor:
-        """Return the model parameter with our name `name`, in float32.
+        """Return the parameter with the diffllm name `name`, in float32.
 
-        Raises CheckpointError if the file cannot be read.
+        Raises CheckpointError if a file cannot be read.
         """
         made = self._made[name]
         try:
@@ -298,9 +303,9 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """Return the file of the sentencepiece model, or of the fast tokenizer if the former fails.
+        """Return the path of the tokenizer file: sentencepiece if readable, else fast tokenizer.
 
-        Raises CheckpointError if neither file can be read, or if the tokenizer has more pieces than
+        Raises CheckpointError if neither file can be read, or if the tokenizer has more tokens than
         the vocabulary of the model.
         """
         refused = f"{self.path} has neither {MODEL} nor {FAST}"
@@ -313,13 +318,14 @@ class ModelDirectory:
                 continue
             if pieces > most:
                 raise CheckpointError(
-                    f"{file} has {pieces:,} pieces, more than the vocabulary of {most:,}"
+                    f"the tokenizer {file} has {pieces:,} tokens, but vocab_size in config.json is "
+                    f"{most:,}"
                 )
             return file
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
-        """Open the safetensors files; return for each tensor name the open file with this tensor.
+        """Open the safetensors files; return the open file of each tensor, by tensor name.
 
         Raises CheckpointError if a file is missing or damaged.
         """
@@ -348,15 +354,15 @@ class ModelDirectory:
             places |= dict.fromkeys(file.keys(), file)
         return places
 
-    def _check(self, there: Mapping[str, Mapped]) -> None:
-        """Raise CheckpointError unless the files contain exactly the expected tensors.
+    def _check(self, exported: Mapping[str, Mapped]) -> None:
+        """Raise CheckpointError unless the files contain exactly the tensors in `exported`.
 
-        Args:
-            there: the expected tensors by name; names, shapes and a float dtype are checked.
+        Check names, shapes, and that the dtypes are float. `exported` maps tensor names to
+        `Mapped`.
         """
         own = without_storage(self.model)
         ours = {**dict(own.named_parameters()), **own.router_state()}
-        expected = {name: list(mapped.of(ours).shape) for name, mapped in there.items()}
+        expected = {name: list(mapped.of(ours).shape) for name, mapped in exported.items()}
         tied = {"lm_head.weight"} if self.model.tie_embeddings else set()
         others = self._places.keys() - expected.keys() - tied
         extra = [n for n in self._places if n in others and not n.endswith(".inv_freq")]
@@ -369,4 +375,6 @@ class ModelDirectory:
             if found.get_shape() != shape or found.get_dtype() not in FLOATS:
                 about = f"{found.get_dtype()} {found.get_shape()}"
                 kinds = " or ".join(FLOATS)
-                raise CheckpointError(f"{self.path}: {name} is {about}, not {shape} of {kinds}")
+                raise CheckpointError(
+                    f"the tensor {name} in {self.path} is {about}, but must be {kinds} {shape}"
+                )

@@ -26,7 +26,7 @@ SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 
 def check_form(dtype: str, max_shard_size: str) -> None:
-    """Raise ConfigError for an unknown `dtype`, or a `max_shard_size` not of the form 500MB."""
+    """Raise ConfigError unless `dtype` is float32 or bf16, and `max_shard_size` is like 500MB."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):
@@ -35,7 +35,7 @@ def check_form(dtype: str, max_shard_size: str) -> None:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Convert errors during the writing of files to a ConfigError whose text begins with `what`."""
+    """Convert errors in a `with` block to the ConfigError "<what> cannot be written: <reason>"."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -43,12 +43,11 @@ def writing(what: str) -> Iterator[None]:
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the model tensors of a checkpoint by name, without storage: only shapes and dtypes.
+    """Return the names, shapes and dtypes of parameters and router buffers, as meta tensors.
 
-    Parameters have dtype `dtype`, except parameters that the model needs in float32. The router
-    state of experts is included.
+    Parameters have dtype `dtype`, except parameters that the model needs in float32.
 
-    Raises CheckpointError if the checkpoint does not match `model`.
+    Raises CheckpointError if `checkpoint` does not match `model`.
     """
     empty = without_storage(model)
     params = dict(empty.named_parameters())
@@ -61,10 +60,10 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
 
 
 def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read model tensors from a checkpoint to the CPU; floating-point tensors become float32.
+    """Load model tensors from a checkpoint to the CPU; floating-point tensors become float32.
 
     Args:
-        tensors: the tensors to read, by name; only shapes and dtypes are used.
+        tensors: names and shapes of the tensors to load; values are not used.
     """
     whole = {}
     for name, tensor in tensors.items():
@@ -82,16 +81,17 @@ def write_safetensors(
     max_shard_size: str,
     exported: Sequence[Mapped] | None = None,
 ) -> int:
-    """Write tensors of a checkpoint to `<stem>.safetensors`; return the total bytes of all tensors.
+    """Write tensors of a checkpoint to `<stem>.safetensors`; return their total size in bytes.
 
-    Write several files and an index if the tensors exceed `max_shard_size`.
+    If the tensors exceed `max_shard_size`, write several files and an index file.
 
     Args:
-        directory: directory of the new files.
+        directory: existing directory for the new files.
         checkpoint: checkpoint directory that contains the tensor values.
-        ours: the result of `tensors_of`.
+        ours: diffllm tensors, as returned by `tensors_of`.
         max_shard_size: maximum size of a file, such as 500MB.
-        exported: the tensors to write, each computed from tensors in `ours`; None writes `ours`.
+        exported: computes each tensor to write from tensors in `ours`; None writes the tensors in
+            `ours`.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]
