@@ -22,7 +22,7 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """Settings: how often a run saves a checkpoint, and which old checkpoints the run keeps."""
+    """Settings for saving checkpoints, and for deleting old checkpoints."""
 
     interval: int | str = 100
     """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""

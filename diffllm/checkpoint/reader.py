@@ -119,7 +119,8 @@ def read_index(path: Path) -> Metadata:
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise pickle.UnpicklingError(
-                f"{shown(name)} in the checkpoint index .metadata is not a tensor; use another checkpoint"
+                f"{shown(name)} in the checkpoint index .metadata is not a tensor; use another "
+                "checkpoint"
             )
     for place in metadata.storage_data.values():
         named = isinstance(place, _StorageInfo) and place.relative_path in manifest

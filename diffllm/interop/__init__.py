@@ -1,4 +1,7 @@
-"""Export and import of models; importing this package registers DiffLLM with transformers."""
+"""Export and import Hugging Face models.
+
+Importing this package registers the DiffLLM classes with transformers.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face model directory: weights, tokenizer, model card."""
+"""Export a checkpoint as a Hugging Face model directory: weights, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -47,18 +47,21 @@ OLDEST = "5.4.0"
 def export(
     run: Path, out: Path, step: int, dtype: torch.dtype, shard_size: str, own: bool
 ) -> tuple[Layout, int]:
-    """Export a checkpoint of a run as a new Hugging Face directory; return layout and step.
+    """Export a checkpoint of a run as a new Hugging Face model directory.
 
-    The directory appears only when complete. Raises CheckpointError for a missing or invalid
-    checkpoint, ConfigError if `out` exists, `out` cannot be written or the model cannot be
-    exported, and DataError if no fast tokenizer is equivalent to the tokenizer of the run.
+    Return the `Layout`, which names the model class, and the training step of the checkpoint. The
+    directory appears only when complete.
 
     Args:
         out: the new directory.
-        step: step of the checkpoint; 0 is the newest complete checkpoint.
-        dtype: dtype of the exported parameters, except those that must stay in float32.
-        shard_size: maximum size of a file, e.g. 500MB.
-        own: use the modelling file of diffllm even if an architecture of transformers fits.
+        step: training step of the checkpoint; 0 selects the newest undamaged checkpoint.
+        dtype: dtype of the exported parameters, except parameters that must stay in float32.
+        shard_size: maximum size of a weights file, such as 500MB.
+        own: use modeling_diffllm.py even if a class of transformers fits.
+
+    Raises CheckpointError for a missing or damaged checkpoint, ConfigError if `out` exists or the
+    model cannot be exported, and DataError if the tokenizer cannot be converted to a fast
+    tokenizer.
     """
     cfg = load_run_config(run)
     layout = layout_of(cfg.model, own)
@@ -79,7 +82,7 @@ def export(
 def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenizer:
     """Copy the tokenizer of a run to `directory`, and add a fast tokenizer; return the tokenizer.
 
-    Raises CheckpointError if the tokenizer has more than `model.vocab_size` pieces.
+    Raises CheckpointError if the tokenizer has more than `model.vocab_size` tokens.
     """
     path = tokenizer_of(run)
     tokenizer = Tokenizer.from_file(path)
@@ -98,9 +101,9 @@ def export_tokenizer(run: Path, directory: Path, model: ModelConfig) -> Tokenize
 def write_configs(
     directory: Path, layout: Layout, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> None:
-    """Write the JSON files of a Hugging Face model: config, generation config, tokenizer config.
+    """Write config.json, generation_config.json and tokenizer_config.json into `directory`.
 
-    If the layout needs modeling_diffllm.py, copy this file as well.
+    If the layout uses the class in modeling_diffllm.py, copy modeling_diffllm.py as well.
     """
     eos = tokenizer.eos_id  # the only special token: end of document and padding
     ids = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": eos}
@@ -142,11 +145,14 @@ BPE = 2
 
 
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
-    """Return a fast tokenizer that encodes all texts like a sentencepiece file in diffllm.
+    """Convert a sentencepiece file to a fast tokenizer with the same tokens for every text.
 
-    `model` is the sentencepiece file. The vocabulary contains spaces instead of sentencepiece's
-    U+2581, so the character U+2581 is encoded as bytes. Invalid bytes are decoded as U+FFFD. Raises
-    DataError if the tokenizer normalises texts, is not BPE, or cannot encode all bytes.
+    The character U+2581, with which sentencepiece marks spaces, is encoded as bytes. Invalid bytes
+    are decoded as U+FFFD. Raises DataError if the tokenizer normalises texts, is not BPE, or cannot
+    encode all bytes.
+
+    Args:
+        model: the sentencepiece file.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -185,10 +191,10 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
 def merges_of(
     processor: SentencePieceProcessor, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """List all pairs of pieces whose concatenation is a piece, highest score first.
+    """List all BPE merges: pairs of tokens whose concatenation is a token, highest score first.
 
-    For one piece, prefer the pair with the longer left half, because sentencepiece merges from the
-    left. `vocabulary` maps each piece to its id.
+    If several pairs form the same token, the pair with the longer left token comes first, because
+    sentencepiece merges from the left. `vocabulary` maps tokens to ids.
     """
     excluded = (
         processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
@@ -244,10 +250,10 @@ implements the model for transformers 5.4 or later; load it with `trust_remote_c
 def write_card(
     run: Path, checkpoint: Path, directory: Path, cfg: TrainConfig, layout: Layout, name: str
 ) -> None:
-    """Write README.md, the model card of an export.
+    """Write README.md, the model card of an export, into `directory`.
 
-    The card contains results of the run only if the checkpoint is from the last step. `name` is the
-    name of the model.
+    The card contains the losses of the run only if the checkpoint is from the last step. `name` is
+    the name of the model.
     """
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
     state, variant = read_state(checkpoint), cfg.run.choices["attention"]
@@ -275,10 +281,10 @@ def write_card(
 
 
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Return the rows of a model card that describe the training data, by title.
+    """Return the model card's table rows on the origin of the model, as a dict by row title.
 
-    For an imported model, the rows describe the source. `imported` contains facts from run.json, or
-    None for a model that was not imported.
+    For a trained model, the rows describe the training data; for an imported model, the source.
+    `imported` is the entry "imported" of run.json, or None for a trained model.
     """
     if imported:
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}

@@ -1,4 +1,4 @@
-"""Import of a model into a new run directory, optionally with another attention."""
+"""Import a model into a new run directory; optionally convert the attention."""
 
 import json
 import re
@@ -30,19 +30,22 @@ WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER
 def import_model(
     source: str, out: Path, attention: str | None = None, perturb: float = 0.0, seed: int = 0
 ) -> Origin:
-    """Write a run directory with the parameters of a model as the checkpoint of step 0.
+    """Create a run directory that contains a model as the checkpoint of step 0.
 
-    The directory appears only when complete. All parameters are in memory at once, 4 bytes per
-    parameter, or 8 during a conversion. Returns the origin of the new model. Raises ConfigError for
-    an invalid argument or an unsupported model, and CheckpointError for missing or damaged files.
+    Return an `Origin`, which describes the new model. The directory appears only when complete. All
+    parameters are in memory at once: 4 bytes per parameter, or 8 for a converted model.
 
     Args:
-        source: a Hugging Face model directory, a run, or owner/name[@revision] of the hub.
+        source: a Hugging Face model directory, a run directory, or owner/name[@revision] of the
+            hub.
         out: the new run directory.
-        attention: convert to this attention variant, "diff_v2" or "standard"; None: no conversion.
-        perturb: standard deviation of noise on the query weights of the second head of each pair,
-            relative to the RMS of the query weights; only for diff_v2.
+        attention: attention of the new model, "diff_v2" or "standard"; None keeps the attention.
+        perturb: only for "diff_v2": standard deviation of noise that is added to the query weights
+            of the second head of each pair, relative to the RMS of the query weights.
         seed: seed of the noise.
+
+    Raises ConfigError for an invalid argument or an unsupported model, and CheckpointError for
+    missing or damaged files.
     """
     check_absent(out, "out")
     path, facts = locate_model(source)
@@ -77,10 +80,11 @@ def import_model(
 
 
 def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
-    """Find a model, or download it from the hub; return its directory and facts for run.json.
+    """Find the directory of a model; download a model from the hub.
 
-    `source` is a directory or owner/name[@revision] of the hub. Raises ConfigError if no model is
-    found.
+    Return the directory, and the source for run.json, such as {"from": "owner/name", "revision":
+    SHA}. `source` is a directory or owner/name[@revision] of the hub. Raises ConfigError if no
+    model is found.
     """
     path = user_path(source, "hf")
     if path.is_dir():
@@ -103,9 +107,9 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
 
 
 def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Read the parameters and router buffers of a model in float32, by their names in diffllm.
+    """Read the parameters and router buffers of a model in float32, by diffllm name.
 
-    Reads `checkpoint` if given, else the Hugging Face directory of `origin`.
+    Read `checkpoint`, or the Hugging Face directory of `origin` if `checkpoint` is None.
     """
     model = without_storage(origin.model).to_empty(device="cpu")
     for mixture in model.mixtures:
@@ -121,9 +125,9 @@ def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
 
 
 def config_yaml(origin: Origin, out: Path, tokenizer: Path) -> str:
-    """Return the YAML config of the run directory `out`, for an imported model.
+    """Return the content of config.yaml for a run directory `out` with an imported model.
 
-    `tokenizer` is the tokenizer file; `out` contains a copy.
+    `tokenizer` is the original tokenizer file; the config refers to a file of this name in `out`.
     """
     words = [word for word in implied(origin, {}) if not word.startswith("data.tokenizer=")]
     cfg = load_config(["experiment=none", *words, f"seq_len={origin.model.seq_len}"])

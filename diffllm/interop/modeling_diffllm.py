@@ -1,9 +1,9 @@
-"""Decoders of diffllm for transformers: standard, gated, DIFF V1 and DIFF V2 attention, dense or
-mixture of experts.
+"""DiffLLM models for transformers, with standard, gated, DIFF V1 or DIFF V2 attention.
 
-Exports of the DiffLLM architecture contain this file; `import diffllm.interop` registers the
-classes. The file needs torch and transformers 5.4 or later. Parameters have the names of Llama. In
-the config, `attention` contains the variant and its settings, `moe` the settings of the mixture.
+Exported models contain this file; `import diffllm.interop` also registers the classes. The file
+needs torch and transformers 5.4 or later. Parameters have the names of Llama. In the config,
+`attention` contains the attention variant and its settings, `moe` the settings of the mixture of
+experts.
 
 Shapes: B batch, T query tokens, S key tokens, D hidden size, H query heads, K kv heads, d head_dim.
 """
@@ -77,7 +77,10 @@ ROPE_KEYS = (
 
 
 def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return settings with defaults filled in; raise ValueError for unknown or invalid settings."""
+    """Return the settings in `given`, with defaults from `known` for missing settings.
+
+    Raises ValueError for an unknown or invalid setting; `where` is the prefix of keys in the error.
+    """
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"{where}.{key}={value!r} is unknown; known: {', '.join(known)}")
@@ -91,7 +94,7 @@ def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[
 
 
 def check_rope(rope: dict[str, Any]) -> None:
-    """Raise ValueError for RoPE settings that `frequencies` does not support."""
+    """Raise ValueError for missing, unknown or unsupported RoPE settings."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind!r} must be one of {', '.join(ROPE_TYPES)}")
@@ -107,14 +110,15 @@ def check_rope(rope: dict[str, Any]) -> None:
 
 
 class DiffLLMConfig(PreTrainedConfig):
-    """The shape of a decoder.
+    """Config of a DiffLLM model. Other arguments have the same meaning as in LlamaConfig.
 
     Args:
-        num_attention_heads: query heads per kernel call; DIFF V2 has two per context head.
-        num_key_value_heads: key and value heads per kernel call; a pair of DIFF V1 counts as one.
-        head_dim: width of key and value heads; in DIFF V1 twice the d of a head.
-        attention: {"variant": "standard", "gated", "diff_v1" or "diff_v2"} and its settings.
-        moe: settings of the mixture of experts; empty for a dense model.
+        num_attention_heads: number of query heads; two heads form a pair in DIFF V1 and DIFF V2.
+        num_key_value_heads: number of key and value heads; a pair of heads in DIFF V1 counts as
+            one.
+        head_dim: width of a key or value head; in DIFF V1, the width of a pair of heads.
+        attention: settings of attention; "variant" is "standard", "gated", "diff_v1" or "diff_v2".
+        moe: settings of the mixture of experts; None for a dense model.
     """
 
     model_type = "diffllm"
@@ -178,7 +182,7 @@ class DiffLLMConfig(PreTrainedConfig):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, bit-identical to the tables of training."""
+    """Computes cosines and sines for RoPE, bit-identical to training."""
 
     inv_freq: Tensor
 
@@ -200,15 +204,15 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (B, T, d/2) float32 of positions (B, T)."""
+        """Return cosines and sines (B, T, d/2), float32, for positions (B, T)."""
         angles = position_ids[..., None].to(self.inv_freq.dtype) * self.inv_freq
         return (self.scaling * angles.cos()).float(), (self.scaling * angles.sin()).float()
 
 
 def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return frequencies and the factor on cos and sin.
+    """Return the RoPE frequencies (d/2,), and a factor that multiplies cosines and sines.
 
-    Frequencies are radians per position of each channel pair: (d/2,) float64, float32 on MPS.
+    Frequencies are in radians per position, in float64, or in float32 on MPS.
     """
     rope: dict[str, Any] = config.rope_parameters
     check_rope(rope)
@@ -238,7 +242,7 @@ def frequencies(config: DiffLLMConfig, head_dim: int, device: torch.device) -> t
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, d) in float32."""
+    """Apply RoPE to queries or keys x (B, H, T, d); compute in float32, return the dtype of x."""
     low, high = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
@@ -254,11 +258,13 @@ def eager_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with explicit maps; return contexts (B, T, H, d) and maps (B, H, T, S).
+    """Compute attention with explicit attention maps.
 
-    The mask (B, 1, T, S) is bool or added to the logits. exp(s_aux), (H,), is added to the softmax
-    denominators. With `clamp`, the difference of a pair of maps is clamped at 0 and its rows are
-    scaled to sum 1. The first member of the pair gets the resulting context, the second gets 0.
+    Return contexts (B, T, H, d) and attention maps (B, H, T, S). The mask (B, 1, T, S) is bool
+    (True for visible keys) or is added to the logits. exp(s_aux), shape (H,), is added to the
+    denominators of the softmax. With the setting `clamp` of DIFF V1, map 1 - lambda * map 2 of each
+    pair of heads is clamped at 0, and the rows are scaled to sum 1. The first head of the pair
+    returns the resulting context; the second head returns 0.
     """
     groups = module.num_key_value_groups
     logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
@@ -287,16 +293,15 @@ def norm(width: int, eps: float, wanted: bool) -> nn.Module:
 
 
 def needs_maps(settings: dict[str, Any]) -> bool:
-    """Return whether attention needs explicit maps: with a sink or a clamped map."""
     return settings.get("sink", "none") != "none" or settings.get("clamp", False)
 
 
 def stored(
     cache: Any, k: Tensor, v: Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Append keys and values to the cache of continuous batching; return all cached tensors.
+    """Append keys and values to the cache of continuous batching; return all keys and values.
 
-    For transformers before 5.24.
+    Needed for transformers before 5.24.
     """
     if "kwargs" in inspect.signature(cache.update).parameters:
         return cache.update(k, v, layer_idx, kwargs=kwargs)
@@ -306,7 +311,7 @@ def stored(
 
 
 class Attention(nn.Module):
-    """Base class of the variants: projections, RoPE, cache, and one kernel call."""
+    """Base class of the attention variants: projections, RoPE, KV cache and one kernel call."""
 
     is_causal = True
     members = 1
@@ -338,7 +343,11 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend: normalised x (B, T, D) -> (B, T, D), and explicit maps or None."""
+        """Return the attention output (B, T, D), and the attention maps (B, H, T, S) or None.
+
+        `hidden_states` (B, T, D) is the normalised input. The maps are None if the kernel computes
+        none.
+        """
         projected = [proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
@@ -371,19 +380,19 @@ class Attention(nn.Module):
         return self.o_proj(context.flatten(2)), maps
 
     def for_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values in the layout of the kernel and the cache."""
+        """Return queries, keys and values in the shapes that the kernel and the KV cache need."""
         return q, k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        """Return the vectors (B, T, heads, width) that enter o_proj.
+        """Compute the input of o_proj, (B, T, heads, width), from the contexts of the kernel.
 
-        `context` (B, T, H, width) is the kernel's output, x (B, T, D) the normalised input.
+        `context` is (B, T, H, width); `x` (B, T, D) is the normalised input of the attention layer.
         """
         return context
 
 
 class StandardAttention(Attention):
-    """Softmax attention, with a sink in the denominator if `sink` is "learned" or "one"."""
+    """Softmax attention; `sink` "learned" or "one" adds a term to the softmax denominator."""
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -393,7 +402,7 @@ class StandardAttention(Attention):
 
 
 class GatedAttention(Attention):
-    """sigmoid(gate_proj x) times softmax attention's context (Qiu et al., arXiv 2505.06708)."""
+    """Softmax attention times a gate, sigmoid(gate_proj(x)) (Qiu et al., arXiv 2505.06708)."""
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -407,8 +416,8 @@ class GatedAttention(Attention):
 class DiffV1Attention(Attention):
     """Differential attention, first version (Ye et al., arXiv 2410.05258).
 
-    Heads 2i and 2i + 1 form a pair. For the kernel, keys and values of a pair are concatenated to
-    width 2d. Zeros pad each query at the place of the other member.
+    Heads 2i and 2i + 1 form a pair. For the kernel, the keys and values of a pair are concatenated
+    to width 2d, and each query is padded with zeros in the half that belongs to the other head.
     """
 
     members = 2
@@ -442,10 +451,10 @@ class DiffV1Attention(Attention):
 
 
 class DiffV2Attention(Attention):
-    """Differential attention, second version: attn1 - lambda attn2, lambda per token and head.
+    """Differential attention, second version: map 1 - lambda * map 2, lambda per token and head.
 
-    Heads 2i and 2i + 1 form a pair and share key and value; with `pairing` "halves", heads i and
-    i + H/2 form a pair.
+    Query heads 2i and 2i + 1 form a pair and share key and value; with `pairing` "halves", query
+    heads i and i + H/2 form a pair.
     """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
@@ -466,7 +475,7 @@ class DiffV2Attention(Attention):
         return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
-        """Return lambda of x (B, T, D), float32, broadcastable to (B, T, H/2, 1)."""
+        """Return lambda for x (B, T, D): a number, or float32 that broadcasts to (B, T, H/2, 1)."""
         if self.form == "none":
             return 1.0
         if self.form == "fixed":
@@ -486,7 +495,7 @@ ATTENTION: dict[str, Any] = {
 
 
 class MLP(nn.Module):
-    """A SwiGLU feed-forward layer: down(silu(gate x) * up x)."""
+    """A SwiGLU feed-forward layer: down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
     def __init__(self, hidden_size: int, width: int):
         super().__init__()
@@ -499,7 +508,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses the top k experts by score plus bias, and weights them by score alone."""
+    """Selects k experts by score plus bias, and weights the experts by score without bias."""
 
     bias: Tensor
     load: Tensor
@@ -513,7 +522,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.ones(moe["n_experts"]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts (N, k) of tokens (N, D), and factors (N, k) on the experts' outputs."""
+        """Return indices and weights, (N, k) each, of the selected experts for tokens x (N, D)."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.moe["score"] == "softmax" else logits.sigmoid()
         experts = (scores + self.bias.float()).topk(self.moe["top_k"], sorted=False).indices
@@ -532,7 +541,10 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(n, hidden_size, width))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight * expert(x) over the chosen experts of each token: (N, D)."""
+        """Return the weighted sum of expert outputs for tokens x (N, D), as (N, D).
+
+        `experts` and `weights`, (N, k) each, are the results of `Router.forward`.
+        """
         out = torch.zeros_like(x)
         for expert in experts.unique().tolist():
             rows, slots = torch.where(experts == expert)
@@ -545,7 +557,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: routed experts, and shared experts for all tokens."""
+    """A mixture of experts: k selected experts per token, plus shared experts for all tokens."""
 
     def __init__(self, hidden_size: int, moe: dict[str, Any]):
         super().__init__()
@@ -563,7 +575,7 @@ class MoE(nn.Module):
 
 
 class DiffLLMDecoderLayer(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """A pre-norm transformer block: attention, then a feed-forward layer or experts."""
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
         super().__init__()
@@ -575,7 +587,7 @@ class DiffLLMDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(width, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Return the output of the layer, (B, T, D); arguments as for `Attention.forward`."""
+        """Return the output (B, T, D) of the block; `kwargs` go to `Attention.forward`."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -618,7 +630,7 @@ class DiffLLMPreTrainedModel(PreTrainedModel):
 
 
 class DiffLLMModel(DiffLLMPreTrainedModel):
-    """The decoder without its output projection."""
+    """A decoder without the output projection to the vocabulary."""
 
     def __init__(self, config: DiffLLMConfig):
         super().__init__(config)
@@ -647,7 +659,7 @@ class DiffLLMModel(DiffLLMPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Map tokens (B, T), or their embeddings (B, T, D), to hidden states (B, T, D)."""
+        """Return hidden states (B, T, D) for token ids (B, T) or token embeddings (B, T, D)."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if CACHE == "cache":
@@ -703,7 +715,7 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Map tokens (B, T) to logits (B, T, V); with labels (B, T), also return the loss."""
+        """Return logits (B, T, V) for token ids (B, T), and the loss if `labels` (B, T) are given."""
         given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         outputs = self.model(*given, use_cache=use_cache, **kwargs)
         hidden_states = outputs.last_hidden_state

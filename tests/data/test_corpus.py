@@ -89,18 +89,22 @@ def test_json_lines_corpus_reads_text_column_of_all_files_that_match_a_glob(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "a.txt: the file is empty"),
-        ("a.txt", b"\xe9t\xe9\n", "a.txt: not UTF-8 text"),
-        ("a.txt.gz", b"plain", "a.txt.gz: cannot be decompressed as gzip"),
-        ("a.py", b"\xe9t\xe9\n", "a.py: not UTF-8 text"),
-        ("a.md.gz", b"text\n", "a.md.gz: unsupported format; data=files reads .parquet"),
+        ("a.txt", b"", "a.txt cannot be used as text: the file is empty"),
+        ("a.txt", b"\xe9t\xe9\n", "a.txt cannot be used as text: not UTF-8 text"),
+        ("a.txt.gz", b"plain", "a.txt.gz cannot be decompressed as gzip"),
+        ("a.py", b"\xe9t\xe9\n", "a.py cannot be used as text: not UTF-8 text"),
+        (
+            "a.md.gz",
+            b"text\n",
+            "a.md.gz cannot be used as text: unsupported format; data=files reads .parquet",
+        ),
         ("a.bin", b"text\n", "other text, data=tokens .bin and .ds"),
         (
             "a.json",
             b'["a", "b"]',
-            "a.json: must be an array of objects, with text under data.text_column=text",
+            "the file must be an array of objects, with text under data.text_column=text",
         ),
-        ("a.json", b"[]", "a.json: must be an array of objects"),
+        ("a.json", b"[]", "a.json cannot be read: the file must be an array of objects"),
     ],
 )
 def test_error_of_unusable_corpus_file_is_a_single_line_with_its_path(
@@ -124,7 +128,7 @@ def test_error_of_unusable_corpus_file_is_a_single_line_with_its_path(
             {"question": "q", "answer": "a", "id": 1},
             "question, answer, id: use data.text_column=question or data.text_column=answer",
         ),
-        ({"id": 1, "size": 2}, "id, size, none with text"),
+        ({"id": 1, "size": 2}, "id, size: none of them contains text"),
     ],
 )
 def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
@@ -134,7 +138,7 @@ def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(f"a.parquet: no text column 'text'; its columns are {end}")
+    assert str(caught.value).endswith(f"a.parquet has no text column 'text'; the columns are {end}")
 
 
 def test_json_array_corpus_reads_text_column_and_ignores_other_columns(
@@ -144,7 +148,9 @@ def test_json_array_corpus_reads_text_column_and_ignores_other_columns(
     path.write_text('[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]')
     assert texts(make_config(path)) == [None, "a", "b"]
     path.write_text('[{"text": "a"}, {"text": 1}]')
-    with pytest.raises(DataError, match=r"a.json: column 'text' contains int, not text"):
+    with pytest.raises(
+        DataError, match=r"a.json cannot be read: column 'text' contains int, not text"
+    ):
         texts(make_config(path))
 
 

@@ -158,7 +158,7 @@ def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:
 def test_mixture_refuses_state_with_invalid_values(make: Make, key: str, value: Any) -> None:
     state = make().state(24)
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
-    with pytest.raises(CheckpointError, match=r"loop\.data in state\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no usable loop\.data"):
         make().sample_of(forged)
     check_place(state)
     with pytest.raises(ValueError):  # noqa: PT011
@@ -226,7 +226,7 @@ def test_mixture_tokenizer_is_shared_by_sources_and_independent_of_weights(tmp_p
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web: data.paths: "),
-        ("a.jsonl", "no text column 'text'; its columns are content: use data.text_column=content"),
+        ("a.jsonl", "no text column 'text'; the columns are content: use data.text_column=content"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])

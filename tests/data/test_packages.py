@@ -97,5 +97,5 @@ def test_note_of_packages_corpus_lists_packages_that_differ_from_reference(
     )
     shutil.rmtree(installed / "bbb")
     importlib.invalidate_caches()
-    with pytest.raises(DataError, match="data=packages: none of aaa, bbb is installed"):
+    with pytest.raises(DataError, match="data=packages needs one of aaa, bbb;"):
         opened(cfg)

@@ -98,7 +98,9 @@ def test_prepare_refuses_corpus_file_rewritten_during_preparation(
         return real(*args, **more)
 
     monkeypatch.setattr(owner, name, late)
-    with pytest.raises(DataError, match=r"changed after it was hashed; run the command again"):
+    with pytest.raises(
+        DataError, match=r"changed while the command was running; run the command again"
+    ):
         prepare(cfg)
     made = [path.parent.name for path in cache.glob("tok*/*") if path.name.isalnum()]
     assert made == ["tokenizers"] * (name in ("encode", "manifest"))

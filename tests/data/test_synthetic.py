@@ -126,9 +126,12 @@ def test_synthetic_documents_depend_only_on_settings_and_part_number(
     ("word", "said"),
     [
         ("data.task=mqr", "data.task=mqr is not one of icl, mqar, needle"),
-        ("data.level={fill: 4}", "data.level: fill=4 must be one of filler"),
-        ("data.level={filler: x}", "filler=x must be one of filler with a whole number"),
-        ("data.level={filler: 1048577}", "filler=1048577 must be one of filler"),
+        ("data.level={fill: 4}", "data.level: fill=4 is unknown; mqar has the settings filler"),
+        ("data.level={filler: x}", "filler=x must be a whole number"),
+        (
+            "data.level={filler: 1048577}",
+            "filler=1048577 must be a whole number from 0 to 1,048,576",
+        ),
         ("data.examples=0", "data.examples"),
     ],
 )
@@ -141,7 +144,7 @@ def test_synthetic_corpus_refuses_unknown_task_and_invalid_task_level(
 
 def test_needle_length_too_short_for_unrelated_text_is_refused(tmp_path: Path) -> None:
     said = (
-        r"data.level=.*: needle has no examples: \d+ sentences of hay fit; at least 20 are needed"
+        r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
     )
     with pytest.raises(ConfigError, match=said):
         texts(tmp_path, "data.task=needle", "data.level={length: 150}")
@@ -156,11 +159,11 @@ def test_needle_length_too_short_for_unrelated_text_is_refused(tmp_path: Path) -
         ),
         (
             "data.task=mqar data.level={pairs: 8, words: 64}",
-            "data.level: pairs=8 must be one of filler with a whole number",
+            "data.level: pairs=8 is unknown; mqar has the settings filler",
         ),
         (
             "data.task=needle data.level={length: 150, needles: 6, asked: 2}",
-            "data.level: asked=2 must be one of length, needles, queries with a whole number",
+            "data.level: asked=2 is unknown; needle has the settings length, needles, queries",
         ),
     ],
 )

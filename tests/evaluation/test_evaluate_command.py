@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_command_on_sweep_prints_table_with_mean_and_gap_of_each_variant(
+def test_evaluate_command_on_sweep_prints_table_of_means_and_gaps(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"
@@ -287,13 +287,19 @@ def test_evaluate_command_uses_requested_task_level_or_prints_error(
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),
-        (["tasks=[mqar]", "level={pairs: 5}"], "level: mqar needs filler, not {'pairs': 5}"),
+        (
+            ["tasks=[mqar]", "level={pairs: 5}"],
+            "level={'pairs': 5} must set filler for the task mqar",
+        ),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
-        (["tasks=[mqar]", "level={filler: [[4]]}"], "level={filler: [[4]]} must be settings like"),
-        (["tasks=[mqar]", "level={}"], "level: mqar needs filler, not {}"),
-        (["level={filler: 5}"], "level=[{'filler': 5}] applies to a single task"),
+        (
+            ["tasks=[mqar]", "level={filler: [[4]]}"],
+            "level={filler: [[4]]} must be a mapping such as",
+        ),
+        (["tasks=[mqar]", "level={}"], "level={} must set filler for the task mqar"),
+        (["level={filler: 5}"], "level applies to one task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
-        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
+        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
     ):
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]

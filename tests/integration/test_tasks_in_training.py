@@ -57,8 +57,8 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         ),
         (["eval.suites=[induction]"], "eval.suites: induction was removed; use needle"),
         (["eval.suites=[mqar]", "eval.levels={mqar: {filler: 90}}"], "the task mqar at"),
-        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar must be a task of eval.suites"),
-        (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be settings"),
+        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar is not in eval.suites"),
+        (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be a mapping"),
     ],
 )
 def test_training_with_impossible_task_setting_prints_one_error(place, environment, words, said):

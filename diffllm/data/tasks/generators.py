@@ -1,7 +1,6 @@
-"""The built-in tasks: associative recall, needles in a haystack, many-shot classification.
+"""Built-in tasks: associative recall (mqar), needles in a haystack, many-shot classification (icl).
 
-Some tasks use invented words of two syllables, for example "bako". These words have equal length,
-and tokenizers have no pieces for them.
+Two tasks use invented words of four letters, such as "bako", which tokenizers split.
 """
 
 import random
@@ -58,10 +57,10 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 
 @lru_cache(maxsize=4)
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
-    """Return three sets of words for Mqar: keys, values and filler.
+    """Return the words that Mqar uses: a tuple of keys, a tuple of values, a tuple of filler words.
 
-    Each set contains only words of one token. A set with too few such words for the largest number
-    of pairs contains all its words instead. `count` returns the number of tokens of a text.
+    Only words of one token are used, unless fewer than 16 words of a tuple have one token. `count`
+    returns the number of tokens of a text.
     """
 
     def is_token(word: str) -> bool:
@@ -75,7 +74,7 @@ def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
 
 
 class Recall(NamedTuple):
-    """A text of key-value pairs followed by filler, and the indices of the queried pairs."""
+    """A text with key-value pairs and filler; `asked` contains the indices of the queried pairs."""
 
     context: str
     keys: list[str]
@@ -87,10 +86,10 @@ class Recall(NamedTuple):
 class Mqar(Task):
     """Multi-query associative recall (Arora et al., arXiv 2312.04927).
 
-    A text has 2 to 16 pairs of a key and a value, then filler, then queries, which repeat some of
-    the keys. Only the last query is scored; earlier queries come with their answers. Keys, values
-    and filler are different words, of one token each if the tokenizer has enough such words. At
-    most half of the keys are queried, so that answers do not follow by elimination.
+    A prompt contains 2 to 16 key-value pairs, then filler words, then queries. A query repeats a
+    key; the answer is the value of this key. Only the last query is scored; earlier queries are
+    followed by their answers. At most half of the keys are queried, so that the answer cannot be
+    found by elimination. Each word is one token if the tokenizer has enough such words.
     """
 
     by = ("pairs",)
@@ -104,10 +103,10 @@ class Mqar(Task):
         return self.asked(self.told(rng, rng.choice(PAIRS), level, count), rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text: key-value pairs, then queries with predicted values.
+        """Generate a training text: key-value pairs and filler, then queries with their answers.
 
-        Returns pieces that are alternately context and predicted. About three of four texts have
-        two pairs, because small models learn two pairs first, then generalize.
+        Return strings that alternate between context and predicted answer. About three of four
+        texts contain only two pairs, because small models must learn two pairs first.
         """
         (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
         told = self.told(rng, pairs, level, count)
@@ -126,9 +125,10 @@ class Mqar(Task):
         return Recall("".join(f" {word}" for word in words), keys, values, asked)
 
     def asked(self, told: Recall, rng: random.Random) -> Example:
-        """Make an example in which only the last query of `told` is scored.
+        """Make an example from the pairs and queries in `told`; only the last query is scored.
 
-        The values of earlier queries are not candidates, because repetition would make them likely.
+        The candidates exclude the values of earlier queries, which repetition would make more
+        likely.
         """
         context, keys, values, (*before, last) = told
         others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
@@ -155,12 +155,13 @@ class Haystack(NamedTuple):
 
 @task("needle", length=(), needles=(), queries=())
 class Needle(Task):
-    """Retrieval of needles from a haystack (multi-needle, as in section 3.4 of arXiv 2410.05258).
+    """Retrieval of needles from a haystack (multi-needle task, arXiv 2410.05258, section 3.4).
 
-    A needle is a sentence with the magic number of a city. `needles` such sentences are inserted in
-    unrelated text, each at one of five depths. `queries` cities are queried, and only the last
-    query is scored. Candidates are the right number and the numbers of all cities that are not
-    queried. Depths are random. `length` is the number of tokens of a context and its answer.
+    A needle is a sentence that states the magic number of a city. A prompt contains `needles` such
+    sentences, each inserted into unrelated text at one of five random depths, then queries for
+    `queries` cities. Only the last query is scored. The candidates are the right number and the
+    numbers of all cities without a query. `length` is the number of tokens of a prompt and its
+    answer.
     """
 
     by = ("depth",)
@@ -188,9 +189,9 @@ class Needle(Task):
         return self.asked(self.hidden(rng, depth, level, count), depth, rng)
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text: a haystack, then queries with predicted numbers.
+        """Generate a training text: a haystack, then queries with their answers.
 
-        Returns pieces that are alternately context and predicted.
+        Return strings that alternate between context and predicted answer.
         """
         text, needles, asked = self.hidden(rng, rng.randrange(DEPTHS), level, count)
         pieces = [text]
@@ -200,10 +201,10 @@ class Needle(Task):
         return tuple(pieces[:-1])
 
     def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
-        """Generate a haystack, with the needle of the last query at `depth`, from 0 to DEPTHS - 1.
+        """Generate a haystack in which the needle of the last query is at `depth`.
 
-        Raises ValueError for an invalid number of queries, or if too little unrelated text fits in
-        the length of `level`.
+        Depth 0 is the start and depth 4 the end of the text. Raises ValueError if `level` has an
+        invalid number of queries, or a length for fewer than 20 unrelated sentences.
         """
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
@@ -233,9 +234,9 @@ class Needle(Task):
         return Haystack(" ".join(hay), needles, asked)
 
     def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
-        """Make an example in which only the last query of a haystack is scored.
+        """Make an example from a haystack; only the last query is scored.
 
-        The numbers of earlier queries are not candidates, because repetition would make them
+        The candidates exclude the numbers of earlier queries, which repetition would make more
         likely.
         """
         text, needles, (*before, last) = hidden
@@ -249,12 +250,8 @@ class Needle(Task):
         return Example(prompt, candidates, answer, {"depth": depth / (DEPTHS - 1)}, evidence)
 
 
-@lru_cache(len(SUBJECTS) * len(VERBS) * len(OBJECTS))
+@lru_cache(len(SUBJECTS) * len(VERBS) * len(OBJECTS))  # Counting takes most of the time.
 def tokens_of_straw(count: Count, straw: str) -> int:
-    """Return the number of tokens of one sentence in a haystack, cached per sentence.
-
-    The same sentences repeat, and most time would otherwise go into counting.
-    """
     return count(f" {straw}")
 
 
@@ -267,7 +264,7 @@ def question(city: str) -> str:
 
 
 class Shots(NamedTuple):
-    """Words with labels that follow a rule, and a word whose label is queried."""
+    """Words with a label (0 or 1) each, a query word, and the right label of the query word."""
 
     shown: list[tuple[str, int]]
     query: str
@@ -278,9 +275,9 @@ class Shots(NamedTuple):
 class Icl(Task):
     """Many-shot classification in context.
 
-    A text has words with labels, then a word to classify. The first consonant of a word determines
-    its label, by a rule drawn per text. Each of RULES texts is used ORDERS times, each time with a
-    different order and different label names. These examples depend on each other.
+    A prompt contains words with labels, then a word to classify. The first consonant of a word
+    determines the label, by a random rule. The words of one prompt are used in four examples, with
+    different orders and label names. These four examples are not independent.
     """
 
     by = ("order", "labels")
@@ -290,10 +287,11 @@ class Icl(Task):
         return RULES * ORDERS
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Generate `number` examples of a level.
+        """Generate `number` examples of difficulty `level`.
 
-        The first RULES examples have different rules; the next RULES examples have the same rules
-        with another order and other labels. After ORDERS such rounds, new rules follow.
+        The first 50 examples have different words and rules. The next 50 examples repeat these
+        words and rules with other orders and label names. After four such rounds, new words and
+        rules follow.
         """
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)
@@ -312,10 +310,10 @@ class Icl(Task):
         return self.asked(shots, rng.choice(LABELS), {})
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text: words with labels; the last word is the query.
+        """Generate a training text: words, each followed by its label.
 
-        Returns pieces that are alternately context and predicted. A label is predicted if an
-        earlier word begins with the same consonant.
+        Return strings that alternate between context and predicted label. A label is predicted only
+        if an earlier word begins with the same consonant; otherwise, the label is context.
         """
         shots = self.drawn(rng, int(level["shots"]), rng.randrange(2))
         rng.shuffle(shots.shown)

@@ -1,6 +1,6 @@
-"""Tasks: examples with a right answer, generated from a seed or read from a file.
+"""Base class and registry of tasks, whose examples have one right answer.
 
-A level is a mapping of settings that determine the difficulty of examples.
+A level is a dict of settings that determines the difficulty of examples, such as {"filler": 64}.
 """
 
 import hashlib
@@ -36,34 +36,38 @@ LARGEST = 2**28
 
 
 class DoesNotFit(ConfigError):
-    """Raised for a task or level whose examples exceed the context length of a model."""
+    """Raised if the examples of a task exceed the context length of a model."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt with possible continuations, one of which is right."""
+    """A prompt with candidate continuations, of which exactly one is right.
+
+    Attributes:
+        candidates: distinct continuations; either all or none begin with a space.
+        answer: index of the right candidate.
+        facts: properties of the example by which results may be grouped, such as {"depth": 0.5}.
+        evidence: start and end, in characters of the prompt, of the text that contains the answer.
+    """
 
     prompt: str
     candidates: tuple[str, ...]
-    """Distinct continuations; all of them or none begin with a space."""
     answer: int
-    """Index of the right candidate."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further values that may group results."""
     evidence: tuple[int, int] | None = None
-    """Start and end, in characters of the prompt, of the text that contains the answer."""
 
 
 def levels_of(settings: Any, key: str) -> list[Level]:
-    """Return all combinations of settings whose values may be lists.
+    """Return one level for each combination of the values in `settings`.
 
-    For example, {filler: [0, 64]} gives two levels. `key` names the settings in messages. Raises
-    ConfigError for invalid settings or too many combinations.
+    For example, {"filler": [0, 64]} gives the levels {"filler": 0} and {"filler": 64}. `key` is the
+    name of `settings` in error messages. Raises ConfigError for invalid settings, and for more than
+    1000 combinations.
     """
     axes = settings.values() if isinstance(settings, Mapping) else [None]
     values = [each if isinstance(each, list) else [each] for each in axes]
     if not all(each and all(isinstance(v, int | float | str) for v in each) for each in values):
-        raise ConfigError(f"{key} must be settings like {{filler: 64}}, or {{filler: [0, 64]}}")
+        raise ConfigError(f"{key} must be a mapping such as {{filler: 64}} or {{filler: [0, 64]}}")
     at_most(f"combinations of {key}", prod(map(len, values)), MOST_LEVELS)
     return [dict(zip(settings, level, strict=True)) for level in product(*values)]
 
@@ -72,23 +76,27 @@ class Task(ABC):
     """Base class of tasks, which generate examples; the decorator `@task` registers a subclass.
 
     The result of `example` may depend only on its arguments.
+
+    Attributes:
+        by: keys of `Example.facts` by which accuracy is also reported.
+        sizes: the levels of the task: values of each setting, ascending. A setting counts parts of
+            an example, of about one or more tokens each.
+        cluster: key of `Example.facts` that has equal values in dependent examples; empty if all
+            examples are independent.
     """
 
     name: str
     by: ClassVar[tuple[str, ...]] = ()
-    """Facts of examples that also group accuracies."""
     sizes: ClassVar[Mapping[str, Sequence[int]]] = {}
-    """Settings that count parts of an example, of about one or more tokens each, and their values
-    in `levels`, ascending."""
     cluster: ClassVar[str] = ""
-    """Fact whose values group dependent examples; empty for independent examples."""
 
     @cached_property
     def version(self) -> str:
-        """Hash of the source code of a user's task; results with another version are not reused.
+        """Return a hash of the file that defines the task, so that results of other code are not
+        reused.
 
-        Empty for built-in tasks, which share `tasks.VERSION`, and if the source code is
-        unavailable.
+        Return an empty string for built-in tasks, which share `tasks.VERSION`, and if the source
+        code is unavailable.
         """
         module = type(self).__module__
         if module.partition(".")[0] == "diffllm":
@@ -100,31 +108,28 @@ class Task(ABC):
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
     def settings(self, length: int) -> tuple[str, ...]:
-        """Return the names of the settings in a level, for a context length of `length` tokens."""
+        """Return the names of the settings in a level, for a context of `length` tokens."""
         return tuple((self.levels(length) or self.levels(4096))[0])
 
     def number(self, level: Level) -> int | None:
-        """Return how many examples of a level an evaluation uses by default.
-
-        None means the default number of all tasks.
-        """
+        """Return the default number of examples per level; None: the default of all tasks."""
         return None
 
     def levels(self, length: int) -> list[Level]:
-        """List the levels of difficulty for a context length of `length` tokens, easiest first."""
+        """List the levels of difficulty for a context of `length` tokens, easiest first."""
         return [dict(zip(self.sizes, each, strict=True)) for each in product(*self.sizes.values())]
 
     @abstractmethod
     def example(self, rng: random.Random, level: Level, count: Count) -> Example:
-        """Generate one example of a level from the random generator `rng`.
+        """Generate one example of difficulty `level`, with `rng` as the only source of randomness.
 
         `count` returns the number of tokens of a text, so that an example can fill a context.
         """
 
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
-        """Generate a training text; by default, an example with its answer.
+        """Generate a training text; by default, the prompt of an example and its answer.
 
-        Returns pieces that are alternately context and predicted.
+        Return strings that alternate between context and predicted text, and begin with context.
         """
         example = self.example(rng, level, count)
         return example.prompt, example.candidates[example.answer]
@@ -150,21 +155,25 @@ class Task(ABC):
         return found
 
     def check(self, levels: Sequence[Level], length: int, count: Count) -> None:
-        """Check that the levels are valid for this task and fit into `length` tokens.
+        """Check that `levels` are valid for the task, and that examples fit into `length` tokens.
 
-        Raises ConfigError for an invalid level, DoesNotFit for a level with longer examples.
-        `count` returns the number of tokens of a text.
+        `count` returns the number of tokens of a text. Raises ConfigError for an invalid level, and
+        DoesNotFit for a level with longer examples.
         """
         known = self.settings(length)
         for level in levels:
             if level.keys() != {*known}:
-                raise ConfigError(f"level: {self.name} needs {', '.join(known)}, not {dict(level)}")
+                raise ConfigError(
+                    f"level={dict(level)} must set {', '.join(known)} for the task {self.name}"
+                )
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
                 # Reject a huge size before generating examples of that size.
                 tokens = size if size > 2 * length else self.longest(level, count)
             except (ValueError, IndexError, TypeError, ArithmeticError) as error:
-                raise ConfigError(f"level: {dict(level)} fails in {self.name}: {error}") from error
+                raise ConfigError(
+                    f"level={dict(level)} is not possible for the task {self.name}: {error}"
+                ) from error
             if tokens > length:
                 raise DoesNotFit(
                     f"the task {self.name} at {dict(level)} needs {tokens} tokens, but the model "
@@ -174,14 +183,14 @@ class Task(ABC):
     def longest(self, level: Level, count: Count) -> int:
         """Estimate the number of tokens of the longest example of a level, including the answer.
 
-        A few examples are measured by `count`, which returns the number of tokens of a text.
+        The estimate comes from a few examples. `count` returns the number of tokens of a text.
         """
         some = self.examples(level, SAMPLES, 0, count)
         sizes = [count(each.prompt) + max(map(count, each.candidates)) for each in some]
         return round(SPARE * max(sizes))
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Generate `number` examples; each depends only on task, level, seed and its index."""
+        """Generate `number` examples; example i depends only on the task, `level`, `seed` and i."""
         for i in range(number):
             yield self.example(self.generator(level, seed, i), level, count)
 
@@ -205,16 +214,18 @@ T = TypeVar("T", bound=type[Task])
 
 
 def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
-    """Return a class decorator that registers a task under `name`.
+    """Return a class decorator that registers a subclass of `Task` under `name`.
 
-    `sizes` contains the values of each setting in the levels, ascending. The decorator raises
-    ConfigError if another task has this name.
+    Args:
+        sizes: values of each setting in the levels of the task, ascending, such as filler=(0, 64).
+
+    The decorator raises ConfigError if another task has the same name.
     """
 
     def register(cls: T) -> T:
         there = TASKS.get(name)
         if there is not None and type(there).__qualname__ != cls.__qualname__:
-            raise ConfigError(f"the task {name} is registered twice; rename one of the two")
+            raise ConfigError(f"the task {name} is registered twice; rename one of the two tasks")
         cls.name, cls.sizes = name, sizes
         TASKS[name] = cls()
         return cls
@@ -223,7 +234,7 @@ def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
 
 
 def shuffled_candidates(rng: random.Random, right: str, others: list[str]) -> tuple[Any, int]:
-    """Shuffle at most MOST_CANDIDATES answers; return the answers and the index of `right`."""
+    """Shuffle `right` with up to 15 of `others`; return the candidates and the index of `right`."""
     candidates = [right, *rng.sample(others, min(len(others), MOST_CANDIDATES - 1))]
     rng.shuffle(candidates)
     return tuple(candidates), candidates.index(right)
@@ -239,9 +250,9 @@ class OwnExample:
 class OwnFile(Task):
     """Task that reads its examples from a user's file, one JSON object per line.
 
-    Each line has "prompt" and "answer". Optional keys are "candidates", a list that contains the
-    answer, and "level", an object of settings that groups results. Without candidates, an answer is
-    right if the model would generate it.
+    An object has the keys "prompt" and "answer". Optional keys are "candidates", a list of
+    continuations that contains the answer, and "level", an object of settings that groups results.
+    Without candidates, a model is right if it would generate the answer.
 
     Raises ConfigError with the number of an invalid line.
     """
@@ -265,7 +276,9 @@ class OwnFile(Task):
                 key = repr(sorted(level.items()))
                 self.by_level.setdefault(key, (level, []))[1].append(example)
         if not self.by_level:
-            raise ConfigError(f"tasks: {path} has no examples")
+            raise ConfigError(
+                f"tasks: {path} is empty; each line must be an object with prompt and answer"
+            )
 
     def levels(self, length: int) -> list[Level]:
         return [level for level, _ in self.by_level.values()]
@@ -283,7 +296,7 @@ class OwnFile(Task):
         yield from self.of_level(level)[:number]
 
     def longest(self, level: Level, count: Count) -> int:
-        """Return the tokens of the shortest example, because longer examples may be skipped."""
+        # The shortest example, because an evaluation may skip longer examples.
         return min(count(each.prompt + each.candidates[0]) for each in self.of_level(level))
 
 

@@ -16,12 +16,16 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class TextBatch(NamedTuple):
-    """Consecutive documents of a corpus, including empty documents, and their prompts if any."""
+    """Consecutive documents of a corpus; a document may be empty or None.
+
+    Attributes:
+        prompts: context before each text; None for a corpus without prompts. A context is a string,
+            or several strings that alternate between context and predicted text, and end with
+            context.
+    """
 
     texts: list[str | None]
     prompts: Sequence[str | Sequence[str] | None] | None = None
-    """Context before each text, or several pieces, alternately context and predicted; the last
-    piece is context."""
 
     @property
     def before(self) -> list[tuple[str, ...]]:
@@ -35,37 +39,43 @@ class TextBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A range of the documents of a corpus, read by one process.
+    """Consecutive documents of a corpus, read by one process.
 
     The division of a corpus into parts does not depend on the number of processes.
+
+    Attributes:
+        size: estimated bytes of text; 0 if unknown.
+        read: yields the documents in order; raises DataError.
     """
 
     name: str
     size: int
-    """Estimated bytes of text; 0 if unknown."""
     read: Callable[[], Iterator[TextBatch]]
-    """Yields the documents in order; raises DataError."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A collection of documents, identified by a hash; documents are read only when needed."""
+    """A collection of documents, which are read only when needed.
+
+    Attributes:
+        identity: hash of the content, and of the settings that define documents.
+        list_parts: lists the parts in order; raises DataError.
+        check: raises DataError if the content no longer has the hash `identity`.
+        note: differences from a known reference corpus; empty if there are no differences.
+        skipped_empty: number of skipped files that contain only whitespace.
+        skipped_undecodable: number of skipped files that are hidden or not UTF-8.
+        parts_for: lists the parts for a tokenizer file, if the texts depend on the tokenizer.
+    """
 
     description: str
     identity: str
-    """Hash of the content and of the settings that define documents."""
     list_parts: Callable[[], Sequence[Part]]
-    """Lists the parts, in order; raises DataError."""
     check: Callable[[], None] = lambda: None
-    """Raises DataError if the content no longer has the identity."""
     note: str = ""
-    """Differences from a known reference; empty if none."""
     skipped_empty: int = 0
     skipped_undecodable: int = 0
-    """Skipped files: `skipped_empty` with only whitespace, the rest hidden or not UTF-8."""
     has_prompts: bool = False
     parts_for: Callable[[Path], Sequence[Part]] | None = None
-    """Returns the parts for a tokenizer path, if the texts depend on the tokenizer."""
 
     @cached_property
     def parts(self) -> Sequence[Part]:
@@ -86,9 +96,9 @@ class TextsPart(Part):
 
 
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
-    """Return the type name of each column of JSON objects; null counts as "string".
+    """Return the type name of each column in JSON objects, such as {"text": "string", "id": "int"}.
 
-    The first object with a column determines the column's type.
+    The first object that contains a column determines the type; null counts as "string".
     """
     kinds: dict[str, str] = {}
     for row in rows:
@@ -103,7 +113,7 @@ def columns_of(cfg: DataConfig) -> list[str]:
 
 
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the corpus that `cfg` describes, and compute the hash that identifies the documents.
+    """Open the corpus that the data config describes, and compute its hash.
 
     Raises DataError for a source that is missing, empty, of an unknown format or not UTF-8.
     """
@@ -118,17 +128,18 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
     """Raise DataError unless all `columns` exist and contain text.
 
     Args:
-        kinds: type name of each existing column.
+        kinds: type name of each existing column, such as {"text": "string"}.
         columns: the text column, then the prompt column if there is one.
-        where: file or dataset, for the message.
+        where: file or dataset, for the error message.
     """
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):
         if column not in texts:
             hint = " or ".join(f"data.{key}={name}" for name in texts if name not in columns)
-            problem = f"no text column {column!r}; its columns are {', '.join(kinds)}"
-            end = f": use {hint}" if hint else ", none with text"
-            raise DataError(f"{where}: {problem}{end}")
+            fix = f"use {hint}" if hint else "none of them contains text"
+            raise DataError(
+                f"{where} has no text column {column!r}; the columns are {', '.join(kinds)}: {fix}"
+            )
 
 
 def reason(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Formats and content hashes of local files.
 
-Hashes are cached with the size, times and inode of each file, so that a second run reads no
-unchanged file.
+The hashes are stored in an index file. A file is read again only if its size, times or inode have
+changed.
 """
 
 import codecs
@@ -50,9 +50,9 @@ def names_of(names: Sequence[str]) -> str:
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return size, identity, content hash and text checks of each file, in the order of `paths`.
+    """Return the size, content hash and text checks of each file, in the order of `paths`.
 
-    Only new or changed files are read; all other facts are in an index in `cache_dir`. Raises
+    Only new and changed files are read; an index file in `cache_dir` stores the results. Raises
     DataError for an unreadable file.
     """
     index_path = cache_dir / "file_index.json"
@@ -102,7 +102,7 @@ def _read_facts(path: Path) -> FileFacts:
 
 def check_unchanged(path: Path, facts: FileFacts) -> None:
     if identity_of(path) != facts.identity:
-        raise DataError(f"{path}: changed after it was hashed; run the command again")
+        raise DataError(f"{path} was changed while the command was running; run the command again")
 
 
 def _read_index(path: Path) -> dict[str, FileFacts]:

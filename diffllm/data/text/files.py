@@ -38,9 +38,9 @@ MOST_PARTS = 4096
 
 @source("files")
 def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the files, directories and glob patterns in data.paths as a corpus.
+    """Open the files, directories and glob patterns in `cfg.paths` as a corpus.
 
-    Raises DataError for an unusable file that data.paths names, or if no file contains text.
+    Raises DataError if a file in `cfg.paths` cannot be used, or if no file contains text.
     """
     paths, hidden = paths_of(cfg)
     supported = [path for path in paths if format_of(path)]
@@ -48,7 +48,7 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     problems = {path: problem_of(path, facts.get(path), cfg) for path in paths}
     for path, root in paths.items():
         if problems[path] and root is None:
-            raise DataError(f"{path}: {problems[path]}")
+            raise DataError(f"{path} cannot be used as text: {problems[path]}")
         if root and path.suffix == ".json" and not is_of_rows(path, cfg.text_column):
             problems[path] = "no rows of text"  # such as package.json
     kept = {path: each for path, each in facts.items() if not problems[path]}
@@ -56,7 +56,7 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
         hint = "; data=tokens reads its token files" * tokens
         named = ", ".join(map(str, cfg.paths[:3]))
-        raise DataError(f"data.paths={named}: no text, .parquet or .jsonl file{hint}")
+        raise DataError(f"data.paths={named} contains no text, .parquet or .jsonl file{hint}")
     empty = sum(each.is_blank for each in facts.values())
     contents = []
     for path, of_file in kept.items():
@@ -77,8 +77,8 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def description_of(paths: Mapping[Path, Path | None]) -> str:
     """Return a description such as "2 files: a.txt, b.txt" or "214 files in docs/".
 
-    `paths` maps each file to the directory of data.paths that contains the file, or to None if
-    data.paths names the file.
+    `paths` maps each file to the directory of `cfg.paths` that contains the file, or to None if
+    `cfg.paths` names the file.
     """
     names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in paths.items())
     link = ":" if None in paths.values() else " in"
@@ -86,9 +86,9 @@ def description_of(paths: Mapping[Path, Path | None]) -> str:
 
 
 def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
-    """Return the reason why a file cannot be read as text; an empty string if there is no problem.
+    """Return the reason why a file cannot be used as text, or "" if the file can be used.
 
-    `facts` is None for a file of an unsupported format.
+    `facts` is None if the file format is unsupported.
     """
     form = format_of(path)
     if not facts:
@@ -105,7 +105,7 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
 
 
 def is_of_rows(path: Path, column: str) -> bool:
-    """Return whether a .json file contains an array, or an object with `column` in line 1."""
+    """Return whether line 1 of a .json file begins an array, or is an object with key `column`."""
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -122,10 +122,10 @@ def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
 
 
 def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
-    """Divide files into parts that separate processes can read.
+    """Divide files into parts of a corpus, which separate processes can read.
 
-    A part has about PART_BYTES of text or more; the size depends only on the total size of the
-    files. Raises DataError for an unreadable file.
+    The minimum size of a part is 32 MB of text, and more if the files are large in total; the last
+    part may be smaller. Raises DataError for an unreadable file.
     """
     from diffllm.data.text.readers import slices_of
 
@@ -156,9 +156,9 @@ def check_all(facts: Mapping[Path, FileFacts]) -> None:
 
 @contextmanager
 def naming(source: Path | str) -> Iterator[None]:
-    """In this context, turn every error into a DataError that begins with `source`.
+    """Convert every error in a `with` block to a DataError that names `source`, a file or dataset.
 
-    `source` is a file or a dataset. A DataError is not changed.
+    A DataError is not changed.
     """
     try:
         yield
@@ -167,17 +167,17 @@ def naming(source: Path | str) -> Iterator[None]:
     except Exception as error:
         packed = COMPRESSIONS.get(os.path.splitext(source)[1].lower())
         broken = packed and isinstance(error, OSError) and not error.errno
-        what = f"cannot be decompressed as {packed}: " if broken else ""
-        raise DataError(f"{source}: {what}{reason(error)}") from error
+        done = f"decompressed as {packed}" if broken else "read"
+        raise DataError(f"{source} cannot be {done}: {reason(error)}") from error
 
 
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
-    """List the files of data.paths, and count the hidden entries of directories.
+    """Find the files of `cfg.paths`, which contains files, directories and glob patterns.
 
-    Returns a dict and the count. The dict maps each file to the searched directory, or to None for
-    a file that data.paths names or a glob matches. Hidden entries are skipped. Files of a glob or a
-    directory are sorted. A glob that matches files ignores directories. Raises DataError if a
-    pattern matches nothing.
+    Return a dict, and the number of hidden entries in directories, which are skipped. The dict maps
+    each file to the searched directory, or to None for a file that a path names or a glob matches.
+    If a glob matches files and directories, the directories are ignored. Raises DataError if a path
+    or a glob matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0
@@ -200,10 +200,9 @@ def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
 
 
 def files_below(root: Path) -> tuple[list[Path], int]:
-    """List the regular files in a directory and its subdirectories, and count hidden entries.
+    """Return the regular files below a directory, and the number of skipped hidden entries.
 
-    Files are sorted by relative path; hidden files and directories are skipped. Links are followed,
-    but no directory is listed twice.
+    The files are sorted by relative path. Links are followed, but no directory is searched twice.
     """
     files: list[Path] = []
     hidden, seen = 0, {os.path.realpath(root)}
@@ -222,7 +221,7 @@ def files_below(root: Path) -> tuple[list[Path], int]:
 
 
 def unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename}: {error.strerror}") from error
+    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def begins_with_mark(path: Path) -> bool:

@@ -37,10 +37,10 @@ ANSWERS_WITHIN = 60.0
 
 @source("hub")
 def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the hub dataset data.dataset as a corpus, at a fixed commit.
+    """Open the Hugging Face dataset `cfg.dataset` as a corpus, at a fixed commit.
 
-    The first use with `cache_dir` determines the commit. Raises DataError for an invalid name, or
-    if the hub does not give the commit.
+    The first use stores the commit in `cache_dir`. Raises DataError for an invalid dataset name, or
+    if the hub does not return the commit.
     """
     dataset = str(cfg.dataset)
     if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", dataset) or Path(dataset).exists():
@@ -60,10 +60,13 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
-    """Make one corpus part per file of a hub dataset, or per several files of a large dataset.
+    """Divide a hub dataset into parts of a corpus: one part per file, at most 16,384 parts.
 
-    The `datasets` library may cache files in `copies`. Raises DataError for an unreadable dataset,
-    or without the text column.
+    Args:
+        revision: commit of the dataset.
+        copies: directory in which the `datasets` library may cache files.
+
+    Raises DataError if the dataset cannot be read or has no text column.
     """
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}
@@ -95,10 +98,10 @@ def read_rows(rows: "IterableDataset", columns: Sequence[str], name: str) -> Ite
 
 
 def resolve_revision(dataset: str, revision: str | None, cache_dir: Path) -> str:
-    """Return the commit of a branch or tag of a hub dataset; of the default branch for None.
+    """Return the commit of a branch or tag of a hub dataset.
 
-    The commit is stored in `cache_dir` at first use, so that later runs read the same documents,
-    also offline.
+    If `revision` is None, use the default branch. The commit is stored in `cache_dir` at the first
+    call, so that later runs read the same documents, even offline.
     """
     if revision and re.fullmatch(COMMIT, revision):
         return revision

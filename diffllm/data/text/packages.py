@@ -1,6 +1,6 @@
 """Use installed Python code as a corpus.
 
-data=packages reads the packages in REFERENCE, data=stdlib the standard library.
+data=packages reads the packages listed in REFERENCE; data=stdlib reads the standard library.
 """
 
 import importlib.metadata
@@ -39,10 +39,10 @@ ONLY_SOME_BUILDS = ("numpy/distutils/",)
 
 @source("packages")
 def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the .py files of the installed packages in REFERENCE as a corpus.
+    """Open the .py files of the packages listed in REFERENCE as a corpus.
 
-    Generated files, blank files and duplicates are skipped. `Corpus.note` lists the packages that
-    differ from their reference. Raises DataError if no package is installed.
+    Skip generated files, blank files and duplicates. `Corpus.note` lists the packages that differ
+    from the versions in REFERENCE. Raises DataError if none of the packages is installed.
     """
     found = {name: package_files(name) for name in REFERENCE}
     facts, texts = with_text([path for files in found.values() for path in files], cache_dir)
@@ -51,7 +51,7 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
         by_text.setdefault(facts[path].sha256, path)
     if not by_text:
         names = ", ".join(REFERENCE)
-        raise DataError(f"data=packages: none of {names} is installed; try data=stdlib")
+        raise DataError(f"data=packages needs one of {names}; install a package or use data=stdlib")
     kept = list(by_text.values())
     hashes = {name: texts_hash([facts[path] for path in files]) for name, files in found.items()}
     identity = texts_hash([facts[path] for path in kept])
@@ -62,14 +62,14 @@ def packages(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 @source("stdlib")
 def stdlib(cfg: DataConfig, cache_dir: Path) -> Corpus:
-    """Open the UTF-8 .py files of the Python standard library as a corpus.
+    """Open the .py files of the Python standard library as a corpus.
 
-    Raises DataError if there are no such files.
+    Skip files that are blank or not UTF-8. Raises DataError if no file is left.
     """
     root = Path(sysconfig.get_path("stdlib"))
     facts, kept = with_text(python_files(root), cache_dir)
     if not kept:
-        raise DataError(f"{root}: no .py files to use as a corpus")
+        raise DataError(f"data=stdlib: {root} contains no .py files; use data=files")
     identity = combined_hash(["stdlib", *(facts[path].sha256 for path in kept)])
     where = f"standard library of Python {platform.python_version()}"
     return corpus_of(cfg, facts, kept, where, identity)
@@ -83,12 +83,11 @@ def with_text(paths: Sequence[Path], cache_dir: Path) -> tuple[dict[Path, FileFa
 def corpus_of(
     cfg: DataConfig, facts: dict[Path, FileFacts], kept: Sequence[Path], where: str, identity: str
 ) -> Corpus:
-    """Make a corpus with one document per file.
+    """Make a corpus of the files `kept`, with one document per file.
 
     Args:
-        facts: facts about all files that were found; skipped files are only counted.
-        kept: files that become documents.
-        where: origin of the files, for the description.
+        facts: properties of all files that were found; skipped files are counted.
+        where: origin of the files, for the description of the corpus.
         identity: hash that identifies the corpus.
     """
     of_kept = {path: facts[path] for path in kept}
@@ -104,7 +103,7 @@ def corpus_of(
 
 
 def python_files(root: Path) -> list[Path]:
-    """List the .py files below `root` by relative path, without those of installed packages."""
+    """Return the .py files below `root`, without installed packages, sorted by relative path."""
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     found = []
     for directory, subdirectories, names in os.walk(root):
@@ -114,10 +113,10 @@ def python_files(root: Path) -> list[Path]:
 
 
 def package_files(name: str) -> list[Path]:
-    """List the .py files of an installed package, without importing the package.
+    """Return the .py files of an installed package; an empty list if it is not installed.
 
-    Returns an empty list if the package is not installed. Generated files are skipped, and the
-    top-level `__init__.py`, because wheels for Windows change that file.
+    The package is not imported. Skip generated files, and the top-level `__init__.py`, which wheels
+    for Windows change.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:

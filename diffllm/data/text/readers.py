@@ -1,7 +1,7 @@
-"""Read the documents of local files.
+"""Read the documents of local files in slices.
 
-A file is read in slices: some row groups of a parquet file, a range of whole lines, or else the
-whole file. Only JSON arrays, and text files that are one document, are completely in memory.
+A slice is a range of row groups of a parquet file, a range of lines, or a whole file. Only JSON
+arrays, and text files that are one document, are completely in memory.
 """
 
 import codecs
@@ -50,10 +50,10 @@ class Slice:
 def slices_of(
     path: Path, facts: FileFacts, form: str, cfg: DataConfig, least: int
 ) -> Iterator[Slice]:
-    """Cut a file into slices of at least `least` bytes of text, which can be read independently.
+    """Divide a file into slices that can be read independently.
 
-    `form` is "parquet", "json" or "text". The last slice may be smaller. A file that cannot be cut,
-    such as a compressed file, is one slice.
+    Each slice, except the last, has at least `least` bytes of text. A file that cannot be divided,
+    such as a compressed file, is one slice. `form` is "parquet", "json" or "text".
     """
     columns = tuple(columns_of(cfg))
     start = path, facts, columns
@@ -76,10 +76,10 @@ def slices_of(
 
 
 def row_groups(path: Path, columns: tuple[str, ...], least: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of parquet row groups with at least `least` bytes in `columns`.
+    """Yield ranges of parquet row groups, each with at least `least` bytes in `columns`.
 
-    A range is (bytes, first row group, row group after the last); the last range may be smaller.
-    Raises DataError if a column is missing or is not text.
+    A range (bytes, first, stop) contains the row groups from `first` to `stop - 1`. The last range
+    may be smaller. Raises DataError if a column is missing or is not text.
     """
     with raw(path) as unread, pyarrow.parquet.ParquetFile(unread) as file:
         types = {field.name: field.type for field in file.schema_arrow}
@@ -117,8 +117,10 @@ def _read_json_lines(part: Slice) -> Iterator[TextBatch]:
                     texts.append(texts_in(rows[-1], part.columns))
             except (ValueError, RecursionError) as error:
                 before = sum(each.count(b"\n") for each in blocks(part.path, 0, part.start))
-                place = f"{part.path}: line {before + lines:,}"
-                raise DataError(f"{place}: {getattr(error, 'msg', reason(error))}") from error
+                why = getattr(error, "msg", reason(error))
+                raise DataError(
+                    f"line {before + lines:,} of {part.path} cannot be read: {why}"
+                ) from error
         if not checked and (kinds := kinds_of_rows(rows)):
             check_columns(kinds, part.columns, str(part.path))
             checked = True
@@ -130,7 +132,9 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
         rows = json.load(file)
     if not rows or not all(isinstance(row, dict) for row in rows):
         column = part.columns[0]
-        raise ValueError(f"must be an array of objects, with text under data.text_column={column}")
+        raise ValueError(
+            f"the file must be an array of objects, with text under data.text_column={column}"
+        )
     if kinds := kinds_of_rows(rows):
         check_columns(kinds, part.columns[:1], str(part.path))
     for start in range(0, len(rows), ROWS):
@@ -139,12 +143,13 @@ def _read_json_array(part: Slice) -> Iterator[TextBatch]:
 
 
 def texts_in(row: Any, columns: Sequence[str]) -> list[str | None]:
-    """Return the text of each column in a JSON object; None for a missing column.
+    """Return the text of each column in the JSON object `row`; None for a missing column.
 
-    Raises ValueError if `row` is neither an object nor None, or if a column is not text.
+    If `row` is None, all columns are missing. Raises ValueError if `row` is not an object, or if a
+    column is not text.
     """
     if row is not None and not isinstance(row, dict):
-        raise ValueError(f"must be an object, not {type(row).__name__}")
+        raise ValueError(f"the JSON value must be an object, not {type(row).__name__}")
     texts = [(row or {}).get(name) for name in columns]
     for name, text in zip(columns, texts, strict=True):
         if not isinstance(text, str | None):
@@ -171,10 +176,7 @@ def _read_text(part: Slice) -> Iterator[TextBatch]:
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield 0, then the starts of some lines in a file, then the file size `size`, in bytes.
-
-    Between two line starts are at least `least` bytes.
-    """
+    """Yield 0, then offsets of line starts that are at least `least` bytes apart, then `size`."""
     yield 0
     with path.open("rb") as file:
         place = least
@@ -188,7 +190,7 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the decompressed bytes [start, stop) of a file, in blocks of whole lines.
+    """Yield the decompressed bytes of a file from `start` to `stop`, in blocks of whole lines.
 
     `stop` must be the end of a line; None means the end of the file.
     """
@@ -214,7 +216,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a file for reading; .gz and .zst files are decompressed.
+    """Open a file for reading; decompress .gz and .zst files.
 
     Reading a truncated compressed file raises an error.
     """
@@ -226,11 +228,7 @@ def unpacked(path: Path) -> IO[bytes]:
 
 
 def raw(path: Path) -> Any:
-    """Open a file for pyarrow.
-
-    The name is passed as bytes, because pyarrow would encode a str as UTF-8.
-    """
-    return pyarrow.OSFile(os.fsencode(path))
+    return pyarrow.OSFile(os.fsencode(path))  # pyarrow would encode a str as UTF-8.
 
 
 def begins_with(path: Path) -> bytes:

@@ -1,7 +1,6 @@
 """Use generated examples of a task as a corpus.
 
-A document is an example with its answer, or several examples with a shared context. Seeds differ
-from the seeds of `diffllm evaluate`.
+Each document comes from `Task.document`. The seeds differ from the seeds of `diffllm evaluate`.
 """
 
 import re
@@ -30,7 +29,7 @@ USUAL = 256
 @schema(group="data", name="synthetic")
 @dataclass
 class SyntheticConfig(DataConfig):
-    """Generated examples of a task."""
+    """Config of a corpus of generated examples of a task."""
 
     source: str = "synthetic"
     task: str = "mqar"
@@ -57,10 +56,14 @@ class SyntheticConfig(DataConfig):
             raise ConfigError(f"data.task={self.task} {REPLACED}")
         known = TASKS[self.task].settings(USUAL)
         for key, value in self.level.items():
-            if key not in known or type(value) is not int or not 0 <= value <= LARGEST:
+            if key not in known:
                 raise ConfigError(
-                    f"data.level: {key}={value} must be one of {', '.join(known)} with a whole "
-                    f"number from 0 to {LARGEST:,}"
+                    f"data.level: {key}={value} is unknown; {self.task} has the settings "
+                    f"{', '.join(known)}"
+                )
+            if type(value) is not int or not 0 <= value <= LARGEST:
+                raise ConfigError(
+                    f"data.level: {key}={value} must be a whole number from 0 to {LARGEST:,}"
                 )
 
 
@@ -83,10 +86,10 @@ def words_of(text: str) -> int:
 
 @source("synthetic")
 def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
-    """Open generated examples of the task `cfg.task` as a corpus.
+    """Open a corpus of generated examples of the task `cfg.task`.
 
-    Raises ConfigError for a task that no longer exists, or for a level without possible examples.
-    `cache_dir` is not used.
+    Raises ConfigError if the task was removed, or if `cfg.level` allows no examples. `cache_dir` is
+    not used.
     """
     cfg.check_current()
     task = TASKS[cfg.task]
@@ -95,7 +98,7 @@ def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
         next(iter(task.examples(level, 1, 0, words_of)))
     except (ValueError, IndexError, ArithmeticError) as error:
         raise ConfigError(
-            f"data.level={dict(cfg.level)}: {cfg.task} has no examples: {error}"
+            f"data.level={dict(cfg.level)} is not possible for data.task={cfg.task}: {error}"
         ) from error
     settings = [f"{key}={value}" for key, value in sorted(level.items())]
     what = ["synthetic", str(VERSION), cfg.task, *settings, str(cfg.examples), str(cfg.task_seed)]
