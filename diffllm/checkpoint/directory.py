@@ -69,33 +69,23 @@ def hidden_path(directory: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """List the checkpoint directories in `directory` by increasing training step.
-
-    The list contains damaged checkpoints, but not incomplete checkpoints.
-    """
+    """List the checkpoint directories in `directory`, oldest first, without incomplete ones."""
     found = (p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{1,18}", p.name))
     return sorted((p for p in found if p.is_dir()), key=step_of)
 
 
 def list_incomplete(directory: Path) -> list[Path]:
-    """List the directories of incomplete checkpoints in `directory`.
-
-    A checkpoint is incomplete during a save or deletion, and after an interrupted save or deletion.
-    """
+    """List directories of checkpoints whose save or deletion is in progress or interrupted."""
     found = directory.glob(".step-*.incomplete")
     return sorted(p for p in found if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
 
 
 def newest_good(paths: Sequence[Path]) -> Path | None:
-    """Return the newest undamaged checkpoint directory; None if `paths` is empty.
+    """Return the newest undamaged checkpoint directory in `paths`; None if `paths` is empty.
 
-    Print a warning for each newer damaged checkpoint. Training may delete checkpoints during the
-    check. Deleted checkpoints are ignored; if all are deleted, return None.
-
-    Args:
-        paths: checkpoint directories of one run, oldest first.
-
-    Raises CheckpointError if all checkpoints are damaged.
+    `paths` is sorted, oldest first. Print a warning for each newer damaged checkpoint. Ignore
+    checkpoints that training deletes during the check; if all are deleted, return None. Raises
+    CheckpointError if all checkpoints are damaged.
     """
     damaged: list[str] = []
     for path in reversed(paths):
@@ -118,13 +108,10 @@ def check_checkpoint(path: Path) -> None:
 
 
 def find_checkpoint(run: Path, step: int = 0) -> Path:
-    """Return the directory of an undamaged checkpoint.
+    """Return the checkpoint directory of training step `step` in the run directory `run`.
 
-    Args:
-        run: run directory.
-        step: training step of the checkpoint; 0 selects the newest undamaged checkpoint.
-
-    Raises CheckpointError if the run has no such checkpoint.
+    Step 0 selects the newest undamaged checkpoint. Raises CheckpointError if the checkpoint is
+    missing or damaged.
     """
     found = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
     if not found:
@@ -176,13 +163,10 @@ def set_aside(path: Path) -> None:
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete old checkpoints of one run.
+    """Delete old checkpoints of a run; print a warning for each failed deletion.
 
     Keep the newest `cfg.keep_last` checkpoints, and every checkpoint whose training step is a
-    multiple of `cfg.keep_every`. Print a warning for each checkpoint that cannot be deleted.
-
-    Args:
-        paths: checkpoint directories, oldest first.
+    multiple of `cfg.keep_every`. `paths` contains the checkpoint directories, oldest first.
     """
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:

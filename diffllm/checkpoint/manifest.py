@@ -56,12 +56,10 @@ def sha256_of(file: Path) -> str:
 
 
 def complete(path: Path, step: int, state: str, files: Manifest) -> None:
-    """Write state.json and manifest.json into a checkpoint directory with tensor files.
+    """Write state.json and manifest.json into the checkpoint directory `path`.
 
-    Args:
-        path: checkpoint directory.
-        state: content of state.json.
-        files: size and checksum of each tensor file, by file name.
+    `state` is the content of state.json. `files` contains the size and checksum of each tensor
+    file, by file name.
     """
     (path / "state.json").write_text(state)
     sync(path / "state.json")
@@ -206,11 +204,8 @@ def read_state(path: Path) -> dict[str, Any]:
 def check_loop(path: Path, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if training cannot resume because of an invalid entry in state.json.
 
-    A checkpoint that contains only parameters, so that `state["loop"]` is None, raises no error.
-
-    Args:
-        path: checkpoint directory, for the error message.
-        state: parsed state.json.
+    `state` is the parsed state.json of the checkpoint directory `path`. A checkpoint that contains
+    only parameters, so that `state["loop"]` is None, raises no error.
     """
     loop = state["loop"]
     if loop is None:
@@ -260,10 +255,8 @@ def numbers_only(value: Any) -> bool:
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless a checkpoint and a model have equal parameter names and shapes.
 
-    Args:
-        path: checkpoint directory, for the error message.
-        state: parsed state.json, which contains the shapes of the saved parameters.
-        params: parameters of the model, by name.
+    `state` is the parsed state.json of the checkpoint directory `path`; `params` contains the
+    parameters of the model, by name.
     """
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}

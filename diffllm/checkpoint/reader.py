@@ -44,6 +44,10 @@ RECORDS = {
 }
 
 
+def index_error(problem: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"the index file .metadata {problem}; use another checkpoint")
+
+
 def enum_member(kind: Any, name: Any) -> Enum:
     """Return member `name` of the enum class `kind`, in place of getattr in a pickle.
 
@@ -53,9 +57,7 @@ def enum_member(kind: Any, name: Any) -> Enum:
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
         member: Enum = kind.__members__[name]
         return member
-    raise pickle.UnpicklingError(
-        "the checkpoint index .metadata must not use builtins.getattr; use another checkpoint"
-    )
+    raise index_error("uses builtins.getattr")
 
 
 class RecordUnpickler(pickle.Unpickler):
@@ -70,9 +72,7 @@ class RecordUnpickler(pickle.Unpickler):
         if name in RECORDS.get(module, ()):
             return super().find_class(module, name)
         name = f"{shown(module)}.{shown(name)}"
-        raise pickle.UnpicklingError(
-            f"the checkpoint index .metadata must not use {name}; use another checkpoint"
-        )
+        raise index_error(f"uses {name}")
 
 
 class TensorReader(FileSystemReader):
@@ -108,41 +108,27 @@ def read_index(path: Path) -> Metadata:
     data = read_bytes(path / ".metadata", LARGEST_INDEX)
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
         raise CheckpointError(
-            "the checkpoint index .metadata has a wrong checksum; use another checkpoint"
+            "the index file .metadata has a wrong checksum; use another checkpoint"
         )
     metadata = RecordUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(
-            "the checkpoint index .metadata must contain a torch.distributed.checkpoint Metadata "
-            "object; use another checkpoint"
-        )
+        raise index_error("is not a Metadata object of torch.distributed.checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(
-                f"{shown(name)} in the checkpoint index .metadata is not a tensor; use another "
-                "checkpoint"
-            )
+            raise index_error(f"contains {shown(name)}, which is not a tensor")
     for place in metadata.storage_data.values():
         named = isinstance(place, _StorageInfo) and place.relative_path in manifest
         if not named or place.transform_descriptors:
-            raise pickle.UnpicklingError(
-                "the checkpoint index .metadata names a file that manifest.json does not list; use "
-                "another checkpoint"
-            )
+            raise index_error("names a file that manifest.json does not list")
     return metadata
 
 
 def load_tensors(path: Path, tensors: dict[str, Tensor], **kwargs: Any) -> None:
-    """Load tensors from a checkpoint directory into `tensors`, in place.
+    """Load tensors from the checkpoint directory `path` into `tensors`, by name and in place.
 
-    The checkpoint may come from a run with another world size. The function checks the size of
-    every file and the checksum of the index, but not the checksums of tensor files.
-
-    Args:
-        tensors: tensors to overwrite, by their names in the checkpoint.
-        kwargs: more arguments of `torch.distributed.checkpoint.load`.
-
-    Raises CheckpointError if the tensors cannot be loaded.
+    The checkpoint may come from a run with another world size. The size of every file and the
+    checksum of the index are checked, but not the checksums of tensor files. `kwargs` are passed to
+    `torch.distributed.checkpoint.load`. Raises CheckpointError if the tensors cannot be loaded.
     """
     reader = TensorReader(path)
     try:

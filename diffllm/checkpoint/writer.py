@@ -113,26 +113,22 @@ class Checkpointer:
     ) -> None:
         """Copy the tensors, and start to write a checkpoint in the background.
 
-        First wait for the previous save. If the save fails, rank 0 prints a warning.
-
-        Args:
-            step: training step of the checkpoint.
-            state: content of state.json.
-            final: whether this is the last save of the run; a failed last save is an error.
+        First wait for the previous save. If the save fails, rank 0 prints a warning. If `final`,
+        this is the last save of the run, and a failure is an error.
 
         Raises AgreedByAll, the same error on all ranks, if the run directory was removed, or if the
         disk is too full for the last save. If the last save fails later, `wait` raises AgreedByAll.
         """
         self.wait()
         self.since = monotonic()
-        text = json.dumps({"format": FORMAT, "step": step, **state})
+        state_json = json.dumps({"format": FORMAT, "step": step, **state})
         hidden = hidden_path(self.directory, step)
-        refused = self._decided_by_rank_0(lambda: self._make_room(hidden, tensors, len(text)))
+        refused = self._decided_by_rank_0(lambda: self._make_room(hidden, tensors, len(state_json)))
         if refused:
             self._failed(step, refused, final or refused == GONE)
             return
         staged = self.stager.stage(tensors)
-        self.pending = self.pool.submit(self._write, hidden, step, staged, text, final)
+        self.pending = self.pool.submit(self._write, hidden, step, staged, state_json, final)
 
     def due(self) -> bool:
         """Return whether the interval since the last save has passed; if so, restart the interval.
@@ -170,16 +166,11 @@ class Checkpointer:
             self.pool.shutdown()
             self.stager.close()
 
-    def _write(self, hidden: Path, step: int, tensors: Any, text: str, final: bool) -> None:
-        """Write the tensor files of this rank, then wait until rank 0 has completed the checkpoint.
+    def _write(self, hidden: Path, step: int, tensors: Any, state_json: str, final: bool) -> None:
+        """Write the tensor files of this rank into `hidden`; rank 0 then completes the checkpoint.
 
-        Runs on the background thread.
-
-        Args:
-            hidden: directory of the incomplete checkpoint.
-            text: content of state.json.
-            final: whether a failed save is an error on all ranks; otherwise, rank 0 prints a
-                warning.
+        Runs on the background thread. If `final`, a failure is an error on all ranks; otherwise,
+        rank 0 prints a warning.
         """
         try:
             dcp.save(tensors, storage_writer=TensorWriter(hidden), process_group=self.group)
@@ -188,20 +179,15 @@ class Checkpointer:
             part = failure_reason(error)
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, part, group=self.group)
-        failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, text))
+        failure = self._decided_by_rank_0(lambda: self._complete(hidden, step, parts, state_json))
         if failure:
             self._failed(step, failure, final)
 
-    def _complete(self, hidden: Path, step: int, parts: list[Part], text: str) -> str | None:
+    def _complete(self, hidden: Path, step: int, parts: list[Part], state_json: str) -> str | None:
         """Write state.json and manifest.json, rename `hidden`, and delete old checkpoints.
 
-        Runs on rank 0. Returns None, or the reason why the save failed.
-
-        Args:
-            hidden: directory of the incomplete checkpoint.
-            parts: for each rank, the sizes and checksums of its files, or the reason why its write
-                failed.
-            text: content of state.json.
+        Runs on rank 0. Returns None, or the reason why the save failed. `parts` contains, for each
+        rank, the sizes and checksums of the files of this rank, or the reason for a failed write.
         """
         final, files = checkpoint_path(self.directory, step), Manifest()
         try:
@@ -209,7 +195,7 @@ class Checkpointer:
                 if isinstance(part, str):
                     raise CheckpointError(part)
                 files |= part
-            complete(hidden, step, text, files)
+            complete(hidden, step, state_json, files)
             if os.path.lexists(final):
                 set_aside(final)
             publish(hidden, final, files_synced=True)
@@ -233,11 +219,8 @@ class Checkpointer:
     def _make_room(self, hidden: Path, tensors: Mapping[str, Tensor], extra: int) -> str | None:
         """Create the empty directory `hidden` for a new checkpoint, and check the free disk space.
 
-        Returns None, or the reason why the checkpoint cannot be written.
-
-        Args:
-            tensors: the tensors to save.
-            extra: bytes that the checkpoint needs in addition to the tensors.
+        Returns None, or the reason why the checkpoint cannot be written. `extra` is the number of
+        bytes that the checkpoint needs in addition to `tensors`.
         """
         if identity(self.directory.parent) != self.run:
             return GONE
@@ -283,12 +266,8 @@ def write_parameters(
 ) -> Path:
     """Write a checkpoint of step 0 that contains only parameters and router state.
 
-    Returns the checkpoint directory.
-
-    Args:
-        directory: parent directory of the new checkpoint.
-        tensors: parameters and router state by name.
-        parameters: the names in `tensors` that are parameters.
+    Return the new checkpoint directory, a subdirectory of `directory`. `parameters` contains the
+    names in `tensors` that are parameters.
     """
     path = checkpoint_path(directory, 0)
     path.mkdir(parents=True)

@@ -1,7 +1,4 @@
-"""Export and import Hugging Face models.
-
-Importing this package registers the DiffLLM classes with transformers.
-"""
+"""Export and import Hugging Face models; importing this package registers DiffLLM."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

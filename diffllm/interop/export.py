@@ -47,13 +47,12 @@ OLDEST = "5.4.0"
 def export(
     run: Path, out: Path, step: int, dtype: torch.dtype, shard_size: str, own: bool
 ) -> tuple[Layout, int]:
-    """Export a checkpoint of a run as a new Hugging Face model directory.
+    """Export a checkpoint of a run as a Hugging Face model directory `out`.
 
     Return the `Layout`, which names the model class, and the training step of the checkpoint. The
     directory appears only when complete.
 
     Args:
-        out: the new directory.
         step: training step of the checkpoint; 0 selects the newest undamaged checkpoint.
         dtype: dtype of the exported parameters, except parameters that must stay in float32.
         shard_size: maximum size of a weights file, such as 500MB.
@@ -150,9 +149,6 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     The character U+2581, with which sentencepiece marks spaces, is encoded as bytes. Invalid bytes
     are decoded as U+FFFD. Raises DataError if the tokenizer normalises texts, is not BPE, or cannot
     encode all bytes.
-
-    Args:
-        model: the sentencepiece file.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2

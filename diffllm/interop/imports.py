@@ -30,7 +30,7 @@ WANTED = ("config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER
 def import_model(
     source: str, out: Path, attention: str | None = None, perturb: float = 0.0, seed: int = 0
 ) -> Origin:
-    """Create a run directory that contains a model as the checkpoint of step 0.
+    """Create the run directory `out`, which contains a model as the checkpoint of step 0.
 
     Return an `Origin`, which describes the new model. The directory appears only when complete. All
     parameters are in memory at once: 4 bytes per parameter, or 8 for a converted model.
@@ -38,11 +38,9 @@ def import_model(
     Args:
         source: a Hugging Face model directory, a run directory, or owner/name[@revision] of the
             hub.
-        out: the new run directory.
         attention: attention of the new model, "diff_v2" or "standard"; None keeps the attention.
         perturb: only for "diff_v2": standard deviation of noise that is added to the query weights
             of the second head of each pair, relative to the RMS of the query weights.
-        seed: seed of the noise.
 
     Raises ConfigError for an invalid argument or an unsupported model, and CheckpointError for
     missing or damaged files.

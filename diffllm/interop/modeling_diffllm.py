@@ -715,7 +715,7 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, T, V) for token ids (B, T), and the loss if `labels` (B, T) are given."""
+        """Return logits (B, T, V) for token ids (B, T); with `labels`, also return the loss."""
         given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         outputs = self.model(*given, use_cache=use_cache, **kwargs)
         hidden_states = outputs.last_hidden_state

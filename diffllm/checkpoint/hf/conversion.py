@@ -3,11 +3,10 @@
 The converted model computes the same outputs. In DIFF V2, two query heads form a pair. The output
 of a pair is the output of the first head minus lambda times the output of the second head.
 
-The conversion to DIFF V2 repeats each query head, so that two equal heads form a pair, sets lambda
-to sigmoid(0) = 1/2, and doubles the output projection; this is exact in floating point.
-
-The conversion to softmax attention uses the two heads of a pair as independent heads, and
-multiplies the output projection of the second head by -lambda. Lambda must not depend on the input.
+To DIFF V2: repeat each query head to form a pair, set lambda to sigmoid(0) = 1/2, and double the
+output projection; the result is exact in floating point. To softmax attention: use both heads of a
+pair as independent heads, and multiply the output projection of the second head by -lambda. This
+lambda must not depend on the input.
 """
 
 import hashlib
@@ -31,17 +30,15 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Convert a model from softmax attention to DIFF V2, or from DIFF V2 to softmax attention.
+    """Return the config of a converted model, and one `Mapped` for each new parameter.
 
-    Return the config of the converted model, and one `Mapped` for each new parameter. A `Mapped`
-    computes the new parameter from parameters of the original model.
+    A `Mapped` computes the new parameter from parameters of the original model.
 
     Args:
         model: config of the original model.
         target: attention of the converted model, "diff_v2" or "standard" (softmax).
         perturb: only for "diff_v2": standard deviation of noise that is added to the query weights
             of the second head of each pair, relative to the RMS of the layer's query weights.
-        seed: seed of the noise.
 
     Raises ConfigError if the attention of `model` cannot be converted.
     """
@@ -104,13 +101,10 @@ def to_standard(model: ModelConfig) -> tuple[ModelConfig, Sequence[Mapped]]:
 
 
 def twice_each(wq: Tensor, heads: int, noise: float, seed: int) -> Tensor:
-    """Repeat each head of the query weights, and add noise to the second copy of each head.
+    """Repeat each head of the query weights `wq`, and add noise to the second copy of each head.
 
-    Args:
-        wq: query weights, (heads * head_dim, dim).
-        noise: standard deviation of the noise, relative to the RMS of `wq`.
-
-    Returns (2 * heads * head_dim, dim), with the two copies of a head next to each other.
+    `wq` is (heads * head_dim, dim); the result is (2 * heads * head_dim, dim), with the two copies
+    of a head next to each other. `noise` is the standard deviation relative to the RMS of `wq`.
     """
     pairs = torch.stack([wq.unflatten(0, (heads, -1))] * 2, dim=1)  # (H, 2, d, D)
     if noise:
@@ -124,14 +118,10 @@ def split_output(
 ) -> Tensor:
     """Convert the output projection of DIFF V2 to an output projection of softmax attention.
 
-    The columns for the second head of each pair are multiplied by -lambda.
-
-    Args:
-        wo: output projection of DIFF V2, (dim, heads * head_dim).
-        lambda_parameter: parameter that determines lambda; None if lambda has no parameter.
-        heads: number of head pairs.
-
-    Returns (dim, 2 * heads * head_dim). Raises ConfigError if lambda depends on the input.
+    `wo` is (dim, heads * head_dim) for a number `heads` of pairs; the result is (dim, 2 * heads *
+    head_dim). The columns for the second head of each pair are multiplied by -lambda.
+    `lambda_parameter` determines lambda; None if lambda has no parameter. Raises ConfigError if
+    lambda depends on the input.
     """
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:

@@ -73,9 +73,7 @@ PARTS = {
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the name of a diffllm parameter in the Llama class of transformers.
 
-    Args:
-        name: diffllm name.
-        parts: additional substrings to replace, with their replacements.
+    `parts` maps additional substrings of the name to their replacements.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -91,13 +89,9 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return lists (exported, imported) for parameters that differ only in the name.
+    """Return lists (exported, imported) for parameters that differ from Llama only in the name.
 
-    The names on the side of transformers are the names in the Llama class.
-
-    Args:
-        names: diffllm parameter names.
-        parts: additional substrings of names to replace, with their replacements.
+    `parts` maps additional substrings of the names to their replacements.
     """
     there = {name: name_there(name, parts) for name in names}
     return (
@@ -327,12 +321,10 @@ def parameter_names(model: ModelConfig) -> list[str]:
 
 
 def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder the heads of query, key or value weights, in which heads form pairs.
+    """Reorder the heads of query, key or value weights (number of heads * head_dim, dim).
 
-    Args:
-        weight: (number of heads * head_dim, dim).
-        heads: (-1, 2, head_dim) moves the first heads of all pairs before all second heads; (2, -1,
-            head_dim) restores adjacent pairs.
+    `heads` = (-1, 2, head_dim) moves the first heads of all pairs before all second heads; (2, -1,
+    head_dim) restores adjacent pairs.
     """
     return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
 
@@ -344,10 +336,7 @@ def times_head_norm(wo: Tensor, norm: Tensor) -> Tensor:
 def layout_of(model: ModelConfig, own: bool = False) -> Layout:
     """Return the `Layout` of the transformers class that fits `model`, else of modeling_diffllm.py.
 
-    Args:
-        own: use modeling_diffllm.py even if a class of transformers fits.
-
-    Raises ConfigError if no class supports `model`.
+    If `own`, always use modeling_diffllm.py. Raises ConfigError if no class supports `model`.
     """
     known = [] if own else [llama_layout, qwen3_moe_layout, diffllama_layout]
     for layout in [*known, own_layout]:

@@ -70,10 +70,9 @@ def is_list_of(kind: type, value: Any) -> bool:
 
 
 class Config(dict[str, Any]):
-    """Settings of a config.json; settings with the value null are omitted.
+    """Settings of a config.json, without settings whose value is null.
 
-    The constructor raises ValueError for a value of the wrong type. `config[key]` raises ValueError
-    if `key` is missing.
+    Raises ValueError for a value of the wrong type, and for `config[key]` if `key` is missing.
     """
 
     def __init__(self, content: dict[str, Any]):
@@ -90,10 +89,7 @@ class Config(dict[str, Any]):
 
 
 def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
-    """Return the name of the model class in config.json, and the equivalent diffllm config.
-
-    Args:
-        content: parsed config.json.
+    """Return the name of the model class and the diffllm config for a parsed config.json.
 
     Raises ValueError or ConfigError for an unsupported class or setting.
     """
@@ -114,10 +110,7 @@ def model_of(content: dict[str, Any]) -> tuple[str, ModelConfig]:
 def shape_of(config: Config, attention: AttentionConfig, n_heads: int = 0) -> ModelConfig:
     """Build a diffllm model config from the config.json settings that all supported classes share.
 
-    Args:
-        config: settings of config.json.
-        attention: attention config of the result.
-        n_heads: number of heads of the result; 0 means `num_attention_heads` in config.json.
+    If `n_heads` is 0, the number of heads is `num_attention_heads` of config.json.
     """
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(

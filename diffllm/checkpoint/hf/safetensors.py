@@ -35,7 +35,7 @@ def check_form(dtype: str, max_shard_size: str) -> None:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Convert errors in a `with` block to the ConfigError "<what> cannot be written: <reason>"."""
+    """Convert file errors in a `with` block to a ConfigError that begins with `what`."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -60,10 +60,9 @@ def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict
 
 
 def loaded(checkpoint: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Load model tensors from a checkpoint to the CPU; floating-point tensors become float32.
+    """Read the tensors with the names and shapes of `tensors` from a checkpoint to the CPU.
 
-    Args:
-        tensors: names and shapes of the tensors to load; values are not used.
+    Floating-point tensors become float32.
     """
     whole = {}
     for name, tensor in tensors.items():
@@ -83,13 +82,11 @@ def write_safetensors(
 ) -> int:
     """Write tensors of a checkpoint to `<stem>.safetensors`; return their total size in bytes.
 
-    If the tensors exceed `max_shard_size`, write several files and an index file.
+    If the tensors exceed `max_shard_size`, such as 500MB, write several files and an index file.
 
     Args:
         directory: existing directory for the new files.
-        checkpoint: checkpoint directory that contains the tensor values.
         ours: diffllm tensors, as returned by `tensors_of`.
-        max_shard_size: maximum size of a file, such as 500MB.
         exported: computes each tensor to write from tensors in `ours`; None writes the tensors in
             `ours`.
     """

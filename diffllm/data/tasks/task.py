@@ -79,10 +79,10 @@ class Task(ABC):
 
     Attributes:
         by: keys of `Example.facts` by which accuracy is also reported.
-        sizes: the levels of the task: values of each setting, ascending. A setting counts parts of
-            an example, of about one or more tokens each.
-        cluster: key of `Example.facts` that has equal values in dependent examples; empty if all
-            examples are independent.
+        sizes: values of each setting in `levels`, ascending. A setting is a number of parts of an
+            example, each of about one or more tokens.
+        cluster: key of `Example.facts` with equal values in dependent examples; empty if no
+            examples are dependent.
     """
 
     name: str
@@ -216,9 +216,7 @@ T = TypeVar("T", bound=type[Task])
 def task(name: str, **sizes: Sequence[int]) -> Callable[[T], T]:
     """Return a class decorator that registers a subclass of `Task` under `name`.
 
-    Args:
-        sizes: values of each setting in the levels of the task, ascending, such as filler=(0, 64).
-
+    `sizes` contains the values of each setting in the levels, ascending, such as filler=(0, 64).
     The decorator raises ConfigError if another task has the same name.
     """
 

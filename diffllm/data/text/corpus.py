@@ -127,10 +127,8 @@ def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> None:
     """Raise DataError unless all `columns` exist and contain text.
 
-    Args:
-        kinds: type name of each existing column, such as {"text": "string"}.
-        columns: the text column, then the prompt column if there is one.
-        where: file or dataset, for the error message.
+    `kinds` maps existing columns to type names. `columns` contains the text column, then the prompt
+    column if there is one. `where` names the file or dataset in the error message.
     """
     texts = [name for name, kind in kinds.items() if kind in TEXT_TYPES]
     for key, column in zip(("text_column", "prompt_column"), columns, strict=False):

@@ -75,11 +75,6 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
 
 
 def description_of(paths: Mapping[Path, Path | None]) -> str:
-    """Return a description such as "2 files: a.txt, b.txt" or "214 files in docs/".
-
-    `paths` maps each file to the directory of `cfg.paths` that contains the file, or to None if
-    `cfg.paths` names the file.
-    """
     names = dict.fromkeys(f"{root.name}/" if root else path.name for path, root in paths.items())
     link = ":" if None in paths.values() else " in"
     return f"{len(paths)} file{'s'[: len(paths) > 1]}{link} {names_of([*names])}"

@@ -62,11 +62,8 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
 def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
     """Divide a hub dataset into parts of a corpus: one part per file, at most 16,384 parts.
 
-    Args:
-        revision: commit of the dataset.
-        copies: directory in which the `datasets` library may cache files.
-
-    Raises DataError if the dataset cannot be read or has no text column.
+    The `datasets` library may cache files in `copies`. Raises DataError if the dataset cannot be
+    read or has no text column.
     """
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
     options = {"name": cfg.name, "revision": revision, "split": cfg.split, "data_dir": cfg.data_dir}

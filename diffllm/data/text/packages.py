@@ -85,10 +85,8 @@ def corpus_of(
 ) -> Corpus:
     """Make a corpus of the files `kept`, with one document per file.
 
-    Args:
-        facts: properties of all files that were found; skipped files are counted.
-        where: origin of the files, for the description of the corpus.
-        identity: hash that identifies the corpus.
+    `facts` contains properties of all files, including skipped files. `where` describes the origin
+    of the files; `identity` is the hash of the corpus.
     """
     of_kept = {path: facts[path] for path in kept}
     whole = replace(cfg, sample_by=SampleBy.document)

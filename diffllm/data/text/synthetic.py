@@ -86,10 +86,9 @@ def words_of(text: str) -> int:
 
 @source("synthetic")
 def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
-    """Open a corpus of generated examples of the task `cfg.task`.
+    """Open a corpus of generated examples of the task `cfg.task`; `cache_dir` is not used.
 
-    Raises ConfigError if the task was removed, or if `cfg.level` allows no examples. `cache_dir` is
-    not used.
+    Raises ConfigError if the task was removed, or if `cfg.level` allows no examples.
     """
     cfg.check_current()
     task = TASKS[cfg.task]
