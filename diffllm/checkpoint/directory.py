@@ -22,7 +22,7 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """Settings for saving checkpoints, and for deleting old checkpoints."""
+    """Interval between checkpoints, in steps or as a time, and number of checkpoints to keep."""
 
     interval: int | str = 100
     """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""
@@ -143,7 +143,7 @@ def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
             if path.exists():
                 raise
     raise CheckpointError(
-        f"{path} was deleted by a running training; increase checkpoint.keep_last of this run"
+        f"{path} was deleted by its training run; increase checkpoint.keep_last of this run"
     )
 
 

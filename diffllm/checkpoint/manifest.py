@@ -130,8 +130,8 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 def verify(path: Path, checksums: bool = True) -> list[str]:
     """Compare the files in a checkpoint directory with manifest.json.
 
-    Return one error message per damaged or missing file; an empty list means no damage. If
-    `checksums` is False, compare file sizes only.
+    Return one error message per damaged or missing file, or one message if manifest.json is
+    damaged. An empty list means no damage. If `checksums` is False, compare file sizes only.
     """
     try:
         manifest = read_manifest(path)

@@ -79,7 +79,7 @@ class TensorReader(FileSystemReader):
     """Storage reader of torch.distributed.checkpoint that accepts only checkpoints of tensors.
 
     Raises CheckpointError if a file is damaged, and UnpicklingError for an index that contains
-    anything except tensors.
+    anything except tensors. `refused` stores the error.
     """
 
     refused: Exception | None = None

@@ -144,7 +144,7 @@ BPE = 2
 
 
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
-    """Convert a sentencepiece file to a fast tokenizer with the same tokens for every text.
+    """Convert a sentencepiece file to a fast tokenizer that splits texts into the same tokens.
 
     The character U+2581, with which sentencepiece marks spaces, is encoded as bytes. Invalid bytes
     are decoded as U+FFFD. Raises DataError if the tokenizer normalises texts, is not BPE, or cannot
@@ -158,12 +158,12 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     proto: Any = sentencepiece_model_pb2
     content = proto.ModelProto.FromString(processor.serialized_model_proto())
     if content.trainer_spec.model_type != BPE:
-        raise DataError(f"the tokenizer {model} cannot be exported, because it is not BPE")
+        raise DataError(f"the tokenizer {model} cannot be exported, because it is not a BPE model")
     if processor.normalize(BEHAVIOUR_PROBE) != BEHAVIOUR_PROBE.replace(" ", SPACE_MARK):
         raise DataError(f"the tokenizer {model} cannot be exported, because it normalises texts")
     if not all(processor.is_byte(processor.piece_to_id(f"<0x{i:02X}>")) for i in range(256)):
         raise DataError(
-            f"the tokenizer {model} cannot be exported, because it lacks some of the 256 bytes"
+            f"the tokenizer {model} cannot be exported, because it has no token for some bytes"
         )
     stored = map(processor.id_to_piece, range(processor.vocab_size()))
     pieces = [str(piece).replace(SPACE_MARK, " ") for piece in stored]
@@ -277,7 +277,7 @@ def write_card(
 
 
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Return the model card's table rows on the origin of the model, as a dict by row title.
+    """Return table rows of the model card on the origin of the model, as a dict by row title.
 
     For a trained model, the rows describe the training data; for an imported model, the source.
     `imported` is the entry "imported" of run.json, or None for a trained model.

@@ -78,11 +78,10 @@ def import_model(
 
 
 def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
-    """Find the directory of a model; download a model from the hub.
+    """Return the directory of a model, and a dict for run.json that describes the source.
 
-    Return the directory, and the source for run.json, such as {"from": "owner/name", "revision":
-    SHA}. `source` is a directory or owner/name[@revision] of the hub. Raises ConfigError if no
-    model is found.
+    `source` is a directory, or owner/name[@revision] of the hub, which is downloaded. The dict is
+    like {"from": "owner/name", "revision": "<commit>"}. Raises ConfigError if no model is found.
     """
     path = user_path(source, "hf")
     if path.is_dir():
@@ -105,7 +104,7 @@ def locate_model(source: str) -> tuple[Path, dict[str, Any]]:
 
 
 def parameters_of(origin: Origin, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Read the parameters and router buffers of a model in float32, by diffllm name.
+    """Read the parameters and router buffers of a model in float32, by their names in diffllm.
 
     Read `checkpoint`, or the Hugging Face directory of `origin` if `checkpoint` is None.
     """

@@ -182,7 +182,7 @@ class DiffLLMConfig(PreTrainedConfig):
 
 
 class RotaryEmbedding(nn.Module):
-    """Computes cosines and sines for RoPE, bit-identical to training."""
+    """Computes cosines and sines for RoPE, bit-identical to the values in training."""
 
     inv_freq: Tensor
 
@@ -311,7 +311,7 @@ def stored(
 
 
 class Attention(nn.Module):
-    """Base class of the attention variants: projections, RoPE, KV cache and one kernel call."""
+    """Base class of attention variants: projections, RoPE, KV cache and call of the kernel."""
 
     is_causal = True
     members = 1
@@ -453,8 +453,8 @@ class DiffV1Attention(Attention):
 class DiffV2Attention(Attention):
     """Differential attention, second version: map 1 - lambda * map 2, lambda per token and head.
 
-    Query heads 2i and 2i + 1 form a pair and share key and value; with `pairing` "halves", query
-    heads i and i + H/2 form a pair.
+    Query heads 2i and 2i + 1 form a pair, whose maps are subtracted, and share key and value. If
+    `pairing` is "halves", query heads i and i + H/2 form a pair.
     """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):

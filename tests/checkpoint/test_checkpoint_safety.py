@@ -406,7 +406,7 @@ GUARDED = [
 ]
 
 
-def test_package_source_uses_unsafe_loaders_only_in_reviewed_files():
+def test_diffllm_source_calls_unsafe_loaders_such_as_pickle_only_in_listed_files():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))

@@ -85,7 +85,7 @@ def test_consolidate_merges_experts_from_two_ranks(tmp_path):
         torch.testing.assert_close(model(TOKENS), torch.tensor(logits), atol=1e-5, rtol=0)
 
 
-def test_consolidate_to_bf16_keeps_float32_only_parameters_exact(run, tmp_path):
+def test_consolidate_to_bf16_leaves_parameters_that_need_float32_unchanged(run, tmp_path):
     path, _, values = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "dtype=bf16"]) == 0
     with torch.device("meta"):

@@ -124,7 +124,7 @@ MISSING = object()
         *(("visible_keys", value) for value in (None, {"keys": "9"}, {"keys": 2, "queries": 3})),
     ],
 )
-def test_state_json_with_missing_or_forged_field_is_rejected(run, name, value):
+def test_state_json_with_missing_or_invalid_field_is_rejected(run, name, value):
     file = newest(run) / "state.json"
     content = json.loads(file.read_text())
     content["loop"][name] = value
@@ -146,7 +146,7 @@ def test_checkpoint_directory_renamed_to_different_step_is_rejected(run, capfd):
     assert newest_good(paths) == paths[0]
 
 
-def test_state_json_with_step_unlike_directory_name_is_rejected(run):
+def test_state_json_with_step_other_than_in_directory_name_is_rejected(run):
     file = newest(run) / "state.json"
     file.write_text(file.read_text().replace('"step": 3', '"step": 2'))
     sign(newest(run))

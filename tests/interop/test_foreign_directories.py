@@ -63,7 +63,7 @@ ODD = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size
 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), odd=ODD | st.just([[0]]))
-def test_imported_config_with_random_value_is_read_or_raises_expected_error(data, kind, odd):
+def test_import_of_config_with_random_value_succeeds_or_raises_expected_error(data, kind, odd):
     content = json.loads(json.dumps(config_of(LAYOUTS[kind])))
     *outer, key = data.draw(st.sampled_from(list(keys_of(LAYOUTS[kind]))))
     (content[outer[0]] if outer else content)[key] = odd
@@ -103,7 +103,7 @@ def write(directory: Path, found: Layout, **changes: Any) -> Path:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_damaged_model_directory_is_refused_or_has_shapes_of_config(tmp_path, name):
+def test_damaged_model_directory_is_refused_or_loads_with_shapes_of_config(tmp_path, name):
     directory = write(tmp_path / "hf", LAYOUTS["llama"])
     file = directory / name
     whole = file.read_bytes()

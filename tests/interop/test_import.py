@@ -241,7 +241,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickle": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        "pickles are not read",
+        "save the model as safetensors",
     ),
     "nothing": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "tokenizer": (
@@ -276,9 +276,7 @@ def test_import_with_tokenizer_larger_than_vocabulary_of_model_fails(
     assert "400 tokens, but vocab_size in config.json is 300" in capsys.readouterr().err
 
 
-def test_import_with_invalid_arguments_fails_with_error_that_names_reason(
-    make_run, tmp_path, capsys
-):
+def test_import_with_invalid_arguments_raises_error_with_reason(make_run, tmp_path, capsys):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (

@@ -69,7 +69,9 @@ def greedy(model: nn.Module, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_exported_model_has_logits_of_run_with_sdpa_and_eager_attention(opened, tmp_path, name):
+def test_exported_model_has_same_logits_as_run_with_sdpa_and_eager_attention(
+    opened, tmp_path, name
+):
     model = opened(name)
     expected = diffllm.load_model(tmp_path / name)[0](IDS)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), IDS), dim=1)
@@ -204,7 +206,7 @@ def test_rope_tables_of_modeling_file_equal_training_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_missing_settings_of_exported_config_have_defaults_of_training(variant):
+def test_missing_settings_in_exported_config_get_defaults_of_training_config(variant):
     found = DiffLLMConfig(attention={"variant": variant}).attention
     assert found == {"variant": variant, **json_settings(asdict(VARIANTS[variant]()))}
     config = DiffLLMConfig(
@@ -252,7 +254,7 @@ def test_exported_config_with_unknown_or_invalid_setting_raises_value_error():
         ({"rope_type": "llama3", "factor": 2.0}, "needs low_freq_factor, high_freq_factor"),
     ],
 )
-def test_rope_settings_that_import_refuses_are_refused_by_modeling_file(rope, said):
+def test_modeling_file_refuses_rope_settings_that_import_refuses(rope, said):
     rope = {"rope_theta": 10_000.0, **rope}
     with pytest.raises(ValueError, match=r"RoPE|partial_rotary_factor|has no"):
         rope_of(ForeignConfig({"rope_parameters": rope}))

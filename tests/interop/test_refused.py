@@ -30,9 +30,7 @@ def test_export_and_import_on_full_disk_leave_no_files(make_run, tmp_path, capsy
                 assert list(disk.iterdir()) == []
 
 
-def test_export_with_invalid_arguments_fails_with_error_that_names_reason(
-    make_run, tmp_path, capsys
-):
+def test_export_with_invalid_arguments_raises_error_with_reason(make_run, tmp_path, capsys):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
     (tmp_path / "file").write_text("")
     for words, said in (

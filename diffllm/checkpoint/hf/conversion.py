@@ -118,8 +118,8 @@ def split_output(
 ) -> Tensor:
     """Convert the output projection of DIFF V2 to an output projection of softmax attention.
 
-    `wo` is (dim, heads * head_dim) for a number `heads` of pairs; the result is (dim, 2 * heads *
-    head_dim). The columns for the second head of each pair are multiplied by -lambda.
+    `wo` is (dim, heads * head_dim), where `heads` is the number of head pairs. The result is (dim,
+    2 * heads * head_dim); the columns for the second head of each pair are multiplied by -lambda.
     `lambda_parameter` determines lambda; None if lambda has no parameter. Raises ConfigError if
     lambda depends on the input.
     """

@@ -73,7 +73,7 @@ PARTS = {
 def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the name of a diffllm parameter in the Llama class of transformers.
 
-    `parts` maps additional substrings of the name to their replacements.
+    `parts` maps substrings of the name to replacements, in addition to PARTS.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -89,9 +89,9 @@ def same(tensor: Tensor) -> Tensor:
 def renamed(
     names: Sequence[str], parts: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[Mapped], list[Mapped]]:
-    """Return lists (exported, imported) for parameters that differ from Llama only in the name.
+    """Return `Layout.exported` and `Layout.imported` for parameters that differ only in the name.
 
-    `parts` maps additional substrings of the names to their replacements.
+    `parts` maps substrings of the names to replacements, in addition to PARTS.
     """
     there = {name: name_there(name, parts) for name in names}
     return (
@@ -101,7 +101,7 @@ def renamed(
 
 
 def shape_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the config.json entries of Llama for sizes and RoPE, without the query heads."""
+    """Return Llama's config.json entries for sizes and RoPE, except the number of query heads."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
@@ -182,7 +182,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON values, with names of enum members; omit choices of a kernel."""
+    """Convert settings to JSON, enum members to names; omit settings that select a kernel."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -248,7 +248,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
     The decoder must have DIFF V1 attention without ablations. Experts, QK norm, and a head norm
     whose eps differs from `model.norm_eps` are not supported. The head norm of DiffLlama has no
-    weight, so the export multiplies the output projection by this weight.
+    weight, so the export multiplies the output projection by the weight of our head norm.
     """
     attention = model.attention
     fits = (
@@ -288,7 +288,7 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
-    """Return whether Llama supports the attention: softmax without a sink and output scaling.
+    """Return whether Llama supports the attention: softmax, no sink and no scaled outputs.
 
     The number of query heads must also divide `model.dim`.
     """

@@ -296,7 +296,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer(self) -> Path:
-        """Return the path of the tokenizer file: sentencepiece if readable, else fast tokenizer.
+        """Return the sentencepiece file if readable, else the file of the fast tokenizer.
 
         Raises CheckpointError if neither file can be read, or if the tokenizer has more tokens than
         the vocabulary of the model.
@@ -326,7 +326,7 @@ class ModelDirectory:
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():
                 raise CheckpointError(
-                    f"{self.path} has neither {WEIGHTS} nor {INDEX}; pickles are not read"
+                    f"{self.path} has neither {WEIGHTS} nor {INDEX}; save the model as safetensors"
                 )
             with readable(self.path / INDEX):
                 files = read_json(self.path / INDEX, follow=True).get("weight_map")
@@ -350,8 +350,7 @@ class ModelDirectory:
     def _check(self, exported: Mapping[str, Mapped]) -> None:
         """Raise CheckpointError unless the files contain exactly the tensors in `exported`.
 
-        Check names, shapes, and that the dtypes are float. `exported` maps tensor names to
-        `Mapped`.
+        Names and shapes must be equal, and the dtypes must be float.
         """
         own = without_storage(self.model)
         ours = {**dict(own.named_parameters()), **own.router_state()}

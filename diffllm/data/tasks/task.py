@@ -79,8 +79,8 @@ class Task(ABC):
 
     Attributes:
         by: keys of `Example.facts` by which accuracy is also reported.
-        sizes: values of each setting in `levels`, ascending. A setting is a number of parts of an
-            example, each of about one or more tokens.
+        sizes: values of each setting in `levels`, ascending. A setting counts parts of an example,
+            such as filler words, of about one or more tokens each.
         cluster: key of `Example.facts` with equal values in dependent examples; empty if no
             examples are dependent.
     """
@@ -92,8 +92,7 @@ class Task(ABC):
 
     @cached_property
     def version(self) -> str:
-        """Return a hash of the file that defines the task, so that results of other code are not
-        reused.
+        """Return a hash of the file that defines the task; other versions' results are not reused.
 
         Return an empty string for built-in tasks, which share `tasks.VERSION`, and if the source
         code is unavailable.
@@ -112,7 +111,7 @@ class Task(ABC):
         return tuple((self.levels(length) or self.levels(4096))[0])
 
     def number(self, level: Level) -> int | None:
-        """Return the default number of examples per level; None: the default of all tasks."""
+        """Return the default number of examples per level, or None for the default of all tasks."""
         return None
 
     def levels(self, length: int) -> list[Level]:
@@ -129,7 +128,8 @@ class Task(ABC):
     def document(self, rng: random.Random, level: Level, count: Count) -> tuple[str, ...]:
         """Generate a training text; by default, the prompt of an example and its answer.
 
-        Return strings that alternate between context and predicted text, and begin with context.
+        Return strings that alternate between context and predicted text, to which the loss applies,
+        and begin with context.
         """
         example = self.example(rng, level, count)
         return example.prompt, example.candidates[example.answer]
@@ -250,7 +250,7 @@ class OwnFile(Task):
 
     An object has the keys "prompt" and "answer". Optional keys are "candidates", a list of
     continuations that contains the answer, and "level", an object of settings that groups results.
-    Without candidates, a model is right if it would generate the answer.
+    Without candidates, a model is right if it generates the answer.
 
     Raises ConfigError with the number of an invalid line.
     """

@@ -115,7 +115,7 @@ def columns_of(cfg: DataConfig) -> list[str]:
 def open_corpus(cfg: DataConfig, cache_dir: Path) -> Corpus:
     """Open the corpus that the data config describes, and compute its hash.
 
-    Raises DataError for a source that is missing, empty, of an unknown format or not UTF-8.
+    Raises DataError if the source is missing, empty, in an unknown format or not UTF-8.
     """
     corpus: Corpus = SOURCES[cfg.source](cfg, cache_dir)
     if cfg.prompt_column is None:

@@ -119,8 +119,8 @@ def read_slices(slices: Sequence["Slice"]) -> Iterator[TextBatch]:
 def parts_of(facts: Mapping[Path, FileFacts], cfg: DataConfig) -> list[Part]:
     """Divide files into parts of a corpus, which separate processes can read.
 
-    The minimum size of a part is 32 MB of text, and more if the files are large in total; the last
-    part may be smaller. Raises DataError for an unreadable file.
+    A part has at least 32 MB of text, or 1/4096 of all text if this is more; only the last part may
+    be smaller. Raises DataError for an unreadable file.
     """
     from diffllm.data.text.readers import slices_of
 
@@ -169,10 +169,10 @@ def naming(source: Path | str) -> Iterator[None]:
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
     """Find the files of `cfg.paths`, which contains files, directories and glob patterns.
 
-    Return a dict, and the number of hidden entries in directories, which are skipped. The dict maps
-    each file to the searched directory, or to None for a file that a path names or a glob matches.
-    If a glob matches files and directories, the directories are ignored. Raises DataError if a path
-    or a glob matches nothing.
+    Return a dict, and the number of hidden files and subdirectories, which are skipped. The dict
+    maps each file to the searched directory, or to None for a file that a path names or a glob
+    matches. If a glob matches files and directories, the directories are ignored. Raises DataError
+    if a path or a glob matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0

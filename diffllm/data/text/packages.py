@@ -111,7 +111,7 @@ def python_files(root: Path) -> list[Path]:
 
 
 def package_files(name: str) -> list[Path]:
-    """Return the .py files of an installed package; an empty list if it is not installed.
+    """Return the .py files of an installed package; an empty list for a missing package.
 
     The package is not imported. Skip generated files, and the top-level `__init__.py`, which wheels
     for Windows change.

@@ -176,7 +176,7 @@ def _read_text(part: Slice) -> Iterator[TextBatch]:
 
 
 def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
-    """Yield 0, then offsets of line starts that are at least `least` bytes apart, then `size`."""
+    """Yield 0, then byte offsets of line starts at least `least` bytes apart, then `size`."""
     yield 0
     with path.open("rb") as file:
         place = least

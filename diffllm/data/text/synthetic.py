@@ -29,7 +29,7 @@ USUAL = 256
 @schema(group="data", name="synthetic")
 @dataclass
 class SyntheticConfig(DataConfig):
-    """Config of a corpus of generated examples of a task."""
+    """A corpus of generated examples of a task, with the difficulty `level`."""
 
     source: str = "synthetic"
     task: str = "mqar"
