@@ -73,7 +73,7 @@ def test_zst_file_of_several_frames_is_read_completely_and_refused_if_truncated(
     parameters = zstandard.ZstdCompressionParameters(window_log=28, hash_log=6, chain_log=6)
     stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     path.write_bytes(stream.compress(json_lines("one").encode()) + stream.flush())
-    with pytest.raises(DataError, match=r"a.jsonl.zst: .*too much memory"):
+    with pytest.raises(DataError, match=r"a.jsonl.zst .*too much memory"):
         texts(make_config(path))
 
 

@@ -26,7 +26,7 @@ SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 
 def check_form(dtype: str, max_shard_size: str) -> None:
-    """Raise ConfigError unless `dtype` is float32 or bf16, and the size is like 500MB."""
+    """Raise ConfigError unless `dtype` is float32 or bf16, and `max_shard_size` is like 500MB."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):

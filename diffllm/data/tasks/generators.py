@@ -106,7 +106,7 @@ class Mqar(Task):
         """Generate a training text: key-value pairs and filler, then queries with their answers.
 
         Return strings that alternate between context and predicted answer. About three of four
-        texts contain only two pairs, because small models must learn two pairs first.
+        texts contain only two pairs, because small models learn two pairs before more pairs.
         """
         (pairs,) = rng.choices(PAIRS, [pairs**-2 for pairs in PAIRS])
         told = self.told(rng, pairs, level, count)
