@@ -1,4 +1,4 @@
-"""diffllm: pretrain decoders that differ only in the attention variant, and compare the runs."""
+"""Pretraining of decoders that differ only in the attention variant, and comparison of the runs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and Hydra only on the first use of a public function."""
+    """Import a public function on first use, because imports of torch and Hydra are slow."""
     if name not in _HOMES:
         raise AttributeError(f"module 'diffllm' has no attribute {name!r}")
     from diffllm.distributed.launcher import set_variables

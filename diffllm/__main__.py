@@ -1,4 +1,4 @@
-"""`python -m diffllm COMMAND ...` is `diffllm COMMAND ...`."""
+"""Run the `diffllm` commands as `python -m diffllm COMMAND ...`."""
 
 import sys
 

@@ -53,10 +53,10 @@ class OptimConfig:
 
 
 class SkipStep(Enum):
-    """The optimizer updates to skip.
+    """Which optimizer updates to skip.
 
-    off: no updates. nonfinite: updates whose loss or gradient norm is not finite. spike: also
-    updates whose loss or gradient norm is a spike, as defined by `Guard`.
+    off: none. nonfinite: updates whose loss or gradient norm is not finite. spike: also updates
+    with a spike of the loss or of the gradient norm, as defined by `Guard`.
     """
 
     off = "off"
@@ -75,10 +75,10 @@ class ProtectionConfig:
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `steps`.
+    """Return the learning rate of optimizer step `step`, counted from 0, in a run of `steps` steps.
 
-    The rate rises linearly to `lr`. The rate then falls to `min_lr_ratio * lr` by a cosine, or
-    stays constant and falls linearly at the end (wsd).
+    After a linear warm-up to `lr`, the rate falls to `min_lr_ratio * lr`: on a cosine for the
+    schedule cosine, or linearly in the last steps, after a constant rate, for wsd.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -94,8 +94,8 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.optim.AdamW:
     """Build fused AdamW over named parameters, and allocate the optimizer state.
 
-    Fused kernels need one parameter group per device mesh. Weight decay applies to tensors with at
-    least two dimensions.
+    Weight decay applies only to tensors with at least two dimensions. Each device mesh has its own
+    parameter groups, because fused kernels cannot mix meshes.
     """
     groups: dict[tuple[DeviceMesh | None, bool], list[Tensor]] = {}
     for param in params.values():
@@ -122,14 +122,17 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate, and limit weight decay so that a step never flips signs of weights."""
+    """Set the learning rate of all parameter groups.
+
+    Reduce the weight decay if a step would otherwise flip the signs of weights.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
-    """Make an optimizer step with learning rate `lr`, unless `skip` is 1.0.
+    """Update the parameters with learning rate `lr`, unless the tensor `skip` is 1.0.
 
     `skip` is a float32 scalar on the device of the parameters.
     """
@@ -142,7 +145,10 @@ def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return optimizer state by name: `<parameter>.exp_avg`, `.exp_avg_sq` and `.step`."""
+    """Return the optimizer state by name.
+
+    The names are those of the parameters with the suffix `.exp_avg`, `.exp_avg_sq` or `.step`.
+    """
     return {
         f"{name}.{key}": value
         for name, param in params.items()
@@ -151,10 +157,10 @@ def optimizer_tensors(
 
 
 class Guard:
-    """Decides on the device which optimizer updates to skip.
+    """Decides which optimizer updates to skip, without a transfer of tensors to the CPU.
 
-    In mode `spike`, the guard also skips updates at a spike of the loss or of the gradient norm: a
-    value more than `sigmas` standard deviations above the mean of the last `window` values.
+    In mode `spike`, a loss or gradient norm is a spike if it is more than `sigmas` standard
+    deviations above the mean of its last `window` values.
     """
 
     def __init__(self, mode: SkipStep, window: int, sigmas: float, device: torch.device):
@@ -180,7 +186,7 @@ class Guard:
         return bad.any().float()
 
     def load(self, losses: Sequence[float], grad_norms: Sequence[float]) -> None:
-        """Restore the last finite losses and gradient norms of earlier steps, each oldest first."""
+        """Restore the last finite losses and gradient norms of earlier steps, oldest first."""
         size = self.windows.shape[1]
         padded = [[math.nan] * (size - len(row)) + list(row) for row in (losses, grad_norms)]
         self.windows = torch.tensor(padded, dtype=torch.float64, device=self.windows.device)

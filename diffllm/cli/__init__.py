@@ -1,4 +1,4 @@
-"""The `diffllm` console script; each command is a function `<command>_command` in a module here."""
+"""Entry point of the `diffllm` commands: `diffllm train` calls `train_command` in train.py, etc."""
 
 import importlib
 import os
@@ -67,7 +67,9 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins that a command line names; return the words without --config-dir.
+    """Import the plugins in plugins=[...], and return `words` without --config-dir DIR.
+
+    Commands in COMPOSE also read YAML files in DIR. Commands in NO_PLUGINS import nothing here.
 
     Args:
         name: name of the command, such as "train".
@@ -109,31 +111,29 @@ def run_command(name: str, words: list[str]) -> int:
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Exit on Ctrl-C before a command begins; imports may lose or wrap a KeyboardInterrupt."""
     report_signal("interrupted")
+    # An import could catch or wrap a KeyboardInterrupt.
     os._exit(INTERRUPTED)
 
 
 def interrupt(text: str, number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt on Ctrl-C, so that a command cleans up; the next Ctrl-C kills.
+    """Handle Ctrl-C during a command: print `text`, then raise KeyboardInterrupt for cleanup.
 
-    Args:
-        text: text to print.
+    A second Ctrl-C ends the process at once.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     report_signal(text)
     raise KeyboardInterrupt
 
 
-def report_error(error: UserError, more: str) -> None:
-    """Print an error and a hint on rank 0, or on the only rank that raised the error.
+def report_error(error: UserError, hint_text: str) -> None:
+    """Print an error and `hint_text`, so that each error of a launch appears once.
 
-    Args:
-        more: hint that follows the message.
+    Rank 0 prints its errors. Any other rank prints only errors that the other ranks do not raise.
     """
     rank = own_rank()
     if rank == 0:
-        echo(f"error: {error}{more}", file=sys.stderr)
+        echo(f"error: {error}{hint_text}", file=sys.stderr)
     elif not isinstance(error, (AgreedError, ConfigError)):  # all ranks raise such errors
         echo(f"error: rank {rank}: {error}", file=sys.stderr)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
@@ -141,10 +141,10 @@ def report_error(error: UserError, more: str) -> None:
 
 
 def main(argv: list[str] | None = None, command: str | None = None) -> int:
-    """Run one command and return the exit code: 2 for a UserError, 130 after Ctrl-C.
+    """Run one command and return the exit code: 2 after a UserError, 130 after Ctrl-C.
 
     Args:
-        argv: words of the command line; None: those of this process, which must then exit.
+        argv: words of the command line; None: sys.argv[1:].
         command: name of the command; None: the first word.
     """
     open_closed_descriptors()  # before the imports that open files

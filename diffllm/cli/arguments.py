@@ -1,4 +1,4 @@
-"""Parse the words of a command (`key=value`, flags and plain words) into a dataclass."""
+"""Parser of a command line (`key=value`, flags and plain words) into a dataclass."""
 
 import os
 import re
@@ -28,13 +28,14 @@ REMOVED_ARGUMENTS = {
 
 
 def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
-    """Declare a dataclass field that a command line sets.
+    """Declare a dataclass field that a word of the command line sets.
 
     Args:
         text: description of the field in --help.
-        metadata: bounds of `core.bounds`; `path`: `parse` expands and checks the value as a path;
-            `flag`: also accept --name and --name VALUE; `words`: the list collects all words that
-            are not options of the command ("plain"), or all other words ("overrides").
+        metadata: bounds of `core.bounds`, or these keys. `path=True`: check and expand the
+            value as a path. `flag=True`: also accept --name and --name VALUE. `words="plain"`:
+            also collect all words without a key, such as file names. `words="overrides"`:
+            collect all words that match no other field.
     """
     metadata["help"] = text
     if default == []:
@@ -52,22 +53,22 @@ def plugins_argument() -> Any:
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """Base class with the arguments of every command that opens a run: run= and plugins=."""
+    """Arguments of every command that opens a run: run= and plugins=."""
 
     run: str = argument("run directory", path=True)
     plugins: str = plugins_argument()
 
 
-def parse(cls: type[T], argv: list[str], what: str) -> T:
-    """Parse the words of a command line into the dataclass `cls`; text values are taken verbatim.
+def parse(cls: type[T], argv: list[str], help_text: str) -> T:
+    """Parse the words of a command line into the dataclass `cls`.
 
-    Fields are str, int, float or bool, each optionally with None, or list[str], whose key may be
-    repeated. `--help` prints `what`, then the fields, and exits. Raises ConfigError for an unknown
-    word, an invalid value or a missing field.
+    Print `help_text` and the fields, and exit, if `argv` contains --help. The fields have the types
+    str, int, float, bool or list[str], or one of these or None. The key of a list may be repeated.
+    Raises ConfigError for an unknown word, an invalid value or a missing field.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
-        echo(f"{what.strip()}\n")
+        echo(f"{help_text.strip()}\n")
         for name, f in known.items():
             default = f" (default {f.default!r})" if f.default is not MISSING else ""
             if f.metadata.get("flag"):
@@ -109,10 +110,9 @@ def required(f: "Field[Any]") -> bool:
 
 
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
-    """Yield (key, value) for each word of a command line; raises ConfigError for an unknown word.
+    """Yield (field name, text of the value) for each word of a command line.
 
-    Args:
-        known: fields of the command's dataclass, by key.
+    Raises ConfigError for an unknown word. `known` maps names to fields.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"
@@ -138,7 +138,7 @@ def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tup
 
 
 def write_out(out: str | Path, content: str | bytes) -> None:
-    """Write a file to the path `out`; raises ConfigError, which begins with out=, on failure."""
+    """Write `content` to the file `out`; raises ConfigError if the file cannot be written."""
     try:
         replace_file(Path(out), content)
     except OSError as error:

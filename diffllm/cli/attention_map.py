@@ -45,13 +45,13 @@ def attention_map_command(argv: list[str]) -> None:
     tokens = tokenizer.encode(args.prompt)
     most = min(cfg.model.seq_len, MOST_TOKENS)
     if not 0 < len(tokens) <= most:
-        raise ConfigError(f"prompt has {len(tokens)} tokens; allowed: 1 to {most}")
+        raise ConfigError(f"prompt has {len(tokens)} tokens; allowed are 1 to {most} tokens")
     if args.out and Path(args.out).suffix.lower() not in FORMATS:
         raise ConfigError(f"out={args.out} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     model, step = decoder(run, args.step or 0)
     maps = [layer_maps(model, torch.tensor([tokens]), layer) for layer in layers]
     if not all(m.isfinite().all() for shown in maps for m in shown.maps.values()):
-        raise CheckpointError(f"{run}: the attention weights are not finite")
+        raise CheckpointError(f"run={run}: the attention weights contain nan or infinity")
     labels = [visible(tokenizer.piece(token)) for token in tokens]
     for layer, shown in zip(layers, maps, strict=True):
         out = figure_path(args, run, layer, step)
@@ -69,7 +69,7 @@ def attention_map_command(argv: list[str]) -> None:
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
-    """Parse an index from `lowest` to `count` - 1, or "all", to a list of indices from 0.
+    """Convert "all" or an index from `lowest` to `count` - 1 to a list of indices; -1 is the last.
 
     Raises ConfigError for any other text; the message names `key`.
     """
@@ -82,10 +82,10 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
 
 
 def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -> Path:
-    """Return the file for the figure of one layer.
+    """Return the path of the figure of one layer: args.out, or a new file in the run directory.
 
-    Without the argument `out`, the file is in the run directory. The name then contains `step` if
-    the argument `step` is set.
+    With layer=all, args.out gets the layer number as a suffix. The name of a new file contains the
+    layer, the head and the prompt, and the step if args.step is set.
     """
     if args.out:
         out = Path(args.out)

@@ -44,12 +44,13 @@ def checkpoints_command(argv: list[str]) -> int:
 
 
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
-    """Return step, state, size and other facts of a checkpoint, for the command's table.
+    """Return step, state, size and other values of one checkpoint, for the table and for JSON.
 
-    Raises FileNotFoundError if the run has deleted the checkpoint.
+    The state is "good", "damaged" or "incomplete". Raises FileNotFoundError if the training process
+    deletes the checkpoint during the call.
 
     Args:
-        checksums: whether to compare checksums too, instead of only file sizes.
+        checksums: compare checksums as well as file sizes.
     """
     incomplete = path.name.startswith(".")
     problems = [] if incomplete else faults(path, checksums)

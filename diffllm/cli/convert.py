@@ -106,7 +106,8 @@ def consolidate_command(argv: list[str]) -> None:
 def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpoint: Path) -> None:
     """Write a checkpoint as safetensors files and print their paths.
 
-    Raises CheckpointError for a missing or damaged file, and ConfigError if the output files exist.
+    Raises CheckpointError if a file of the checkpoint is missing or damaged, and ConfigError if an
+    output file exists and args.overwrite is false.
     """
     step = step_of(checkpoint)
     directory = Path(args.out or run / "consolidated" / f"step-{step:08d}")
@@ -119,7 +120,7 @@ def consolidate(args: ConsolidateArguments, run: Path, cfg: TrainConfig, checkpo
     earlier = [file for file in directory.glob("*") if PARAMETERS.fullmatch(file.name)]
     there = [*earlier, *(directory / name for name in beside if (directory / name).exists())]
     if there and not args.overwrite:
-        raise ConfigError(f"{there[0]} already exists; overwrite=true replaces it")
+        raise ConfigError(f"{there[0]} already exists; set overwrite=true to replace the file")
     tensors = tensors_of(cfg.model, checkpoint, DTYPES[args.dtype])
     made = not directory.exists()
     try:

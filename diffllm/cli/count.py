@@ -38,7 +38,7 @@ def config_of_variant(name: str, overrides: list[str]) -> TrainConfig:
     try:
         return load_config([*overrides, f"attention={name}"])
     except ConfigError as error:
-        raise ConfigError(f"--compare: {name}: {error}") from error
+        raise ConfigError(f"--compare with attention={name}: {error}") from error
 
 
 def count_command(argv: list[str]) -> None:
@@ -57,30 +57,31 @@ def count_command(argv: list[str]) -> None:
     print_counts(f"{cfg.run.choices['model']}, seq_len {cfg.seq_len}{keys_text(cfg)}", counts)
 
 
-def compared(lists: list[str], overrides: list[str]) -> list[str]:
-    """Return the variants in the value of `--compare`; raises ConfigError for an invalid list.
+def compared(values: list[str], overrides: list[str]) -> list[str]:
+    """Return the variant names in the value of `--compare`, such as "standard,diff_v2".
 
-    Args:
-        lists: values of all `--compare` on the command line; only one is allowed.
-        overrides: other words; they must not choose a variant.
+    Raises ConfigError for an unknown or repeated variant, for a single variant, for a repeated
+    `--compare`, and for an attention= in `overrides`.
     """
-    text = " --compare ".join(lists)
+    text = " --compare ".join(values)
     names = text.split(",")
-    if len(lists) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
-        raise ConfigError(f"--compare={text} needs several variants, such as standard,diff_v2")
+    if len(values) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
+        raise ConfigError(f"--compare={text} needs different variants, such as standard,diff_v2")
     for name in names:
         check_choice(f"--compare: {name}", name, variants())
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
     if chosen:
-        raise ConfigError(f"{chosen[0]} and --compare={text} both choose the variant; drop one")
+        raise ConfigError(
+            f"{chosen[0]} cannot be combined with --compare={text}; remove one of them"
+        )
     return names
 
 
 def count(cfg: TrainConfig) -> dict[str, Any]:
-    """Count parameters, training FLOPs and KV cache of a model; return the counts by name.
+    """Count parameters, training FLOPs per token and bytes of KV cache per token (bf16) of a model.
 
-    FLOPs are per token, over data.visible_keys if set, otherwise over whole sequences. The KV cache
-    is in bytes per token, for bf16.
+    Return the counts by name, such as "total_params". FLOPs assume whole sequences, unless the
+    config determines the mean number of visible keys.
     """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
@@ -107,7 +108,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Describe how many keys a query sees in the FLOP count; "" unless document masks are on."""
+    """Describe the number of visible keys in the FLOP count; return "" without document masks."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:
@@ -171,7 +172,7 @@ def count_sections(columns: list[dict[str, Any]]) -> list[list[Row]]:
 
 
 def short_difference(difference: int) -> str:
-    """Format a difference with its sign in 6 characters: +1,408, -24.6K, +537M, +1.07B."""
+    """Format a difference in at most 6 characters: +1,408, -24.6K, +537M, +1.07B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if abs(difference) >= max(10_000, 0.9995 * size):
             return f"{difference / size:+.3g}{unit}"

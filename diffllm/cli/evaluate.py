@@ -56,7 +56,9 @@ def evaluate_command(argv: list[str]) -> None:
         raise ConfigError("suite=lm_eval was removed: use diffllm export, then lm_eval --model hf")
     args = parse(EvaluateArguments, argv, __doc__)
     if args.every and args.step:
-        raise ConfigError(f"step={args.step} selects one checkpoint, every=true all; drop one")
+        raise ConfigError(
+            f"step={args.step} cannot be combined with every=true; remove one of them"
+        )
     names = [name.strip() for name in args.tasks.strip("[]").split(",") if name.strip()]
     root = Path(args.run)
     sweep = sorted(file.parent for file in root.glob("*/config.yaml"))
@@ -115,10 +117,9 @@ def without_empty(table: Table) -> Table:
 
 
 def print_comparison(runs: list[Path], step: int, names: list[str]) -> None:
-    """Print scores by variant or other row, with gaps to the baseline, as one table per unit.
+    """Print mean scores over seeds and gaps to the baseline, as one table per unit.
 
     Args:
-        runs: run directories.
         step: step of the evaluated checkpoints.
         names: names of the tasks and measures.
     """

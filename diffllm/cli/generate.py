@@ -28,7 +28,9 @@ def generate_command(argv: list[str]) -> None:
     prompts = [tokenizer.encode(prompt) or [tokenizer.eos_id] for prompt in args.prompt]
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:
-        raise ConfigError(f"prompt has {longest} tokens; it must be below {model.cfg.seq_len}")
+        raise ConfigError(
+            f"prompt has {longest} tokens, but must have fewer than {model.cfg.seq_len}"
+        )
     texts = generate(
         model.to(device),
         prompts,

@@ -62,11 +62,11 @@ class NoiseFloorArguments:
 
 
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
-    """Return p_s, q_s, m, r^2 and |q|^2 of one draw; the module docstring defines them.
+    """Return p_s, q_s, m, r^2 and |q|^2 for one sample of the noise; see the module docstring.
 
     Args:
-        noise1, noise2: (n - 1,), logits of both attention maps at the keys without the signal.
-        signal: logit of map 1 at the key with the signal.
+        noise1, noise2: (n - 1,), logits of both attention maps at all keys except the signal.
+        signal: logit of map 1 at the signal.
     """
     weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
     (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
@@ -78,13 +78,14 @@ def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...
 
 
 def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> Array:
-    """Return p_s, q_s, m, r^2 and |q|^2 of all draws, (5, points, draws).
+    """Sample the noise; return p_s, q_s, m, r^2 and |q|^2 as an array (5, points, draws).
 
-    The module docstring defines them. All points share the random draws, which makes curves smooth.
+    The module docstring defines the five values. All points use the same random numbers, so that
+    curves over the points are smooth.
 
     Args:
         points: pairs (number of keys, noise amplitude).
-        correlation: correlation of the noise in both attention maps.
+        correlation: correlation between the noise of the two attention maps.
     """
     maps = np.empty((5, len(points), cfg.draws))
     most = max(keys for keys, _ in points) - 1
@@ -102,7 +103,7 @@ def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
 
     Args:
         maps: (5, ...), results of `reduce_maps`.
-        lam: factor lambda of the second attention map; broadcast against maps[0].
+        lam: factor lambda of map 2; broadcast against maps[0].
     """
     p_s, q_s, m, r2, q2 = maps
     weight = p_s - lam * q_s
@@ -110,13 +111,14 @@ def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
 
 
 def average(maps: Array, lam: Array | float) -> dict[str, Array]:
-    """Return means and standard errors over draws of the weight on the signal and of the SNR.
+    """Average the attention weight on the signal and the signal-to-noise ratio over all draws.
 
-    Each array is (points,). The result also contains "lambda".
+    Return arrays of shape (points,): "lambda", the means "weight" and "snr", and their standard
+    errors "weight_se" and "snr_se".
 
     Args:
-        maps: (5, points, draws), results of `draw_maps`.
-        lam: factor lambda of the second attention map, a number or (points,).
+        maps: (5, points, draws), result of `draw_maps`.
+        lam: factor lambda of map 2: a number or (points,); for a single point, any (n,).
     """
     lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.shape[1:2]))
     curve = {"lambda": lam}
@@ -127,21 +129,21 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
 
 def best_lambda(maps: Array) -> Array:
-    """Return for each point the lambda in LAMBDAS with the largest mean SNR over draws, (points,).
+    """Return for each point the lambda in LAMBDAS with the largest mean signal-to-noise ratio.
 
     Args:
-        maps: (5, points, draws), results of `draw_maps`.
+        maps: (5, points, draws), result of `draw_maps`.
     """
     return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
-    """Return the noise amplitude at which the mean SNR falls below cfg.threshold, within 1e-4.
+    """Return the largest noise amplitude at which the mean SNR reaches cfg.threshold, within 1e-4.
 
-    Return 0 if the SNR is always below, and None if the amplitude is above LARGEST_AMPLITUDE.
+    Return 0.0 if the SNR is too small even without noise, and None if LARGEST_AMPLITUDE is usable.
 
     Args:
-        best: whether to use the best lambda at each amplitude, instead of standard attention.
+        best: use the best lambda for each amplitude; False: standard attention, lambda 0.
     """
 
     def surplus(amplitude: float) -> float:
@@ -156,9 +158,10 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
 
 
 def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
-    """Return the settings, SNR curves over three axes, best lambdas and usable amplitudes.
+    """Compute SNR curves over the number of keys, over lambda and over the noise amplitude.
 
-    The axes are keys, lambda and amplitude of the noise.
+    Return the entries "settings", "by_keys", "by_lambda", "by_amplitude", "best_lambda" and
+    "usable_amplitude". An entry "by_..." contains the points "at" and the "curves" by name.
     """
 
     def sweep(at: Any, points: Points, lam: Array | float = cfg.lambda_) -> dict[str, Any]:
@@ -190,11 +193,7 @@ def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
 
 
 def draw_figure(result: dict[str, Any]) -> Any:
-    """Draw the SNR over keys, lambda and noise amplitude, with ± 2 standard errors as a band.
-
-    Args:
-        result: result of `noise_floor`.
-    """
+    """Draw the curves in a result of `noise_floor`, with bands of two standard errors."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
@@ -216,11 +215,7 @@ def draw_figure(result: dict[str, Any]) -> Any:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Format the SNRs over keys, lambda and noise amplitude, best lambdas and usable amplitudes.
-
-    Args:
-        result: result of `noise_floor`.
-    """
+    """Format a result of `noise_floor` as text tables."""
     lines = [", ".join(f"{name} {value}" for name, value in result["settings"].items())]
     for axis, places in AXES.items():
         at, curves = result[f"by_{axis}"].values()

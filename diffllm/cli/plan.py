@@ -28,7 +28,6 @@ class PlanArguments(Cluster):
 
 
 def plan_command(argv: list[str]) -> None:
-    """Print the estimated memory, speed and fit of a planned run, or JSON with --json."""
     args = parse(PlanArguments, argv, __doc__)
     made = plan(args, {word.partition("=")[0] for word in argv}, args.overrides)
     if not args.json:
@@ -50,10 +49,10 @@ def plan_command(argv: list[str]) -> None:
 
 
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
-    """Return all numbers of a plan for JSON output, in bytes, seconds and FLOPs.
+    """Return the numbers of the plan `made` for JSON output, in bytes, seconds and FLOPs.
 
     Args:
-        change: nearest plan that fits into memory, if `made` does not fit.
+        change: the plan with the smallest change that fits into memory; None if `made` fits.
     """
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)

@@ -1,4 +1,4 @@
-"""`diffllm report`: compare runs as a page and a table."""
+"""Command `diffllm report`: compare runs in report.html and report.csv."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Train one run with tasks and report, for `diffllm train` and for `diffllm.train` in Python."""
+"""Train a run, evaluate its tasks and write its report, from a command line or from Python."""
 
 import signal
 from pathlib import Path
@@ -13,7 +13,10 @@ from diffllm.training.run import Outcome, run
 
 
 def run_and_report(cfg: TrainConfig) -> Outcome:
-    """Train one run, with its tasks and report, in every process of a launch; raises UserError."""
+    """Train a run, evaluate its tasks and write its report; all ranks must call this function.
+
+    Raises UserError for errors outside the code, such as an invalid config.
+    """
     return run(cfg, tasks_of(cfg), report_on if cfg.run.report else None)
 
 
@@ -25,9 +28,9 @@ def report_on(path: Path) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised after the signal `number` has stopped training and the run has saved a checkpoint.
+    """Raised when the signal `number` has stopped training, after a checkpoint is saved.
 
-    This subclass of KeyboardInterrupt stops a notebook cell and a loop over configs.
+    The base class KeyboardInterrupt also stops a notebook cell or a loop over configs.
     """
 
     def __init__(self, number: signal.Signals):

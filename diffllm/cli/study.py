@@ -1,4 +1,4 @@
-"""`diffllm study` runs and judges a study; `diffllm power` estimates the number of seeds."""
+"""`diffllm study` runs a study and prints its verdict; `diffllm power` estimates seeds."""
 
 import math
 from collections.abc import Iterator
@@ -99,12 +99,14 @@ def study_command(argv: list[str]) -> int:
     if argv[:1] == ["verdict"]:
         asked = parse(VerdictArguments, argv[1:], STUDY)
         if asked.values and asked.out:
-            raise ConfigError("give out=DIR or values=FILE, not both")
+            raise ConfigError("out=DIR cannot be combined with values=FILE; remove one of them")
         study, place = study_and_directory(asked.study, asked.values or asked.out)
         judge_study(study, place, bool(asked.values), asked.json)
         return 0
     if argv[:1] != ["run"]:
-        raise ConfigError(f"study {' '.join(argv[:1])}: choose from run, verdict; see --help")
+        raise ConfigError(
+            f"diffllm study {' '.join(argv[:1])}: use diffllm study run or diffllm study verdict"
+        )
     args = parse(StudyRunArguments, argv[1:], STUDY)
     launcher = [w for w in args.study if w.startswith(("hydra/launcher=", "hydra.launcher."))]
     files = [word for word in args.study if word not in launcher]
@@ -125,7 +127,7 @@ def study_and_directory(files: list[str], out: str) -> tuple[Study, Path]:
         wrong = f"unknown argument {files[-1]!r}" if files else "no study file"
         raise ConfigError(f"{wrong}; write, for example, diffllm study run STUDY.yaml out=DIR")
     if not out:
-        raise ConfigError("out=DIR is missing: the directory of the study's runs")
+        raise ConfigError("missing out=DIR, the directory of the study's runs")
     return load_study(user_path(files[0], "STUDY")), Path(out)
 
 
@@ -172,7 +174,6 @@ def judge_study(study: Study, place: Path, from_values: bool, as_json: bool) -> 
 
 
 def power_command(argv: list[str]) -> None:
-    """Print the number of seeds, tokens and hours that a study needs to find a gap."""
     args = vars(parse(PowerArguments, argv, POWER))
     goal = Goal(*(args[name] for name in ("gap", "alpha", "power", "sides", "comparisons")))
     if (power := args["power"]) <= (alpha := args["alpha"]):
@@ -187,11 +188,11 @@ def power_command(argv: list[str]) -> None:
 
 
 def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
-    """Yield (subject, text) for the printed lines about the runs of a pilot.
+    """Yield (label, text) for each printed line about the runs of a pilot.
 
     Args:
         found: result of `power_numbers`.
-        pairs: spread of differences between runs of equal seed, if known.
+        pairs: standard deviation of differences between runs of equal seed; None if unknown.
     """
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
@@ -239,7 +240,7 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print how often a pilot with this number of runs recommends too few seeds.
+    """Print the probability that a pilot with this number of runs recommends too few seeds.
 
     Args:
         found: result of `power_numbers`.

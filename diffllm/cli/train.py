@@ -23,7 +23,7 @@ from diffllm.metrics.streams import result  # noqa: E402
 
 
 class Parser(ArgumentParser):
-    """Parser of `diffllm train` without --config-dir; a wrong flag raises ConfigError."""
+    """Parser of the flags and overrides of `diffllm train`; raises ConfigError for a wrong flag."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -44,7 +44,7 @@ def train_command(argv: list[str]) -> int:
     if unknown:
         raise ConfigError(f"unknown argument {unknown[0]!r}")
     if args.resolve and not args.cfg:
-        raise ConfigError("--resolve needs --cfg job")
+        raise ConfigError("--resolve is only allowed together with --cfg job")
     load_plugins(args.overrides, config_dirs)
     if args.help:
         from diffllm.config.help import help_text

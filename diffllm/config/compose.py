@@ -45,17 +45,15 @@ from diffllm.model.attention.base import AttentionConfig
 
 @contextmanager
 def hydra() -> Iterator[ConfigLoader]:
-    """In this context, Hydra composes from the YAML files of this package; yield the config loader.
-
-    Clear an earlier initialisation of Hydra.
-    """
+    """In this context, Hydra reads the built-in YAML files; yield Hydra's config loader."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
 
 
 def yaml_names(group: str) -> list[str]:
-    """List the names of the YAML files in a config group, sorted; faster than Hydra's listing."""
+    """Return the sorted names of all YAML files in a config group, such as "attention"."""
+    # Hydra's own listing is slower.
     places = (config_directory(), *directories())
     return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})
 
@@ -65,11 +63,11 @@ def variants() -> list[str]:
 
 
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
-    """Return the attention config in the YAML of a variant.
+    """Return the attention config of the variant `name`.
 
     Args:
-        name: name of the variant.
-        schema: registered class whose defaults are returned if the variant has no YAML.
+        schema: name of a registered config class; if the variant has no YAML file, return the
+            defaults of this class.
     """
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()
@@ -109,7 +107,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
             raise ConfigError(explain(error, overrides)) from error
         except RecursionError:
             deepest = max(overrides, key=lambda word: word.count("[") + word.count("{"))
-            raise ConfigError(f"{deepest[:40]}... is nested too deeply to be read") from None
+            raise ConfigError(f"{deepest[:40]}... has too many nested brackets") from None
     chosen = cfg.hydra.runtime.choices
     with open_dict(cfg):
         cfg.run.choices = {group: chosen[group] for group in GROUPS}
@@ -118,14 +116,16 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 
 def typed_config(composed: DictConfig) -> TrainConfig:
-    """Convert a composed config to validated dataclasses; raises ConfigError for a bad value."""
+    """Convert a composed config to validated dataclasses; raises ConfigError for invalid values."""
     try:
         cfg = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{one_line(error)}") from error
     except TypeError as error:  # the interpolated value of a list key is not a list
-        raise ConfigError(f"the interpolated value of a list is not a list: {error}") from error
+        raise ConfigError(
+            f"a key needs a list, but its interpolated value is not a list: {error}"
+        ) from error
     assert isinstance(cfg, TrainConfig)
     used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
     names = {(group, cls): name for (group, name), cls in SCHEMAS.items()}
@@ -156,7 +156,10 @@ def checked(cfg: TrainConfig) -> TrainConfig:
 
 
 def check_fields(cfg: TrainConfig) -> None:
-    """Raise ConfigError for attributes that no dataclass declares, as after +model.foo=1."""
+    """Raise ConfigError if an object in a config has an attribute that its dataclass lacks.
+
+    The override +model.foo=1, for example, adds such an attribute.
+    """
     for prefix, node in sections(cfg):
         known = [f.name for f in fields(node)]
         for unknown in vars(node).keys() - known:
@@ -177,10 +180,11 @@ OmegaConf.register_new_resolver(
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Remove the run length in a YAML, max_tokens or epochs, if an override sets another length.
+    """Replace the run length in a YAML file by the run length in an override.
 
-    The keys steps, max_tokens and epochs set the length. Raises ConfigError if the overrides or the
-    YAML set two of them.
+    The keys steps, max_tokens and epochs set the run length. If an override sets one of them, set
+    max_tokens and epochs to None unless overridden. Raises ConfigError if overrides or YAML files
+    set two of these keys.
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
@@ -188,14 +192,14 @@ def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
             cfg[name] = None
     kept = [name for name in LENGTHS[1:] if cfg[name] is not None]
     if len(given) > 1 or len(kept) > 1:
-        raise ConfigError(f"{', '.join(sorted(given or kept))}: set only one of these keys")
+        raise ConfigError(f"{', '.join(sorted(given or kept))}: only one of these keys can be set")
 
 
 def steps_to_train(cfg: TrainConfig) -> int:
-    """Convert max_tokens or epochs of a config to a number of optimizer steps.
+    """Compute the number of optimizer steps from max_tokens or epochs of a config.
 
-    For epochs, prepare the corpus to count its sequences. Raises ConfigError if the result is less
-    than one step.
+    For epochs, prepare the corpus to count its sequences. Raises ConfigError for less than one
+    step.
     """
     if cfg.max_tokens is not None:
         key, steps = "max_tokens", cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len)

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from functools import cache
@@ -37,7 +37,7 @@ usage: python train.py [choice or key]...      one process, or under torchrun; a
 
 
 class Key(NamedTuple):
-    """Description of a key that a command line may set; `name` is the dotted name."""
+    """Description of a config key; `name` is the dotted key, such as "optim.lr"."""
 
     name: str
     default: str
@@ -52,7 +52,7 @@ class Key(NamedTuple):
 
 
 class KeySection(NamedTuple):
-    """Description of the keys of one config dataclass."""
+    """All keys of one config dataclass."""
 
     name: str
     """Prefix of the keys without the dot; empty for keys at the top level."""
@@ -89,8 +89,8 @@ def section_text(section: KeySection) -> str:
     return f"{section.name}: {section.title}\n{lines}" if section.name else lines
 
 
-def rows(pairs: Any) -> str:
-    """Format pairs (name, description) in two columns; wrap long lines if stdout is a terminal."""
+def rows(pairs: Iterable[tuple[str, str]]) -> str:
+    """Format pairs (name, description) as two columns; wrap lines to the width of a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     indent, lines = " " * 38, []
     for name, words in pairs:
@@ -105,7 +105,7 @@ def rows(pairs: Any) -> str:
 
 
 def choices() -> dict[str, dict[str, str]]:
-    """Map config group and YAML name to the first sentence of its top comment."""
+    """Return {config group: {name of a YAML file: first sentence of the comment at its top}}."""
     return {
         group: {
             name: first_sentence(yaml_comment(group, name)).rstrip(".:")
@@ -116,10 +116,10 @@ def choices() -> dict[str, dict[str, str]]:
 
 
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
-    """Yield the keys of a composed config, one KeySection per dataclass, outer dataclasses first.
+    """Yield one KeySection for the dataclass of `cfg` and one for each nested dataclass.
 
     Args:
-        name: dotted key of `cfg`; "" for the whole config.
+        name: dotted key of `cfg` in the whole config; "" for the whole config.
     """
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
@@ -144,7 +144,7 @@ def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
 
 @cache
 def meanings(config: type) -> dict[str, str]:
-    """Map the names of a dataclass's fields to their docstrings, including inherited fields."""
+    """Return {field name: docstring of the field} for a dataclass, including inherited fields."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__):
         if not is_dataclass(base):
@@ -187,16 +187,18 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return the comment in the YAML of variant `name`, else the first paragraph of its class."""
+    """Return a one-line description of the variant `name`.
+
+    This is the comment at the top of its YAML file, or else the start of the docstring of `config`.
+    """
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
 @cache
 def yaml_comment(group: str, name: str) -> str:
-    """Return the comment at the top of a YAML file as one line.
+    """Return the comment at the top of a YAML file as one line, or "" if the file has none.
 
-    Omit the @package line and indented lines, which show commands. Return "" without such a
-    comment.
+    Omit the @package line, and indented lines, which show commands.
     """
     places = (place / group / f"{name}.yaml" for place in (config_directory(), *directories()))
     text = next((file.read_text() for file in places if file.is_file()), "")
@@ -208,7 +210,7 @@ def yaml_comment(group: str, name: str) -> str:
 def first_paragraph(cls: type) -> str:
     """Return the first paragraph of a class docstring as one line.
 
-    Return "" without a docstring, or for the docstring that a dataclass generates.
+    Return "" for a class without a docstring and for the generated docstring of a dataclass.
     """
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

@@ -22,14 +22,15 @@ from diffllm.core.files import user_path
 def load_config(
     overrides: list[str] | None = None, config_dir: str | Path | None = None
 ) -> TrainConfig:
-    """Compose, convert and validate a config; compute its width if `model.match_*_to` is set.
+    """Compose a config from overrides, convert the config to dataclasses and validate all values.
 
-    Import the plugins that the overrides name. Raises ConfigError for an invalid key, choice or
-    value; the message is one line with the allowed values.
+    Import the plugins in plugins=[...]. For model.match_params_to or model.match_flops_to, solve
+    the feed-forward width. Raises ConfigError for an invalid key, choice or value; the message is
+    one line with the allowed values.
 
     Args:
         overrides: words of a command line, e.g. ["model=tiny", "attention=diff_v2"].
-        config_dir: a directory of additional YAML files, like `--config-dir`. This directory and
+        config_dir: directory of additional YAML files, like `--config-dir`. The directory and
             the plugins stay registered in this process.
     """
     words = [] if overrides is None else overrides
@@ -46,13 +47,14 @@ def without_imports(words: list[str]) -> TrainConfig:
 
 
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
-    """Convert and validate a composed config; compute its number of steps and its matched width.
+    """Convert a composed config to validated dataclasses and compute the steps and the width.
 
-    max_tokens or epochs determine the steps. match_params_to or match_flops_to determine the width.
-    Raises ConfigError for an invalid value or an impossible match.
+    The steps follow from max_tokens or epochs, and the feed-forward width from
+    model.match_params_to or model.match_flops_to. Raises ConfigError for an invalid value or an
+    impossible match.
 
     Args:
-        words: overrides of the composed config; a YAML must not add plugins to them.
+        words: overrides of the config; only these, and no YAML file, may set plugins.
     """
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
@@ -76,14 +78,14 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if FLOPs are matched under document masks without a number of visible keys.
+    """Raise ConfigError if model.match_flops_to lacks the number of visible keys that it needs.
 
-    A mask removes a different share of FLOPs from each variant, and the corpus is not read yet.
+    With document masks, the FLOPs depend on this number, and the corpus is not read yet.
     """
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "data.visible_keys, the mean number of keys that a query sees (copy the value from "
-            f"summary.json of a run on this corpus; {(cfg.seq_len + 1) / 2} counts whole "
-            "sequences), or data.document_lengths"
+            "data.document_lengths or data.visible_keys, the mean number of keys that a query sees; "
+            "copy data.visible_keys from summary.json of a run on this corpus, or use "
+            f"{(cfg.seq_len + 1) / 2} for sequences without document masks"
         )

@@ -20,7 +20,11 @@ UNITS = {"params": "parameters", "flops": "FLOPs per token"}
 
 @dataclass
 class Matched:
-    """Result of `model.match_params_to` or `model.match_flops_to`: costs and widths."""
+    """Widths and costs of a model that matches a target variant in parameters or FLOPs.
+
+    `key` is the solved width, "ffn_dim" or "moe.expert_dim", and `by` the equal cost, "params" or
+    "flops" (per token).
+    """
 
     target: str = MISSING
     target_params: int = MISSING
@@ -28,7 +32,6 @@ class Matched:
     params: int = MISSING
     ffn_dim: int = MISSING
     key: str = "ffn_dim"
-    """The width that was solved: "ffn_dim" or "moe.expert_dim"."""
     by: str = "params"
     target_flops: float = 0.0
     flops: float = 0.0
@@ -58,18 +61,18 @@ def match(
     by: str = "params",
     visible_keys: float | None = None,
 ) -> Matched:
-    """Compute the feed-forward (or expert) width at which `model` costs as much as a target model.
+    """Solve the feed-forward width at which `model` costs as much as a target model.
 
-    The target model has the same shape with the attention `target_attention`. The cost is the
-    number of parameters or of training FLOPs. Keep the width if both costs are equal. Otherwise use
-    the nearest positive multiple of the largest of MODULI that meets TOLERANCE. Raises ConfigError
-    if no multiple meets TOLERANCE.
+    The target model is `model` with the attention `target_attention`. If both costs are equal, keep
+    the width. Otherwise, try the divisors 64, 32, 16 and 8, and return the first width whose cost
+    is within TOLERANCE of the target: the multiple of the divisor nearest to the exact solution.
+    Raises ConfigError if all four fail.
 
     Args:
-        target: name of the variant with `target_attention`.
-        by: "params" or "flops".
-        visible_keys: mean number of keys that a query sees, for the FLOPs of both models; None:
-            whole sequences.
+        target: name of the target variant.
+        by: cost to match: "params", the number of parameters, or "flops", training FLOPs per
+            token.
+        visible_keys: mean number of keys that a query sees, for FLOPs; None: whole sequences.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)
@@ -92,8 +95,9 @@ def match(
                 break
         else:
             raise ConfigError(
-                f"{key}: cannot come within {float(TOLERANCE):.1%} of {wanted:,.0f} {unit}; the "
-                f"closest is {own[by]:,.0f}, at model.{name}={width}: use a larger model.{name}"
+                f"{key}: no model.{name} gives {wanted:,.0f} {unit} within "
+                f"{float(TOLERANCE):.1%}; the closest is {own[by]:,.0f}, with "
+                f"model.{name}={width}; set a larger model.{name}"
             )
     return Matched(
         target=target, target_params=round(goal["params"]), target_ffn_dim=start,

@@ -36,29 +36,27 @@ OF_A_RUN = (
 
 @dataclass
 class Origin:
-    """A trained model that provides the initial weights of a run.
+    """A trained model whose weights a new run loads: a run, or a model directory of transformers.
 
-    The model is a run of diffllm, or a model directory of transformers.
+    For a run, `chosen` is its attention YAML and `facts` the content of its run.json.
     """
 
     path: Path
     model: ModelConfig
     chosen: str | None = None
-    """Attention YAML of a run; None for a model of another library."""
     name: str = ""
     """Model YAML of a run; for other models, the name of the directory or the repository."""
     run: Path | None = None
     """Run directory; None for a model of another library."""
     directory: ModelDirectory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    """Content of the run's run.json."""
 
     @cached_property
     def attention(self) -> str:
         """Name of the attention YAML of the model.
 
-        For a model directory, this is the first YAML with equal values, or the base YAML of the
-        variant if no YAML has equal values.
+        For a model directory, this is the first YAML with all values of the model. If no YAML has
+        these values, this is the YAML of the unmodified variant.
         """
         if self.chosen:
             return self.chosen
@@ -77,7 +75,7 @@ class Origin:
 
     @property
     def architecture(self) -> str | None:
-        """The transformers class of an imported model; None for a run that diffllm trained."""
+        """Class name of an imported model in transformers; None for a model trained by diffllm."""
         imported = self.facts.get("imported") or {}
         return self.directory.architecture if self.directory else imported.get("architecture")
 
@@ -92,7 +90,7 @@ class Origin:
 
 
 def origin_of(path: Path) -> Origin:
-    """Read the model of `resume=weights:PATH`; raises CheckpointError if `path` has no model."""
+    """Read a run, checkpoint or model directory; raises CheckpointError for any other path."""
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)
@@ -114,7 +112,7 @@ def name_from(path: Path) -> str:
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
-    """Return the values of an attention config that differ from the attention YAML `name`."""
+    """Return the values in `attention` that differ from the attention YAML `name`, by key."""
     changes = changes_to(variant_config(name), attention, ("backend", "values"))
     return {key: value for key, (_, value) in changes.items()}
 
@@ -128,14 +126,15 @@ def named_in(resume: str) -> Path | None:
         return None
     path = resume.removeprefix(OF_WEIGHTS)
     if not path:
-        raise ConfigError(f"resume={resume} needs a path, as in resume={OF_WEIGHTS}outputs/mine")
+        raise ConfigError(f"resume={resume} needs a path, such as resume={OF_WEIGHTS}outputs/mine")
     return user_path(path, f"resume={OF_WEIGHTS}".removesuffix("="))
 
 
 def compose_with_origin(words: list[str]) -> DictConfig:
     """Compose a config from overrides, with the model and tokenizer of `resume=weights:PATH`.
 
-    The given overrides take precedence. Raises CheckpointError or ConfigError.
+    Overrides in `words` replace values of that model. Raises ConfigError for an invalid override,
+    and CheckpointError if PATH contains no model.
     """
     given = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     path = named_in(given.get("resume", "").strip("'\"").replace("\\'", "'"))
@@ -152,7 +151,8 @@ def implied(origin: Origin, given: dict[str, str]) -> list[str]:
     """Return overrides that set the model and the tokenizer of `origin`.
 
     Args:
-        given: values of the user's overrides by key; these keys are omitted.
+        given: overrides of the user as {key: value}; the result contains no override of these
+            keys.
     """
     words = []
     if "model" not in given:

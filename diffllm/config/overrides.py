@@ -39,7 +39,7 @@ ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
 
 
 def check_interpolations(words: list[str], where: str = "") -> None:
-    """Raise ConfigError for ${...} with anything but a key or of_steps; resolve no value.
+    """Raise ConfigError for an interpolation other than ${key} and ${of_steps:...}.
 
     Args:
         words: overrides.
@@ -52,12 +52,11 @@ def check_interpolations(words: list[str], where: str = "") -> None:
 
 
 def check_shared(words: list[str], where: str) -> None:
-    """Raise ConfigError if a file contains an override that only a command line may set.
+    """Raise ConfigError if overrides in a file set plugins or keys of Hydra.
 
-    Such overrides set plugins or Hydra's keys.
+    Also raise ConfigError for interpolations that `check_interpolations` refuses.
 
     Args:
-        words: overrides in the file.
         where: name of the file, for the error message.
     """
     check_interpolations(words, f"{where}: ")
@@ -67,9 +66,9 @@ def check_shared(words: list[str], where: str) -> None:
 
 
 def check_secrets(words: list[str]) -> None:
-    """Raise ConfigError for an override with a secret, which config.yaml would record.
+    """Raise ConfigError for an override with a secret, because config.yaml would store the secret.
 
-    The error message omits the value.
+    The error message contains the key without the value.
     """
     for word in words:
         key, _, value = word.partition("=")
@@ -82,17 +81,17 @@ def check_choice(word: str, name: str, options: list[str]) -> None:
     """Raise ConfigError unless `name` is one of the options.
 
     Args:
-        word: argument that contains the name, for the error message.
+        word: start of the error message, such as "attention=foo".
     """
     if name not in options:
         raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
 
 
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
-    """Raise ConfigError for an override that Hydra would accept but a run does not allow.
+    """Raise ConfigError for an override that Hydra accepts but diffllm does not allow.
 
     Args:
-        choices: function that lists the names of a config group.
+        choices: function that returns the names of the YAML files in a config group.
     """
     for override in overrides:
         word, key = override.input_line, override.key_or_group
@@ -100,9 +99,9 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
             raise ConfigError(removal(key))
         fixed = not key or key == "run" or key.startswith(FILLED_IN) or re.match(r"hydra\b", key)
         if fixed or override.is_delete():
-            raise ConfigError(f"{word}: this key cannot be set or deleted")
+            raise ConfigError(f"{word}: an override cannot set or delete this key")
         if key in GROUPS and override.is_add():
-            raise ConfigError(f"{word}: {key} is always set; remove the +")
+            raise ConfigError(f"{word}: {key} already exists; remove the +")
         if override.is_sweep_override():
             raise ConfigError(f"{word}: several values need -m (a sweep); {LIST_OR_TEXT}")
         if key in GROUPS and override.package is None:
@@ -114,13 +113,13 @@ def check_overrides(overrides: list[Override], choices: Callable[[str], list[str
 
 
 def check_booleans(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Raise ConfigError if an override sets a boolean key to a number other than 0 and 1."""
+    """Raise ConfigError if an override sets a boolean key to an integer other than 0 and 1."""
     for override in overrides:
         value = override.value()
         # OmegaConf converts any integer to a boolean without an error.
         number = isinstance(value, int) and value not in (0, 1)
         if number and isinstance(OmegaConf.select(cfg, override.key_or_group), bool):
-            raise ConfigError(f"{override.input_line}: must be true or false")
+            raise ConfigError(f"{override.input_line}: the value must be true or false")
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:
@@ -128,9 +127,9 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """Return an override as Hydra needs it.
+    """Return an override in the syntax of Hydra, for example data.paths=[a] for data.paths=a.
 
-    Put brackets around a single value of a key in LISTS, and ++ before a key in OPEN.
+    A single value of a key in LISTS gets brackets. A key in OPEN gets the prefix ++.
     """
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
@@ -141,9 +140,10 @@ def for_hydra(override: Override) -> str:
 
 
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
-    """Return the `data=` override that keys such as data.paths imply, as a list of at most one.
+    """Return the data source that overrides imply: ["data=files"] for data.paths=..., for example.
 
-    Raises ConfigError if the overrides imply two sources.
+    Return [] if the overrides imply no other source than that of `cfg`. Raises ConfigError if the
+    overrides imply two sources.
     """
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
@@ -151,7 +151,7 @@ def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     given = {n: s for n, s in READ_BY.items() if keys.get(f"data.{n}") not in (None, [], {})}
     if len(set(given.values())) > 1:
         named = " and ".join(f"data.{name} (data={source})" for name, source in given.items())
-        raise ConfigError(f"{named}: set keys of only one source")
+        raise ConfigError(f"{named} select different data sources; remove one of them")
     return [f"data={source}" for source in set(given.values()) if cfg.data.source != source]
 
 
@@ -166,7 +166,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Explain a failed composition in one line: Hydra's message and the most similar known key.
+    """Return a one-line message for an error in a composition, with the most similar known key.
 
     Args:
         words: overrides of the composition.
@@ -210,9 +210,9 @@ def one_line(error: BaseException) -> str:
 
 
 class Removed(NamedTuple):
-    """Former default of a removed key, and a text that names a replacement.
+    """Former default of a removed key, and the text `instead`, which names a replacement.
 
-    A saved config still loads if the key has this default.
+    A saved config with this default still loads.
     """
 
     default: Any
@@ -233,9 +233,9 @@ def removal(key: str, detail: str = "") -> str:
 
 
 def without_removed(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a saved config without its removed keys.
+    """Return a saved config without removed keys.
 
-    Raises ConfigError for a removed key that is not at its former default.
+    Raises ConfigError if the value of a removed key is not its former default.
     """
     kept = {}
     for name, value in saved.items():

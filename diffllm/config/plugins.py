@@ -43,12 +43,12 @@ def loaded_version(module: str) -> str:
 
 
 def version_changes(recorded: dict[str, str]) -> Changes:
-    """Compare plugin versions of a run with the plugins that this process has imported.
+    """Compare the plugin versions that a run recorded with the plugins imported in this process.
 
-    Return {"plugins": (before, now)}, or {} if all versions are equal.
+    Return {"plugins": (versions in the run, versions now)}, or {} if all versions are equal.
 
     Args:
-        recorded: version of each plugin in the run's run.json.
+        recorded: {plugin: version} from the run's run.json.
     """
     now = {name: loaded_version(name) for name in recorded}
     changed = [name for name in recorded if recorded[name] != now[name]]
@@ -67,15 +67,16 @@ def several_versions(records: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def sources(name: str, place: Path, base: Path) -> set[Path]:
-    """Find the files whose content is the version of a plugin.
+    """Return the files that determine the version of a plugin.
 
-    These are the files of the plugin and the files below `base` that it imports. For an installed
-    plugin, these are all files of its package.
+    For an installed plugin, these are all files of its package. For any other plugin, these are its
+    files and the files in `base` that they import, directly or indirectly. Raises ConfigError if no
+    file exists, as for a plugin in a zip archive.
 
     Args:
         name: module name of the plugin.
         place: file or package directory of the plugin.
-        base: directory in which Python finds the plugin.
+        base: directory from which Python imports the plugin.
     """
     installed = any(base.glob("*.dist-info"))
     package = base / name.partition(".")[0] if installed else place
@@ -88,7 +89,9 @@ def sources(name: str, place: Path, base: Path) -> set[Path]:
                 found.add(file)
                 todo += [] if installed else imported_files(file, base)
     if not found:
-        raise ConfigError(f"{name} is in an archive, so no run can record its version")
+        raise ConfigError(
+            f"module {name} is in an archive; unpack the archive, because runs record source files"
+        )
     return found
 
 
@@ -125,16 +128,16 @@ _DIRECTORIES: list[Path] = []
 
 
 def config_directory() -> Path:
-    """Return the directory of the built-in YAML files.
-
-    The directory is inside the package in a wheel, and at the top level in a checkout.
-    """
+    """Return the directory of built-in YAML files in the installed package or in the checkout."""
     packaged = Path(__file__).parents[1] / "conf"
     return packaged if packaged.is_dir() else packaged.parents[1] / "conf"
 
 
 class SharedYaml(FileConfigSource):
-    """Hydra config source for YAML files outside the built-in directory, which are untrusted."""
+    """Reader of YAML files from plugins and --config-dir for Hydra.
+
+    These files cannot read environment variables or set Hydra's own keys.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -151,7 +154,7 @@ class SharedYaml(FileConfigSource):
 
 
 class SearchPath(SearchPathPlugin):
-    """Hydra plugin that searches added directories for YAML files, after the built-in directory."""
+    """Hydra plugin that adds the YAML directories of plugins and --config-dir to Hydra's search."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for directory in _DIRECTORIES:
@@ -167,9 +170,9 @@ def directories() -> list[Path]:
 
 
 def plugins_in(words: list[str]) -> list[str]:
-    """Return the module names in the last `plugins=[...]` of some overrides, else an empty list.
+    """Return the module names in the last override plugins=[...], or [] without such an override.
 
-    Raises ConfigError for an invalid list.
+    Raises ConfigError if the value is not a list of module names.
     """
     names: list[str] = []
     for match in filter(None, map(WORD.fullmatch, words)):
@@ -182,13 +185,13 @@ def plugins_in(words: list[str]) -> list[str]:
 
 
 def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> None:
-    """Import the plugins that overrides name; raises ConfigError for any failure.
+    """Import the plugins in the override plugins=[...]; raises ConfigError if an import fails.
 
-    Add `named_directories` and the `conf/` directory next to each plugin to the YAML search path.
+    Hydra then also reads the YAML files in `named_directories` and in conf/ next to each plugin.
     """
     for directory in named_directories:
         if not yamls(directory):
-            raise ConfigError(f"--config-dir {directory}: no YAML in {'/, '.join(GROUPS)}/")
+            raise ConfigError(f"--config-dir {directory} has no YAML file in {'/, '.join(GROUPS)}/")
         add_directory(directory)
     for name in plugins_in(words):
         spec = imported(name)
@@ -199,7 +202,10 @@ def load_plugins(words: list[str], named_directories: Iterable[Path] = ()) -> No
 
 
 def imported(name: str) -> ModuleSpec:
-    """Import a plugin, record the version of its code and return its spec; raises ConfigError."""
+    """Import a plugin, record the version of its code and return its module spec.
+
+    Raises ConfigError if the import fails or if the plugin has no source files.
+    """
     target = plugin_module(name)
     importlib.invalidate_caches()  # a notebook may have written the file a moment ago
     try:
@@ -207,7 +213,7 @@ def imported(name: str) -> ModuleSpec:
         spec = importlib.util.find_spec(target)
         namespace = spec and not spec.origin and spec.submodule_search_locations
         if spec is None or not (spec.has_location or namespace):
-            raise ConfigError(f"{target} has no source file, so no run can record its version")
+            raise ConfigError(f"module {target} has no source file, which a run must record")
         if target not in LOADED or LOADED[target][0] is not spec:  # just imported, or reloaded
             place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
             base = place.parents[spec.name.count(".")]
@@ -219,7 +225,7 @@ def imported(name: str) -> ModuleSpec:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
-                f"plugins=[{name}]: there is no module {missing}; set PYTHONPATH to its directory"
+                f"plugins=[{name}]: cannot find module {missing}; add its directory to PYTHONPATH"
             ) from None
         frames = traceback.extract_tb(error.__traceback__)
         where = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
@@ -231,7 +237,7 @@ def imported(name: str) -> ModuleSpec:
 def plugin_module(name: str) -> str:
     """Return the module of the entry point `name`, or `name` if no entry point has this name.
 
-    Raises ConfigError if several modules are possible.
+    Raises ConfigError if several modules have this name.
     """
     modules = sorted({point.module for point in entry_points(group=ENTRY_POINTS, name=name)})
     if modules and "." not in name and name not in (m.partition(".")[0] for m in modules):
@@ -247,7 +253,7 @@ def plugin_versions(names: list[str]) -> dict[str, str]:
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
-    """Split a command line into the directories of all `--config-dir DIR` and all other words.
+    """Return the directories DIR of all `--config-dir DIR` in a command line, and all other words.
 
     The directories are absolute. Raises ConfigError if DIR is missing.
     """
@@ -263,9 +269,9 @@ def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def add_directory(directory: Path) -> None:
-    """Add a directory to the YAML search path.
+    """Let Hydra also read the YAML files in a directory.
 
-    Raises ConfigError if a YAML file has the same name as a YAML file in another directory.
+    Raises ConfigError if a known directory already contains a YAML file with an equal name.
     """
     ours = config_directory()
     if directory in (ours.resolve(), *_DIRECTORIES):
@@ -277,6 +283,6 @@ def add_directory(directory: Path) -> None:
 
 
 def yamls(directory: Path) -> set[Path]:
-    """Return the YAML files of all config groups in a directory, as relative paths."""
+    """Return the YAML files in a directory as relative paths, such as attention/mine.yaml."""
     paths = (path for group in GROUPS for path in directory.glob(f"{group}/*.yaml"))
     return {path.relative_to(directory) for path in paths}

@@ -27,10 +27,10 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 
 
 def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
-    """Compare the config and the plugin code of the run at `path` with `cfg` and this process.
+    """Compare the run at `path` with the config `cfg` and with the plugins of this process.
 
-    Return (before, now) by key; empty if the directory has no run. Raises CheckpointError if the
-    run's config cannot be read.
+    Return {key: (value in the run, value now)}, or {} if the directory contains no run. Raises
+    CheckpointError if the run's config cannot be read.
 
     Args:
         free: keys to ignore.
@@ -41,10 +41,10 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
-    """Compare the plugin versions of a run with those of this process.
+    """Compare the plugin versions of a run with the plugins of this process; see `version_changes`.
 
     Args:
-        needs_all: whether to include plugins that this process has not imported.
+        needs_all: also report plugins of the run that this process has not imported.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
@@ -57,11 +57,10 @@ def warn_of_plugins(run: Path) -> None:
 
 
 def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
-    """Return (before, now) for each key in which two configs or sections differ.
+    """Return {key: (value in `begun`, value in `cfg`)} for all keys whose values differ.
 
     Args:
-        begun: config or section before.
-        cfg: config or section now.
+        begun, cfg: configs, or sections of configs.
         free: keys to ignore.
     """
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
@@ -82,10 +81,10 @@ def load_run_config(path: Path) -> TrainConfig:
         with readable(file):  # larger than a recipe: each source includes all defaults
             content = parse_yaml(read_text(file, 4 * LARGEST_YAML))
         if not isinstance(content, dict):
-            raise ValueError("it is not a mapping of keys to values")
+            raise ValueError("the file is not a mapping of keys to values")
         # OmegaConf would resolve ${, also from the environment, and replace '???'.
         if wrong := [text for text in ("${", "'???'") if text in repr(content)]:
-            raise ValueError(f"it has {wrong[0]} in place of a value")
+            raise ValueError(f"the file contains {wrong[0]} in place of a value")
         content = without_removed(content)
         check_registered(path, content)
         if "attention" in (schemas := content["run"].get("schemas", {})):
@@ -93,6 +92,7 @@ def load_run_config(path: Path) -> TrainConfig:
             base, values = defaults_of(None, classes["attention"], classes.get("data", DataConfig))
         else:  # an old run without schemas, which can only use built-in variants
             base, values = defaults_of(content["run"]["choices"]["attention"])
+        # A merge of only the changed entries is faster than a merge of all.
         return typed_config(OmegaConf.merge(base, changed(content, values)))  # type: ignore[arg-type]
     except CheckpointError as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -104,12 +104,12 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Return an error message for a path that is not a run directory.
+    """Return the error message for a path that is not a run directory.
 
-    The message names similar run directories, or runs below the path.
+    The message suggests directories with similar names, or lists the runs inside the path.
 
     Args:
-        missing: file that a run directory would contain.
+        missing: file that the directory should contain.
     """
     if not path.is_dir():
         names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
@@ -120,25 +120,22 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
     return f"{path} is not a run directory: it has no {missing}{hint}"
 
 
-def changed(content: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of the nested dict `content` that differ from `values`.
-
-    Merging only these entries is faster than merging all.
-    """
+def changed(content: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of the nested dict `content` that differ from `defaults`."""
     found = {}
     for key, value in content.items():
-        there = values.get(key)
-        if isinstance(value, dict) and isinstance(there, dict):
-            found[key] = changed(value, there)
-        elif type(value) is not type(there) or value != there or key not in values:
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            found[key] = changed(value, default)
+        elif type(value) is not type(default) or value != default or key not in defaults:
             found[key] = value
     return found
 
 
 def check_registered(path: Path, saved: dict[str, Any]) -> None:
-    """Raise UserError if a saved config needs an attention class or text source that is missing.
+    """Raise UserError if a saved config needs an attention class or data source not yet imported.
 
-    The message names the plugins to import; only a user may decide to import them.
+    The message names the plugins, because only the user may decide to import them.
 
     Args:
         saved: content of config.yaml.
@@ -155,8 +152,8 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
         raise UserError(
-            f"{path} needs {' and '.join(missing)}, not registered here; "
-            f"plugins=[{known or 'module'}] imports the code, if you trust it"
+            f"{path} needs {' and '.join(missing)}, which no imported module registers; "
+            f"if you trust the code, add plugins=[{known or 'module'}]"
         )
 
 
@@ -177,7 +174,7 @@ def defaults_of(
 
 
 def yaml_dict(cfg: Any) -> dict[str, Any]:
-    """Convert a config dataclass to nested dicts of plain values; an enum becomes its name."""
+    """Convert a config dataclass to nested dicts of plain values; enums become names."""
 
     def by_name(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: v.name if isinstance(v, Enum) else v for key, v in items}
@@ -186,7 +183,7 @@ def yaml_dict(cfg: Any) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert nested dicts to one dict with dotted keys."""
+    """Convert nested dicts to one dict with dotted keys, such as {"optim.lr": 0.001}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -158,8 +158,8 @@ class TrainConfig:
     def visible_keys(self) -> float | None:
         """Mean number of keys that a query sees under document masks.
 
-        The value is data.visible_keys, or follows from data.document_lengths. None if neither is
-        set.
+        The number is data.visible_keys or follows from data.document_lengths. None if both are
+        unset.
         """
         if documents := self.data.document_lengths:
             return expected_visible_keys(documents, self.seq_len, self.data.whole_documents)
@@ -171,7 +171,7 @@ class TrainConfig:
         stated = {"visible_keys": keys, "document_lengths": lengths or None}
         given = [f"data.{name}={value}" for name, value in stated.items() if value is not None]
         if len(given) == 2:
-            raise ConfigError(f"{given[0]} and {given[1]} both state visible keys; drop one")
+            raise ConfigError(f"{given[0]} and {given[1]} cannot be combined; remove one of them")
         if given and not self.data.mask_documents:
             raise ConfigError(f"{given[0]} needs data.mask_documents=true")
         if keys is not None and keys > whole / 2:
@@ -186,7 +186,8 @@ class TrainConfig:
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError if batch sizes or the device mesh do not fit `world_size`.
 
-        Also raise ConfigError for values of data keys that only old runs may have.
+        Also raise ConfigError for data settings of older versions, which training no longer
+        supports.
         """
         self.data.check_current()
         self.micro_batches(world_size)
@@ -201,7 +202,7 @@ class TrainConfig:
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """Return the sequences per forward pass and the forward passes per step of one rank.
+        """Return (sequences per forward pass, forward passes per step) of one rank.
 
         Raises ConfigError if world_size or micro_batch_size does not divide the batch.
         """
@@ -250,7 +251,7 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
 
 
 def what_differs(changes: Changes) -> str:
-    """Describe changes of plugin code or config: 'another config (seed: 0 there, 1 here)'."""
+    """Return a text such as "another config (seed: 0 in the run, 1 in this command)"."""
     what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
     return f"{what} ({changes_text(changes)})"
 
@@ -286,7 +287,7 @@ def check_values(cfg: Any) -> None:
     """Raise ConfigError for a value with a wrong type, invalid text or an invalid number."""
     for key, declared, value in leaves(cfg):
         if "${" in str(value):  # readers of config.yaml would resolve ${
-            raise ConfigError(f"{key}: a value cannot contain ${{ after interpolation")
+            raise ConfigError(f"{key}: the value must not contain ${{ after interpolation")
         if get_origin(declared) is list:  # an interpolation may insert any value
             (kind,) = get_args(declared)
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):

@@ -1,7 +1,4 @@
-"""Fast reader of many run configs that differ only in seed, learning rate and directory.
-
-The result equals the result of `load_run_config`.
-"""
+"""Fast reader for configs of many runs that differ only in seed, learning rate and directory."""
 
 import re
 from dataclasses import replace
@@ -22,13 +19,16 @@ READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": P
 
 
 class SimilarConfigs:
-    """Reader of many config.yaml files that parses text shared by several runs only once."""
+    """Reader for the configs of many runs.
+
+    Files that differ only in the values of the keys READ, such as the seed, are parsed once.
+    """
 
     def __init__(self) -> None:
         self.known: dict[str, TrainConfig] = {}
 
     def load(self, run: Path) -> TrainConfig:
-        """Load the config of a run directory, like `load_run_config`."""
+        """Load the config of a run directory; the result equals that of `load_run_config`."""
         file = run / "config.yaml"
         if not file.is_file():
             return load_run_config(run)
@@ -49,9 +49,9 @@ class SimilarConfigs:
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """Split the text of a config.yaml into a text without values of READ, and these values by key.
+    """Return the text of a config.yaml without the values of the keys READ, and {key: value}.
 
-    Return None instead of the values if a value is missing or not plain.
+    The second result is None if a key is missing or if its value is not a plain number or path.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""Reader of all YAML from users and run directories: plain values, limited size."""
+"""Reader for YAML files of users and runs; the files have plain values and a limited size."""
 
 import json
 import os
@@ -45,7 +45,10 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
-        """Convert a YAML number; raises ValueError for 010, which readers parse as 8 or as 10."""
+        """Convert a YAML number to a Python number, and base-60 numbers such as 1:30 to text.
+
+        Raises ValueError for a leading zero: YAML 1.1 reads 010 as 8, YAML 1.2 as 10.
+        """
         text = str(node.value)
         if ":" in text:
             return text
@@ -78,9 +81,9 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML of plain values.
+    """Parse YAML that contains only plain values.
 
-    Raises ValueError; the message, such as "is nested too deeply", must follow a file name.
+    Raises ValueError; callers put the file name before the message, such as "has the tag !!set".
     """
     try:
         content = Loader(text).get_single_data()
@@ -98,7 +101,7 @@ PLAIN = re.compile(r"[\w/:.@+-]+( +[\w/:.@+-]+)*", re.ASCII)
 
 
 def with_recipe(word: str) -> list[str]:
-    """Expand data=FILE.yaml to the overrides in the file; return any other override unchanged.
+    """Return the overrides in FILE.yaml for data=FILE.yaml, and [word] for any other override.
 
     Raises ConfigError if the file is missing or invalid.
     """
@@ -107,7 +110,7 @@ def with_recipe(word: str) -> list[str]:
         return [word]
     content, _ = read_yaml(user_path(value, key))
     if not content:
-        raise ConfigError(f"{word} is empty; it needs keys of data, such as sources")
+        raise ConfigError(f"{word} is empty; add keys of data to the file, such as sources")
     # Hydra needs about 10 ms per entry, so count the entries before composing.
     sizes = (content.get(key) for key in ("sources", "curriculum"))
     check_sizes(*(len(each) if isinstance(each, dict | list) else 0 for each in sizes))

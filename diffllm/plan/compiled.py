@@ -1,9 +1,9 @@
-"""Stand-ins for compiled graphs and fused kernels of a GPU, which simulate only GPU memory.
+"""Simulation of the GPU memory of compiled graphs and fused kernels, without computation.
 
-The partitioner of torch's default backend chooses the tensors that a forward graph keeps for the
-backward graph. Inside a graph, only some results take memory: outputs of the graph, inputs and
-outputs of library kernels such as products and attention, and results of reductions. All other
-results are fused into the kernels that read them.
+torch's default backend chooses the tensors that a forward graph saves for the backward graph.
+Inside a graph, only these results take memory: outputs of the graph, inputs and outputs of library
+kernels such as matrix products and attention, and results of reductions. All other results are
+fused into the kernels that read them.
 """
 
 import operator
@@ -37,17 +37,17 @@ RANDOM_STATE_BYTES = 16
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """In this context, torch.compile returns functions that only allocate the memory of results.
+    """In this context, a function from torch.compile only allocates memory for its results.
 
-    Only for tensors without data (FakeTensorMode). The memory is that of torch's default backend on
-    a GPU.
+    The allocated memory is that of torch's default backend on a GPU. Tensors must have no data
+    (FakeTensorMode).
     """
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         in_memory = written(graph.graph)
 
         def run(args: list[Any]) -> Any:
-            return ActedOut(graph, in_memory).boxed_run(args)
+            return AllocatingInterpreter(graph, in_memory).boxed_run(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # `run` frees its arguments
         return run
@@ -67,8 +67,8 @@ def compiling() -> Iterator[None]:
         yield
 
 
-class ActedOut(fx.Interpreter):
-    """Runs a graph without computation: allocates only the results of nodes in `in_memory`.
+class AllocatingInterpreter(fx.Interpreter):
+    """Interpreter of a graph that only allocates the results of the nodes in `in_memory`.
 
     All other nodes count as fused into the kernels that read their results.
     """
@@ -129,7 +129,7 @@ def reduces(node: fx.Node) -> bool:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Return whether a kernel from the compiler computes the node, fused with its inputs."""
+    """Return whether the compiler fuses the node with its inputs into one kernel."""
     packet = getattr(node.target, "overloadpacket", None)
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return is_view(node) or pointwise or reduces(node) or packet in FUSED_TOO
@@ -137,10 +137,10 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, allocate the GPU memory of RMSNorm and of the loss's weight gradient.
+    """In this context, RMSNorm and the weight gradient of the loss take as much memory as on a GPU.
 
-    Stand-ins replace uncompiled RMSNorm and the gradient; the values of their results are
-    meaningless.
+    Functions that only allocate replace uncompiled RMSNorm and the gradient; their results have no
+    meaningful values.
     """
 
     def rms_norm(
@@ -165,10 +165,9 @@ def gpu_kernels() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Stand-in for fused RMSNorm that returns zeros.
+    """RMSNorm that returns zeros and saves as many bytes for the backward pass as a fused kernel.
 
-    The stand-in keeps the same tensors for the backward pass as the fused kernel: input, weight,
-    and one number per row.
+    Saved tensors are the input, the weight, and one float32 per normalized vector.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The plan of a run on a cluster: memory, time, traffic, and changes that make the run fit."""
+"""Planned memory, time and traffic of a run on a cluster, and config changes that save memory."""
 
 import re
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ POSITIVE = {"above": 0, "below": float("inf")}
 
 @dataclass
 class Cluster:
-    """Description of a cluster: the keys of `diffllm plan` that training configs do not have."""
+    """Description of a cluster, by the keys of `diffllm plan` that training configs do not have."""
 
     gpus: int = bounded(8, help="number of GPUs, one rank per GPU", least=1, most=2**17)
     gpu: str = bounded("h200", help="name of the GPU, for peak FLOP/s and memory")
@@ -51,9 +51,9 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """Peak FLOP/s and memory of the GPU; `peak_flops` and `memory_gib` replace known values.
+        """Peak FLOP/s and memory of the GPU, overridden by peak_flops and memory_gib.
 
-        Raises ConfigError if the GPU is unknown and one of these two keys is not set.
+        Raises ConfigError if the GPU is unknown and one of these keys is not set.
         """
         by_name = {re.sub(r"\W", "", device.name.lower()): device for device in DEVICES}
         known = by_name.get(re.sub(r"[\W_]", "", self.gpu.lower()))
@@ -68,17 +68,14 @@ class Cluster:
         return Device(known.name if known else self.gpu, peak, memory)
 
     def fewest_in_a_node(self, ranks: tuple[int, ...]) -> int:
-        """Count how many of the given ranks each node has; return the smallest count above 0.
-
-        Ranks fill nodes in order.
-        """
+        """Count the given ranks in each node; return the smallest count above 0."""
         return min(Counter(rank // self.gpus_per_node for rank in ranks).values())
 
     def seconds(self, call: Call) -> float:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
-        A ring crosses the border of each node once per direction, through one network card. The
-        number of rings is the smallest number of the collective's ranks in a node.
+        Between nodes, one ring per network card runs in parallel, as many as the smallest number of
+        participating ranks in a node.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -97,15 +94,16 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """The collectives that one rank makes per step, of one kind and one number of ranks."""
+    """All calls per step of one kind of collective over groups of `ranks` ranks.
+
+    `in_a_node` is the smallest number of these ranks in a node. `sent` is in bytes per rank.
+    """
 
     kind: Collective
     ranks: int
     in_a_node: int
-    """Smallest number of these ranks in a node."""
     calls: int
     sent: float
-    """Bytes that the rank sends."""
     seconds: float
 
 
@@ -122,7 +120,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class RunPlan:
-    """Planned memory, time and traffic of a run on a cluster."""
+    """Planned memory, time and traffic of a run on a cluster.
+
+    `words` are the overrides that changed an earlier plan. `steps` maps activation checkpointing
+    (True or False) to a simulated step.
+    """
 
     cfg: TrainConfig
     overrides: list[str]
@@ -130,14 +132,12 @@ class RunPlan:
     assumptions: list[Assumption]
     words: tuple[str, ...] = ()
     steps: dict[bool, Step] = field(default_factory=dict)
-    """Simulated steps by activation checkpointing; added by `simulated`."""
 
     def simulated(self, policy: bool, say: Say) -> "RunPlan":
-        """Simulate a training step; return a copy of this plan with the result.
+        """Simulate a training step with or without activation checkpointing (`policy`).
 
-        Args:
-            policy: use activation checkpointing.
-            say: reports the simulation as a line of text.
+        Return a copy of this plan with the simulated step. `say` prints a line about the
+        simulation.
         """
         what = self.words or [f"activation_checkpointing={str(policy).lower()}"]
         say(f"simulating a step with {' '.join(what)}")
@@ -147,7 +147,7 @@ class RunPlan:
 
     @cached_property
     def model(self) -> Transformer:
-        """The model of the run on the meta device: parameters have shapes, but no values."""
+        """The model of the run on the meta device, with shapes but without values."""
         return without_storage(self.cfg.model)
 
     @property
@@ -231,10 +231,10 @@ class RunPlan:
 
 
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
-    """Plan a run on a cluster, without simulated steps; `overrides` define the training config.
+    """Plan a run on a cluster; `RunPlan.simulated` then adds simulated steps.
 
-    `given` contains the keys of `cluster` that the user set. Raises ConfigError for an invalid
-    config and an unknown GPU.
+    `given` contains the keys of `cluster` that the user set, and `overrides` the training config.
+    Raises ConfigError for an invalid config and for an unknown GPU.
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])
@@ -247,8 +247,8 @@ def key_of_word(word: str) -> str:
 def planned_config(cluster: Cluster, overrides: list[str]) -> tuple[TrainConfig, list[Assumption]]:
     """Return the training config of `overrides`, and the values assumed for missing settings.
 
-    Without a batch size in `overrides`, a rank has one micro-batch per step, by default one
-    sequence. Raises ConfigError if the cluster cannot run the config.
+    Without a batch size in `overrides`, assume one micro-batch per rank and step. Raises
+    ConfigError if the cluster cannot run the config.
     """
     keys = set(map(key_of_word, overrides))
     try:
@@ -300,7 +300,7 @@ def assumptions(cfg: TrainConfig, cluster: Cluster, given: set[str]) -> list[Ass
 
 
 def idealised(cfg: TrainConfig) -> dict[str, str]:
-    """Return the simplifications that a plan of `cfg` always makes: topic and description."""
+    """Return the simplifications in a plan of `cfg` as {topic: description}."""
     found = {
         "collectives": "at line rate, without latency, one at a time; hidden if faster than the "
         "computation",
@@ -320,10 +320,9 @@ Words = tuple[str, ...]
 
 
 def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
-    """Return the plan with the fewest changed overrides that fits the memory of the GPUs.
+    """Return a changed plan that fits into GPU memory, with as few kinds of changes as possible.
 
-    None if no tried change fits. For equal numbers of changes, prefer the order of `options`. `say`
-    reports each simulated step as a line of text.
+    Return None if no tried change fits. `say` prints a line about each simulated step.
     """
     outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
@@ -338,9 +337,9 @@ def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
 
 
 def options(plan: RunPlan) -> list[list[Words]]:
-    """List changes that may reduce the memory of a plan, grouped by kind, in order of preference.
+    """List changes that may reduce the memory of a plan: one list per kind, preferred kinds first.
 
-    Each kind lists its changes as overrides, from the smallest change to the largest.
+    A change is a tuple of overrides. Each list starts with the smallest change.
     """
     cfg, gpus = plan.cfg, plan.cluster.gpus
     micro, count = cfg.micro_batches(gpus)
@@ -366,7 +365,7 @@ def options(plan: RunPlan) -> list[list[Words]]:
 
 
 def merged(values: Iterable[Words]) -> Words:
-    """Join overrides; if several overrides have the same key, use the first."""
+    """Join tuples of overrides; of several overrides of one key, use the first."""
     by_key: dict[str, str] = {}
     for word in chain.from_iterable(values):
         by_key.setdefault(key_of_word(word), word)
@@ -374,11 +373,11 @@ def merged(values: Iterable[Words]) -> Words:
 
 
 def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
-    """Return the plan with overrides changed to `words`; None if the number of ranks is invalid.
+    """Return the plan with the changed overrides `words` and a simulated step.
 
-    The number of ranks must fit the batch size and the mesh. If parameters, gradients and optimizer
-    state alone exceed the memory and `words` do not reduce these, return `plan` without another
-    simulation. `say` reports each simulated step as a line of text.
+    Return None if the batch size or the mesh does not fit the number of ranks. Return `plan` itself
+    if its parameters, gradients and optimizer state alone exceed the memory and `words` do not
+    reduce them. `say` prints a line about the simulated step.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer

@@ -1,4 +1,4 @@
-"""Memory of a process over time, and its collectives, recorded from tensor operations."""
+"""Recorder of the memory and the collectives of a process, by intercepting tensor operations."""
 
 import weakref
 from collections import Counter
@@ -22,11 +22,6 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Collective(Enum):
-    """Kinds of collectives.
-
-    The size of a collective is the larger of its input and output, in bytes.
-    """
-
     all_gather = "all-gather"
     reduce_scatter = "reduce-scatter"
     all_reduce = "all-reduce"
@@ -36,7 +31,7 @@ class Collective(Enum):
     def on_the_wire(self, size: int, ranks: int) -> float:
         """Return the bytes that each of `ranks` ranks sends, in a ring or an all-to-all.
 
-        `size` is the larger of input and output of the collective, in bytes.
+        `size` is the size in bytes of the input or the output, whichever is larger.
         """
         if self is Collective.broadcast:
             return size
@@ -49,18 +44,17 @@ SILENT = ("barrier", "waittensor", "wraptensorautograd")
 class Call(NamedTuple):
     kind: Collective
     size: int
-    """Size in bytes."""
+    """Bytes of the input or the output, whichever is larger."""
     ranks: tuple[int, ...]
 
 
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
-    """Return the collective that a torch operation makes; None if the operation sends no data.
+    """Return the collective that a torch operation starts; None if the operation sends no data.
 
-    Raises NotImplementedError for communication that is not a kind of `Collective`.
+    Raises NotImplementedError if the operation communicates but is not in `Collective`.
 
     Args:
-        func: operation, as in `__torch_dispatch__`.
-        args: arguments of the operation.
+        func, args: operation and its arguments, as in `__torch_dispatch__`.
         out: result of the operation.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
@@ -70,7 +64,9 @@ def call_of(func: Any, args: tuple, out: Any) -> Call | None:
         return None
     kind = next((kind for kind in Collective if kind.value.replace("-", "") in name), None)
     if kind is None:
-        raise NotImplementedError(f"cannot count the bytes that {func} sends")
+        raise NotImplementedError(
+            f"unknown collective {func}: the number of sent bytes cannot be computed"
+        )
     size = max(sum(t.nbytes for t in tensors_in(part)) for part in (*args, out))
     ranks = tuple(sorted(dist.get_process_group_ranks(process_group_of(args))))
     return Call(kind, size, ranks) if len(ranks) > 1 else None
@@ -81,7 +77,6 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def process_group_of(args: tuple) -> dist.ProcessGroup:
-    """Return the process group among the arguments of a torch operation."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
@@ -114,14 +109,14 @@ class MemoryBlock:
 
 
 class Peak(NamedTuple):
-    """The highest memory use of a process, by the purpose of the memory."""
+    """Largest memory use of a process in bytes, in total and by purpose.
+
+    `event` is the number of recorded memory events before the peak.
+    """
 
     total: int
-    """Size in bytes."""
     by_kind: dict[Kind, int]
-    """Bytes by kind at the peak, with sum `total`."""
     event: int
-    """Index of the event at the peak, as in `Memory.now`."""
 
 
 class Memory:
@@ -133,7 +128,7 @@ class Memory:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In this context, record resized storages, and ignore DTensor's shape inference."""
+        """In this context, also record resized storages, but no tensors of shape inference."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -173,7 +168,10 @@ class Memory:
             self.block(tensor).kind = kind
 
     def label_since(self, event: int, kind: Kind) -> None:
-        """Set the kind of all live memory blocks allocated since `event` that have no kind yet."""
+        """Set the kind of all live memory blocks without a kind that were allocated after an event.
+
+        `event` is an index into `events`.
+        """
         for block in self.live.values():
             if block.born >= event and block.kind is None:
                 block.kind = kind
@@ -182,7 +180,7 @@ class Memory:
         return len(self.events)
 
     def peak(self, start: int) -> Peak:
-        """Return the highest memory use since an event; `start` is an index into `events`."""
+        """Return the largest memory use since the event with index `start` in `events`."""
         totals = list(accumulate((change for _, change in self.events), initial=0))
         at = max(range(start, len(totals)), key=totals.__getitem__)
         by_kind: Counter[Kind] = Counter()
@@ -192,7 +190,7 @@ class Memory:
 
 
 class Observer(TorchDispatchMode):
-    """A context that records allocated memory in `memory` and collectives in `calls`."""
+    """Context manager that records allocations in `memory` and collectives in `calls`."""
 
     supports_higher_order_operators = True
 

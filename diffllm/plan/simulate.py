@@ -1,7 +1,6 @@
 """Simulation of one training step of one rank of a cluster, on a CPU.
 
-The code of training builds the model and makes the step. Tensors have shapes but no data, and
-collectives do nothing.
+The simulation runs the training code. Tensors have shapes but no data, and collectives do nothing.
 """
 
 import gc
@@ -50,10 +49,7 @@ class Step:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """In this context, collectives do nothing, in a process group of `size` ranks.
-
-    `rank` is the rank of this process.
-    """
+    """In this context, this process is rank `rank` of `size`, and collectives do nothing."""
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -64,9 +60,9 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with the choices of a GPU for all settings that affect memory.
+    """Return `cfg` with all automatic settings that affect memory set as on a GPU.
 
-    SDPA replaces flash-attn and FlexAttention.
+    The SDPA backend replaces flash-attn and FlexAttention, which do not run on a CPU.
     """
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
@@ -82,7 +78,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
 
 
 def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
-    """Simulate one training step of one rank; return the rank's memory and collectives.
+    """Simulate one training step on a cluster; return memory and collectives of the rank `rank`.
 
     Raises ConfigError if `world_size` ranks cannot run `cfg`.
     """
@@ -96,13 +92,13 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
         sharded = sharded_model(cfg, CPU, balanced_splits)
         with FakeTensorMode(allow_non_fake_inputs=True), observer.memory.patched(), observer:
             t = allocated(cfg, CPU, sharded)
-            return Watched(t, observer).step(count)
+            return MeasuredTraining(t, observer).step(count)
 
 
-class Watched:
-    """Makes training steps of `t`, and measures their memory and collectives with `observer`.
+class MeasuredTraining:
+    """Runs simulated training steps and measures their memory and collectives.
 
-    The observer must be active while `t` is built and during the steps.
+    `observer` must be active while `t` is built and during the steps.
     """
 
     def __init__(self, t: Training, observer: Observer):
@@ -120,8 +116,12 @@ class Watched:
         t.model.register_forward_hook(self.forward_ends)
         t.optimizer.register_step_pre_hook(lambda *_: self.begin("update"))
 
-    def step(self, count: int) -> Step:
-        """Make a training step; return memory, and the collectives of `count` micro-batches."""
+    def step(self, micro_batches: int) -> Step:
+        """Run one training step and return its memory and its collectives.
+
+        The step simulates at most SIMULATED micro-batches. The returned collectives are those of a
+        step with `micro_batches` micro-batches.
+        """
         start = self.memory.now()
         train_step(self.t, self.batches(), 0, EVERYTHING)
         peak = self.memory.peak(start)
@@ -136,7 +136,7 @@ class Watched:
             activations=self.activations,
             peak=peak,
             when=parts[-1] if parts else "build",
-            calls=[*first * max(0, count - len(starts)), *self.calls],
+            calls=[*first * max(0, micro_batches - len(starts)), *self.calls],
         )
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -265,12 +265,12 @@ def test_count_compare_with_json_maps_variants_to_counts(capsys):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--compare", "standard"], ["--compare=standard", "several variants"]),
-        (["--compare", "standard,", "gated"], ["--compare=standard,", "several variants"]),
+        (["--compare", "standard"], ["--compare=standard", "different variants"]),
+        (["--compare", "standard,", "gated"], ["--compare=standard,", "different variants"]),
         (["--compare", "standard,diff_v3"], ["diff_v3", "did you mean diff_v2?", "gated"]),
-        (["--compare", "gated,gated"], ["gated,gated", "several variants"]),
-        (["--compare", "a,b", "--compare=c,d"], ["--compare", "several variants"]),
-        (["--compare", "standard,gated", "attention=gated"], ["attention=gated", "drop one"]),
+        (["--compare", "gated,gated"], ["gated,gated", "different variants"]),
+        (["--compare", "a,b", "--compare=c,d"], ["--compare", "different variants"]),
+        (["--compare", "standard,gated", "attention=gated"], ["attention=gated", "remove one"]),
         (
             ["--compare", "standard,diff_v1", "model.n_heads=3", "model.n_kv_heads=3"],
             ["model.n_heads=3 must be even"],

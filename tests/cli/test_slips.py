@@ -103,7 +103,7 @@ def test_error_after_mistyped_command_line_names_fix(place, monkeypatch, capsys,
         (["report", "baseline=gated", "runs"], "baseline=gated is no variant"),
         (["--stepz=1"], "unknown argument '--stepz=1'; did you mean steps=?"),
         (["seed=1,000", "steps=10"], "steps=10 must be at least 20"),
-        (["steps=" + "[" * 2**17], "is nested too deeply to be read"),
+        (["steps=" + "[" * 2**17], "has too many nested brackets"),
     ],
 )
 def test_hint_is_empty_for_errors_without_typing_mistake(words, error):

@@ -61,7 +61,7 @@ def test_parameter_match_of_every_variant_uses_largest_divisor_within_tolerance(
         if modulus == 0:  # a change of 8 in all experts exceeds 0.5%
             assert model.moe.n_experts
             assert size != "moe_30a3"
-            with pytest.raises(ConfigError, match="cannot come within"):
+            with pytest.raises(ConfigError, match=r"no model\.\S+ gives"):
                 matched(model, own, target)
             continue
         found = matched(model, own, target)
@@ -157,9 +157,10 @@ def test_flop_match_uses_same_visible_keys_for_both_variants():
     [
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
-            "model.match_flops_to=diff_v2 with data.mask_documents=true needs data.visible_keys, "
-            "the mean number of keys that a query sees (copy the value from summary.json of a run "
-            "on this corpus; 32.5 counts whole sequences), or data.document_lengths",
+            "model.match_flops_to=diff_v2 with data.mask_documents=true needs "
+            "data.document_lengths or data.visible_keys, the mean number of keys that a query sees; "
+            "copy data.visible_keys from summary.json of a run on this corpus, or use 32.5 for "
+            "sequences without document masks",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),
         (
@@ -176,8 +177,8 @@ def test_flop_match_uses_same_visible_keys_for_both_variants():
         ),
         (
             ["data.mask_documents=true", "data.visible_keys=2", "data.document_lengths={9: 1}"],
-            "data.visible_keys=2.0 and data.document_lengths={9: 1} both state visible keys; drop "
-            "one",
+            "data.visible_keys=2.0 and data.document_lengths={9: 1} cannot be combined; remove one "
+            "of them",
         ),
         (
             ["data.mask_documents=true", "data.document_lengths={9: 1, 0: 2}"],
@@ -217,10 +218,10 @@ def test_error_for_unreachable_parameter_match_names_key_totals_and_fix():
     model = load_config(["model=tiny"]).model
     closest = total_params(model, "diff_v2", 8)
     message = str(caught.value)
-    assert message.startswith("model.match_params_to=standard: cannot come within")
-    assert f"of {total_params(model, 'standard', 8):,} parameters" in message
-    assert f"closest is {closest:,}, at model.ffn_dim=8:" in message
-    assert message.endswith("use a larger model.ffn_dim")
+    assert message.startswith("model.match_params_to=standard: no model.ffn_dim gives")
+    assert f"gives {total_params(model, 'standard', 8):,} parameters" in message
+    assert f"closest is {closest:,}, with model.ffn_dim=8;" in message
+    assert message.endswith("set a larger model.ffn_dim")
     load_config([*words, "model.ffn_dim=256"])
 
 

@@ -225,9 +225,9 @@ def test_unknown_plugin_or_config_dir_gives_single_line_error(place, mine, tmp_p
     )
     known = ["--config-dir", str(mine)]
     for words, *parts in (
-        (["plugins=[not_there]"], "there is no module not_there", "PYTHONPATH"),
-        (["--config-dir=nowhere"], "nowhere: no YAML in model/, attention/"),
-        (["--config-dir", str(mine / "attention")], "no YAML in model/, attention/"),
+        (["plugins=[not_there]"], "cannot find module not_there", "PYTHONPATH"),
+        (["--config-dir=nowhere"], "nowhere has no YAML file in model/, attention/"),
+        (["--config-dir", str(mine / "attention")], "has no YAML file in model/, attention/"),
         (["--config-dir", str(ours.parents[1])], "has the same name as", "conf/attention/gated"),
         (
             [*known, "attention=scaled"],

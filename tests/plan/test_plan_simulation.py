@@ -13,7 +13,7 @@ from diffllm.distributed.gradients import local
 from diffllm.plan import simulate as simulation
 from diffllm.plan.compiled import gpu_kernels
 from diffllm.plan.memory import Collective, Observer
-from diffllm.plan.simulate import CPU, Watched, fake_world, simulate
+from diffllm.plan.simulate import CPU, MeasuredTraining, fake_world, simulate
 from diffllm.training.build import allocated, build, sharded_model
 from diffllm.training.step import train_step
 
@@ -93,7 +93,7 @@ def observed(cfg):
         t = allocated(cfg, CPU, sharded)
         for param in t.params.values():
             local(param).detach().zero_()
-        watched = Watched(t, observer)
+        watched = MeasuredTraining(t, observer)
         watched.batches = lambda: random_batches(cfg)
         return watched.step(cfg.micro_batches(dist.get_world_size())[1])
 

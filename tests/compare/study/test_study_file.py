@@ -128,10 +128,10 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "choose from run, verdict"),
-        (["ran"], "study ran: choose from run, verdict"),
+        ([], "use diffllm study run or diffllm study verdict"),
+        (["ran"], "diffllm study ran: use diffllm study run"),
         (["run"], "no study file"),
-        (["run", "{path}"], "out=DIR is missing"),
+        (["run", "{path}"], "missing out=DIR"),
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
         (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
