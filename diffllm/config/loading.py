@@ -85,7 +85,7 @@ def check_keys_of_match(cfg: TrainConfig) -> None:
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "data.document_lengths or data.visible_keys, the mean number of keys that a query sees; "
-            "copy data.visible_keys from summary.json of a run on this corpus, or use "
+            "data.document_lengths or data.visible_keys, the mean number of keys per query; copy "
+            "data.visible_keys from summary.json of a run on this corpus, or use "
             f"{(cfg.seq_len + 1) / 2} for sequences without document masks"
         )

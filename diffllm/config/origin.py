@@ -90,7 +90,7 @@ class Origin:
 
 
 def origin_of(path: Path) -> Origin:
-    """Read a run, checkpoint or model directory; raises CheckpointError for any other path."""
+    """Read the model at a path; raises CheckpointError if the path contains no model."""
     for run in (path, path.absolute().parent.parent):
         if (run / "config.yaml").is_file() and (run is path or path.parent.name == "checkpoints"):
             cfg = load_run_config(run)

@@ -256,8 +256,9 @@ def what_differs(changes: Changes) -> str:
     return f"{what} ({changes_text(changes)})"
 
 
-def changes_text(changes: Changes) -> str:
-    return listed([f"{key}: {there} there, {here} here" for key, (there, here) in changes.items()])
+def changes_text(changes: Changes, origin: str = "the run") -> str:
+    values = [(key, *pair) for key, pair in changes.items()]
+    return listed([f"{key}: {old} in {origin}, {new} in this command" for key, old, new in values])
 
 
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127

@@ -268,7 +268,8 @@ def start_from(t: Training, path: Path) -> dict[str, Any]:
             block.copy_(origin.directory.tensor(name)[part])
     t.weights.changed()
     changes = changes_to(origin.model, t.cfg.model, OF_A_RUN)
-    differs = changes_text({f"model.{key}": pair for key, pair in changes.items()}) or None
+    named = {f"model.{key}": pair for key, pair in changes.items()}
+    differs = changes_text(named, "the weights") or None
     step = read_state(path)["step"] if origin.run else None
     corpus = origin.facts.get("corpus")
     return {"path": str(path), "step": step, "differs": differs, "corpus": corpus}

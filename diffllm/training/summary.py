@@ -40,7 +40,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     files = f" ({manifest.source})" * (choices["data"] == "files")
     predicted = f", {train.share_predicted:.0%} of them targets" * train.masked
     lines = [
-        *([f"{path} continues after step {step}"] if step else []),
+        *([f"{path} resumes from step {step}"] if step else []),
         f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
         f"{facts['ranks']} x {facts['device']}, {facts['compute_dtype']}",
     ]

@@ -105,7 +105,7 @@ def test_stopped_slurm_job_saves_checkpoint_and_resumes_after_requeue(
     assert steps_logged(run) == list(range(1, last + 1))
     assert not (run / "requeue").exists()
     log = (cluster.here / f"{job}.out").read_text()  # Output of both starts.
-    assert f"continues after step {marker['step']}" in log
+    assert f"resumes from step {marker['step']}" in log
 
 
 def test_cancelled_slurm_job_is_not_requeued(cluster, corpus, tmp_path):

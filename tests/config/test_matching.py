@@ -158,8 +158,8 @@ def test_flop_match_uses_same_visible_keys_for_both_variants():
         (
             ["data.mask_documents=true", "model.match_flops_to=diff_v2"],
             "model.match_flops_to=diff_v2 with data.mask_documents=true needs "
-            "data.document_lengths or data.visible_keys, the mean number of keys that a query sees; "
-            "copy data.visible_keys from summary.json of a run on this corpus, or use 32.5 for "
+            "data.document_lengths or data.visible_keys, the mean number of keys per query; copy "
+            "data.visible_keys from summary.json of a run on this corpus, or use 32.5 for "
             "sequences without document masks",
         ),
         (["data.visible_keys=9"], "data.visible_keys=9.0 needs data.mask_documents=true"),

@@ -27,7 +27,7 @@ def test_resume_skips_damaged_checkpoint_and_ends_with_weights_of_undisturbed_ru
     (skipped, moved) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert f"damaged checkpoint {newest} (__0_0.distcp has a wrong checksum)" in skipped
     assert "using step-00000008" in skipped
-    assert "continues after step 8" in output
+    assert "resumes from step 8" in output
     assert moved.endswith("to damaged-step-00000016: a new checkpoint needs the name")
     names = {path.name for path in (broken / "checkpoints").iterdir()}
     steps = {f"step-{step:08d}" for step in (8, 16, 24)}

@@ -87,7 +87,7 @@ def test_failed_last_checkpoint_save_ends_run_and_keeps_older_checkpoints(corpus
     assert_clean(run, output)
     assert not (run / "summary.json").exists()
     output = finish(corpus, run, *WORDS)
-    assert f"continues after step {step_of(newest)}" in output
+    assert f"resumes from step {step_of(newest)}" in output
     assert steps(run)[-1] == LAST
 
 

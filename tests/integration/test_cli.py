@@ -75,7 +75,7 @@ def test_run_log_contains_output_of_every_start(tmp_path, tiny, environment, fin
     text = log.read_text()
     assert text.startswith(f"{header}\n{shown}2")
     assert text.endswith(again.out)
-    assert "continues after step 4" in text
+    assert "resumes from step 4" in text
 
 
 def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finished_run):

@@ -39,7 +39,7 @@ def test_resume_on_full_disk_fails_without_data_loss(corpus, small_disk, pages, 
     the_error(again.text())
     assert (run / "metrics.jsonl").read_bytes().startswith(before)
     filler.unlink()
-    assert "continues after step " in finish(corpus, run, *WORDS, ranks=ranks)
+    assert "resumes from step " in finish(corpus, run, *WORDS, ranks=ranks)
     assert [line["step"] for line in metric_lines(run)] == list(range(1, LAST + 1))
 
 

@@ -121,12 +121,12 @@ def test_too_many_consecutive_skipped_updates_save_and_stop_run(corpus, tmp_path
     assert "continues" not in again
     if ranks == 1:  # the run resumes with another limit of skips or another learning rate
         output = start(corpus, run, *words, "train.max_consecutive_skips=8").finish()
-        assert "continues after step 10" in output
+        assert "resumes from step 10" in output
         assert "diverged: 10 updates in a row" in output
         assert "; stopped after step 20, saved; try a smaller optim.lr" in output
         changed = ("optim.lr=1e-3", "run.allow_changes=[optim.lr]", "steps=60")
         output = start(corpus, run, *words, *changed).finish()
-        assert "continues after step 20" in output
+        assert "resumes from step 20" in output
 
 
 @pytest.mark.slow

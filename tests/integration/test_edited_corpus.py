@@ -34,7 +34,7 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
     allowed = f"run.allow_changes=[steps,{','.join(changed)}]"
     assert error.endswith(allowed)
     said = start(corpus, run, *more[:2], allowed).finish()
-    assert f"continues after step {STEPS}" in said
+    assert f"resumes from step {STEPS}" in said
     (line,) = (run / "changes.jsonl").read_text().splitlines()
     assert json.loads(line)["changes"].keys() == {"steps", *changed}
 

@@ -76,7 +76,7 @@ def test_resume_repeats_heldout_evaluation_during_which_run_was_killed(corpus, s
     assert not (run / "heldout").exists()
     assert not (run / "summary.json").exists()
     gate.open()
-    assert f"continues after step {STEPS}" in finish(corpus, run, *WORDS)
+    assert f"resumes from step {STEPS}" in finish(corpus, run, *WORDS)
     assert_ended_as(run, straight)
 
 
@@ -92,7 +92,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     assert json.loads((run / "requeue").read_text()) == {"signal": number.name, "step": STEPS}
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)
-    assert f"continues after step {STEPS}" in again
+    assert f"resumes from step {STEPS}" in again
     assert "bits per byte" in again
     if ranks == 1:
         assert_ended_as(run, straight)

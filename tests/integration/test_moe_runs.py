@@ -32,7 +32,7 @@ def test_killed_mixture_of_experts_resumes_bit_identically(corpus, finished, tmp
     gate = Gate(broken, HALF + 4)
     first = start(corpus, broken, *MIXTURE, ranks=ranks)
     first.kill_at(gate, broken / "checkpoints" / f"step-{HALF:08d}")
-    assert f"continues after step {HALF}" in finish(corpus, broken, *MIXTURE, ranks=ranks)
+    assert f"resumes from step {HALF}" in finish(corpus, broken, *MIXTURE, ranks=ranks)
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, STEPS)
     mine, other = (load_model(run)[0].router_state() for run in (broken, straight))

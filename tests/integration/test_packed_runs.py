@@ -75,7 +75,7 @@ def test_resume_with_changed_packing_is_refused_or_starts_new_sample_order(corpu
     ):
         refused = ForkedRun(named, 1, tmp_path / "refused")
         assert refused.codes() == [2]
-        assert "data.packing: stream there, best_fit here" in refused.text()
+        assert "data.packing: stream in the run, best_fit in this command" in refused.text()
     allowed = "run.allow_changes=[steps,data.packing]"
     ForkedRun(words(corpus, run, *packed, "steps=6", allowed), 1, run).finish()
     (note,) = map(json.loads, (run / "changes.jsonl").read_text().splitlines())

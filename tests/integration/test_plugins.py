@@ -77,7 +77,7 @@ def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, mon
     gate = Gate(run, 4)
     first = ForkedRun([*words, f"run.dir={run}"])
     first.kill_at(gate, run / "checkpoints" / "step-00000002")
-    assert "continues after step 2" in ForkedRun([*words, f"run.dir={run}"]).finish()
+    assert "resumes from step 2" in ForkedRun([*words, f"run.dir={run}"]).finish()
     assert metric_lines(run) == metric_lines(trained)
     assert_same_weights(run, trained, 6)
 
@@ -172,7 +172,7 @@ ERRORS = {
     ),
     "an existing metric": (
         "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
-        "metric train/loss conflicts with the existing metric train/loss",
+        "metric train/loss overlaps with",
     ),
 }
 

@@ -38,7 +38,7 @@ def session(words: list[str]) -> int:
     assert summary == json.loads(Path("run/summary.json").read_text())
     assert diffllm.train(cfg) == summary  # the run is finished
 
-    with pytest.raises(ConfigError, match="seed: 0 there, 1 here"):
+    with pytest.raises(ConfigError, match="seed: 0 in the run, 1 in this command"):
         diffllm.train(diffllm.load_config([*words, "run.dir=run", "seed=1"]))
     cfg.seq_len = 16
     with pytest.raises(ConfigError, match="must be seq_len=16"):
@@ -100,7 +100,7 @@ def test_ctrl_c_in_train_function_saves_and_raises_keyboard_interrupt(tmp_path, 
     done = forked_call(interrupted, tiny, tmp_path, environment)
     assert done.code == 0, done
     assert "outputs" not in os.listdir(tmp_path)
-    assert "run continues after step " in done.out
+    assert "run resumes from step " in done.out
     saved = {int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir()}
     stops = [int(line.split()[5].strip(",")) for line in done.out.splitlines() if "stopped" in line]
     assert len(stops) == 2

@@ -48,7 +48,7 @@ def test_run_killed_after_checkpoint_resumes_bit_identically(corpus, straight, t
     first = start(corpus, broken, *INTERVALS, ranks=ranks)
     first.kill_at(gate, broken / "checkpoints" / HALF_WAY)
     output = finish(corpus, broken, *INTERVALS, ranks=ranks)
-    assert f"continues after step {HALF}" in output
+    assert f"resumes from step {HALF}" in output
     assert metric_lines(broken) == metric_lines(straight(ranks))
     assert_same_weights(straight(ranks), broken, STEPS)
     assert_measured_when_due(straight(ranks))

@@ -115,7 +115,7 @@ def test_resume_with_changed_data_requires_allow_changes_and_is_recorded(
     assert before == {path: path.read_bytes() for path in before}
 
     said = ForkedRun([*longer, f"run.allow_changes=[{','.join(passed)}]"], 1, run).finish()
-    assert "continues after step 4" in said
+    assert "resumes from step 4" in said
     assert "changed: " in said
     assert "warning: the learning rate changes from " in said
     (line,) = (run / "changes.jsonl").read_text().splitlines()

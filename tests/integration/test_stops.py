@@ -63,7 +63,7 @@ def test_stop_signal_to_a_single_rank_stops_all_ranks_at_same_step(
     if marked:
         assert json.loads(marker.read_text()) == {"signal": number.name, "step": step}
     again = ForkedRun([*words, f"steps={step + 2}", "run.allow_changes=[steps]"], 2, run)
-    assert f"continues after step {step}" in again.finish()
+    assert f"resumes from step {step}" in again.finish()
     assert not marker.exists()
 
 
@@ -159,7 +159,7 @@ def test_run_killed_during_checkpoint_save_resumes_bit_identically(corpus, tmp_p
     half_made = broken / "checkpoints" / ".step-00000008.incomplete"
     first.wait_for(half_made.is_dir, "save")
     first.kill()
-    assert "continues after step 4" in finish(corpus, broken, *words)
+    assert "resumes from step 4" in finish(corpus, broken, *words)
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, 12)
     a, b = ({key: set(seen) for key, seen in trained_on(x).items()} for x in (broken, straight))

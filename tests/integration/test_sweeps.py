@@ -84,7 +84,7 @@ def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finis
     last = command(train_command(words), tmp_path, environment)
     assert last.code == 0, last
     assert "outputs/mine/diff_v2 is finished" in last.out
-    assert re.search(r"^outputs/mine/standard continues after step \d+$", last.out, re.M), last.out
+    assert re.search(r"^outputs/mine/standard resumes from step \d+$", last.out, re.M), last.out
     assert "run 2 of 2" not in last.out
     assert_finished(runs[0])
 

@@ -105,7 +105,7 @@ def test_resume_weights_of_run_or_its_export_gives_equal_runs(corpus, sources, t
     assert metric_lines(tmp_path / "run") != metric_lines(sources["run"])
     before = metric_lines(tmp_path / "export")
     unfinish(tmp_path / "export", 4)
-    assert "continues after step 2" in finish(corpus, tmp_path / "export", *words)
+    assert "resumes from step 2" in finish(corpus, tmp_path / "export", *words)
     assert metric_lines(tmp_path / "export") == before
     assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text())
 
@@ -134,7 +134,7 @@ def test_resume_weights_without_model_config_uses_saved_model_and_tokenizer(
 def test_training_output_names_model_setting_that_differs_from_weights(corpus, sources, tmp_path):
     words = [*WORDS, *STILL, f"resume=weights:{sources['run']}", "model.rope.theta=1000"]
     said = finish(corpus, tmp_path / "run", *words)
-    assert "differs: model.rope.theta: 5000.0 there, 1000.0 here;" in said
+    assert "differs: model.rope.theta: 5000.0 in the weights, 1000.0 in this command;" in said
 
 
 NO_FITS = {
@@ -197,6 +197,6 @@ def test_init_match_factors_are_independent_of_ranks_and_kept_by_resume(corpus, 
     )
     before, uninterrupted = factors(one), metric_lines(one)
     unfinish(one, 4)
-    assert "continues after step 2" in finish(corpus, one, *WORDS, *MATCHED)
+    assert "resumes from step 2" in finish(corpus, one, *WORDS, *MATCHED)
     assert factors(one) == before
     assert metric_lines(one) == uninterrupted

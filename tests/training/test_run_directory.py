@@ -106,12 +106,12 @@ def test_resume_with_same_config_is_allowed(begun):
 
 
 OTHERS = [
-    ("seed=7", "seed: 0 there, 7 here"),
-    ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 there, 0.5 here"),
+    ("seed=7", "seed: 0 in the run, 7 in this command"),
+    ("optim.weight_decay=0.5", "optim.weight_decay: 0.1 in the run, 0.5 in this command"),
     ("attention=standard", "model.attention.head_norm"),
     ("steps=301", "steps"),
-    ("precision=fp32", "precision: auto there, fp32 here"),
-    ("data.mask_documents=true", "data.mask_documents: False there, True here"),
+    ("precision=fp32", "precision: auto in the run, fp32 in this command"),
+    ("data.mask_documents=true", "data.mask_documents: False in the run, True in this command"),
 ]
 
 

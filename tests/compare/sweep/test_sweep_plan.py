@@ -70,7 +70,9 @@ def test_sweep_resume_with_changed_fixed_value_raises_error_with_key() -> None:
     pretend(planned("seed=0,1", "steps=200"), finished=False)
     before = Path("outputs/mine/sweep.json").read_text()
     for values in ("0,1", "2,3"):  # The same runs, and different runs.
-        with pytest.raises(ConfigError, match=r"outputs/mine .*steps: 200 there, 300 here"):
+        with pytest.raises(
+            ConfigError, match=r"outputs/mine .*steps: 200 in the run, 300 in this command"
+        ):
             planned(f"seed={values}", "steps=300")
     assert Path("outputs/mine/sweep.json").read_text() == before
     planned("seed=0,1", "steps=200", "wandb.mode=disabled", "checkpoint.interval=7")
@@ -124,7 +126,7 @@ def test_sweep_extends_key_with_single_value_and_keeps_names_of_ended_runs(
     pretend(planned(*first))
     for _ in range(2):  # The second plan reads the record of the first plan.
         assert states(planned(*more)) == expected
-    with pytest.raises(ConfigError, match=r"weight_decay: 0\.1 there, 0\.2 here"):
+    with pytest.raises(ConfigError, match=r"weight_decay: 0\.1 in the run, 0\.2 in this command"):
         planned(*more, "optim.weight_decay=0.2")
     pretend([run for run in planned(*more) if not run["finished"]])
     assert states(planned(*more)) == dict.fromkeys(expected, True)
