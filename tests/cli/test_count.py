@@ -105,7 +105,7 @@ def test_parameter_count_includes_shared_experts_and_dense_layers():
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_saves_predicted_share_of_parameters_of_standard_with_2x_heads(
+def test_diff_v2_parameter_saving_over_standard_with_2x_heads_equals_formula(
     size,
 ):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
@@ -184,7 +184,7 @@ def test_count_command_with_json_prints_all_counts_as_json(capsys):
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_command_prints_matched_width_and_target_of_match(capsys):
+def test_count_command_with_parameter_match_prints_solved_width_and_target_variant(capsys):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     assert tools.main([*words, "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -244,7 +244,7 @@ def printed(capsys, *words):
     return out
 
 
-def test_count_compare_prints_differences_between_variants_or_equals_sign(capsys):
+def test_count_compare_prints_difference_to_first_variant_or_equals_sign(capsys):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 

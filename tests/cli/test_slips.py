@@ -106,7 +106,7 @@ def test_error_after_mistyped_command_line_names_fix(place, monkeypatch, capsys,
         (["steps=" + "[" * 2**17], "has too many nested brackets"),
     ],
 )
-def test_hint_is_empty_for_errors_without_typing_mistake(words, error):
+def test_error_without_typing_mistake_gets_no_hint(words, error):
     assert hint(words, error) == ""
 
 

@@ -115,7 +115,7 @@ def test_variant_config_equals_attention_section_of_full_config(name):
     assert alone == composed
 
 
-def test_derived_config_keys_follow_their_source_keys(monkeypatch):
+def test_config_key_that_defaults_to_another_key_gets_value_of_that_key(monkeypatch):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
     cfg = load_config(["model=tiny", "seq_len=96", "seed=5", "model.vocab_size=1000"])
     assert cfg.model.seq_len == 96

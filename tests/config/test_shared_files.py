@@ -124,7 +124,7 @@ def test_config_file_with_environment_variable_is_refused_without_reading_variab
     assert SECRET not in str(caught.value)
 
 
-def test_interpolation_of_environment_assembled_from_two_keys_is_refused():
+def test_environment_interpolation_assembled_from_two_config_values_is_refused():
     Path("mine/experiment").mkdir(parents=True)
     two = "wandb: {project: $, group: '${wandb.project}{oc.env:HF_TOKEN}'}"
     Path("mine/experiment/x.yaml").write_text(f"# @package _global_\n{two}\n")

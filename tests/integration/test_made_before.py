@@ -95,7 +95,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
         pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
     ],
 )
-def test_run_of_older_version_resumes_with_samples_and_losses_of_undisturbed_run(
+def test_run_of_older_version_resumes_with_samples_and_losses_of_uninterrupted_run(
     place: Path, name: str, stopped: int, words: list[str], ranks: int
 ) -> None:
     run = place / "outputs" / name

@@ -102,7 +102,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("packing", slow_but(["best_fit"], ["stream", "best_fit"]))
-def test_context_tokens_are_excluded_from_training_and_heldout_loss(tmp_path, packing):
+def test_tokens_marked_as_context_are_excluded_from_training_and_heldout_loss(tmp_path, packing):
     corpus = prepared_corpus(tmp_path)
     run = tmp_path / "run"
     overrides = words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
@@ -119,7 +119,7 @@ def test_context_tokens_are_excluded_from_training_and_heldout_loss(tmp_path, pa
     assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
 
 
-def test_train_refuses_heldout_sample_without_targets_before_first_step(tmp_path):
+def test_train_refuses_heldout_sequences_without_target_tokens_before_first_step(tmp_path):
     """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"

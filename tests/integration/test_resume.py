@@ -97,7 +97,7 @@ def test_killed_command_resumes_bit_identically_in_new_interpreter(corpus, strai
 
 
 @pytest.mark.slow
-def test_resume_keeps_instruction_set_and_compilation_of_checkpoint(corpus, tmp_path):
+def test_resume_uses_mkl_instruction_set_and_compile_setting_of_checkpoint(corpus, tmp_path):
     """The first run has the settings of an older version; its resume is bit-identical."""
     settings = (*INTERVALS, "precision=fp32", "data.num_workers=0")
 
@@ -125,7 +125,7 @@ sys.exit(main(command="train"))
 
 
 @pytest.mark.slow
-def test_resume_of_long_run_keeps_compilation(corpus, tmp_path):
+def test_resume_of_long_run_compiles_model_as_before(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), *INTERVALS]
     first = subprocess.Popen([sys.executable, "-c", AS_A_LONG_RUN, *words])

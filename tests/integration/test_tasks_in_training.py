@@ -73,7 +73,7 @@ def test_training_with_impossible_task_setting_prints_one_error(place, environme
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_trained_tiny_model_solves_mqar_and_attends_to_queried_pair(place, environment):
+def test_trained_tiny_model_solves_mqar_and_attends_to_queried_key_value_pair(place, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=200_000", "data.packing=best_fit"),

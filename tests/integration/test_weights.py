@@ -181,7 +181,9 @@ def factors(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_init_match_factors_are_independent_of_ranks_and_kept_by_resume(corpus, tmp_path):
+def test_initial_scale_factors_of_init_match_are_equal_on_two_ranks_and_after_resume(
+    corpus, tmp_path
+):
     one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))
     finish(corpus, standard, *WORDS, *EVERY_STEP, "attention=standard")
     finish(corpus, one, *WORDS, *MATCHED)

@@ -56,7 +56,7 @@ def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
         (0, True, "", False),
     ],
 )
-def test_slurm_script_requeues_only_jobs_that_stopped_and_saved(
+def test_slurm_script_requeues_job_only_after_signal_and_saved_checkpoint(
     tmp_path, code, marker, state, requeued
 ):
     exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)

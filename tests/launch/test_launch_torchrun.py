@@ -126,7 +126,7 @@ def test_launch_script_with_missing_requirement_fails_before_start_of_processes(
         (143, False, True, 143),
     ],
 )
-def test_torchrun_script_exits_with_75_for_requeue_else_with_code_of_torchrun(
+def test_torchrun_script_exits_with_75_to_request_requeue_else_with_exit_code_of_torchrun(
     tmp_path, code, marker, named, expected
 ):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")

@@ -50,7 +50,7 @@ def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     assert {"gpu", "reserve_gib", "global_batch_size"} < given.keys()
 
 
-def test_planned_flops_with_masked_documents_follow_data_visible_keys():
+def test_planned_flops_with_masked_documents_depend_on_data_visible_keys():
     words = ["model=dense_7b", "attention=diff_v2", "seq_len=4096"]
     masked = [*words, "data.mask_documents=true"]
     whole, unstated, stated = (
@@ -121,7 +121,7 @@ def test_plan_command_with_invalid_argument_prints_a_single_error_line(words, me
     assert len(error.splitlines()) == 1
 
 
-def test_planned_seconds_of_collectives_follow_given_bandwidths():
+def test_planned_seconds_of_collective_equal_sent_bytes_divided_by_bandwidth():
     cluster = Cluster(gpus=16, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     node, all_ranks, one_a_node = tuple(range(8)), tuple(range(16)), (0, 8)
 

@@ -74,7 +74,7 @@ def test_plan_distinguishes_invalid_change_from_change_that_does_not_fit_memory(
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_seconds_of_collective_over_unequal_nodes_follow_node_with_fewest_ranks():
+def test_seconds_of_collective_over_unequal_nodes_depend_on_node_with_fewest_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4
@@ -88,7 +88,7 @@ def test_seconds_of_collective_over_unequal_nodes_follow_node_with_fewest_ranks(
 
 
 @pytest.mark.slow
-def test_ranks_of_expert_group_share_a_node_before_shard_and_replica_groups():
+def test_mesh_places_expert_groups_inside_nodes_before_shard_and_replica_groups():
     cluster = Cluster(gpus=8, gpus_per_node=2)
     made = plan(cluster, set(), [*MOE, "parallel.replicate=2", "parallel.expert=2"])
     made = made.simulated(made.cfg.activation_checkpointing, print)

@@ -75,7 +75,7 @@ def slow(*values):
         slow(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
-def test_simulated_parameter_gradient_and_optimizer_bytes_equal_real_ranks(
+def test_simulated_parameter_gradient_and_optimizer_bytes_equal_bytes_on_real_ranks(
     ranks, overrides, tmp_path
 ):
     real = run_ranks(real_bytes, ranks, tmp_path, overrides)
@@ -116,7 +116,7 @@ REAL_STEPS = [  # one and two micro-batches
 
 
 @pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
-def test_simulated_peak_memory_equals_step_on_real_tensors(overrides):
+def test_simulated_peak_memory_equals_peak_of_step_with_real_tensors(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
     with fake_world(0, 2):  # gloo would make copies that do not exist on a GPU
@@ -128,7 +128,9 @@ def test_simulated_peak_memory_equals_step_on_real_tensors(overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", REAL_STEPS)
-def test_simulated_activations_and_collectives_equal_real_processes(overrides, tmp_path):
+def test_simulated_activation_bytes_and_collectives_equal_values_of_real_processes(
+    overrides, tmp_path
+):
     step = simulate(load_config(overrides), 2)
     real = run_ranks(activations_and_calls, 2, tmp_path, overrides)[0]
     assert (step.activations, counted(step.calls)) == real
