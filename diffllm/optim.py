@@ -77,8 +77,8 @@ class ProtectionConfig:
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, in a run of `steps` steps.
 
-    After a linear warm-up to `lr`, the rate falls to `min_lr_ratio * lr`: on a cosine for the
-    schedule cosine, or linearly in the last steps, after a constant rate, for wsd.
+    The rate rises linearly to `lr`, then falls to `min_lr_ratio * lr`. The schedule cosine falls on
+    a cosine. The schedule wsd stays constant and falls linearly over the last steps.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps

@@ -67,9 +67,10 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins in plugins=[...], and return `words` without --config-dir DIR.
+    """Import the plugins in plugins=[...]; return `words` without --config-dir DIR.
 
-    Commands in COMPOSE also read YAML files in DIR. Commands in NO_PLUGINS import nothing here.
+    Only commands in COMPOSE accept --config-dir, a directory of YAML files. Commands in NO_PLUGINS
+    import no plugins here.
 
     Args:
         name: name of the command, such as "train".
@@ -127,9 +128,9 @@ def interrupt(text: str, number: int, frame: FrameType | None) -> None:
 
 
 def report_error(error: UserError, hint_text: str) -> None:
-    """Print an error and `hint_text`, so that each error of a launch appears once.
+    """Print an error and `hint_text` on stderr, once for all ranks that raise the error.
 
-    Rank 0 prints its errors. Any other rank prints only errors that the other ranks do not raise.
+    Rank 0 prints every error. Any other rank prints only errors that the other ranks do not raise.
     """
     rank = own_rank()
     if rank == 0:

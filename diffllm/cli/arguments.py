@@ -62,9 +62,9 @@ class RunArguments:
 def parse(cls: type[T], argv: list[str], help_text: str) -> T:
     """Parse the words of a command line into the dataclass `cls`.
 
-    Print `help_text` and the fields, and exit, if `argv` contains --help. The fields have the types
-    str, int, float, bool or list[str], or one of these or None. The key of a list may be repeated.
-    Raises ConfigError for an unknown word, an invalid value or a missing field.
+    If `argv` contains --help, print `help_text` and the fields, and exit. Fields are str, int,
+    float, bool or list[str], optionally with None. The key of a list may be repeated. Raises
+    ConfigError for an unknown word, an invalid value or a missing field.
     """
     known = {f.name.rstrip("_"): f for f in fields(cls)}  # type: ignore[arg-type]
     if "-h" in argv or "--help" in argv:
@@ -86,7 +86,7 @@ def parse(cls: type[T], argv: list[str], help_text: str) -> T:
         try:
             text.encode()
         except UnicodeEncodeError:  # Python keeps undecodable bytes as surrogates
-            raise ConfigError(f"{name}= is not valid UTF-8") from None
+            raise ConfigError(f"the value of {name}= is not valid UTF-8 text") from None
         key, kind = known[name].name, known[name].type
         if known[name].metadata.get("path") and text:
             text = str(user_path(text, name))
@@ -110,9 +110,9 @@ def required(f: "Field[Any]") -> bool:
 
 
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
-    """Yield (field name, text of the value) for each word of a command line.
+    """Yield (key, text of the value) for each word of a command line.
 
-    Raises ConfigError for an unknown word. `known` maps names to fields.
+    Raises ConfigError for an unknown word. `known` maps keys to dataclass fields.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"

@@ -69,9 +69,10 @@ def attention_map_command(argv: list[str]) -> None:
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
-    """Convert "all" or an index from `lowest` to `count` - 1 to a list of indices; -1 is the last.
+    """Convert "all" or an index to a list of indices: with `count` 4, "-1" gives [3].
 
-    Raises ConfigError for any other text; the message names `key`.
+    Raises ConfigError for other text and for an index outside `lowest` to `count` - 1. The message
+    names `key`.
     """
     if text == "all":
         return list(range(count))

@@ -58,10 +58,10 @@ def count_command(argv: list[str]) -> None:
 
 
 def compared(values: list[str], overrides: list[str]) -> list[str]:
-    """Return the variant names in the value of `--compare`, such as "standard,diff_v2".
+    """Convert the value of `--compare`, such as ["standard,diff_v2"], to a list of variant names.
 
-    Raises ConfigError for an unknown or repeated variant, for a single variant, for a repeated
-    `--compare`, and for an attention= in `overrides`.
+    Raises ConfigError for an unknown, repeated or single variant, for a repeated `--compare`, and
+    for attention= in `overrides`.
     """
     text = " --compare ".join(values)
     names = text.split(",")

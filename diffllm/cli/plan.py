@@ -1,7 +1,7 @@
 """diffllm plan [gpus=N] [gpu=NAME] [tokens=N] [overrides as for train.py] [--json]
 
-Estimate memory, communication and time of a training run on a cluster. Memory and communication
-come from a simulated step without data or processes, time from stated FLOP/s and bandwidths.
+Estimate memory, communication and time of a training run on a cluster. A simulated step without
+data gives memory and communication. FLOP/s and bandwidths of the hardware give the time.
 
 diffllm plan model=moe_30a3 attention=diff_v2 seq_len=4096 parallel.shard=64 parallel.expert=8 \\
     gpus=512 gpu=h200 tokens=1e12

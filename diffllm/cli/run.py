@@ -28,7 +28,7 @@ def report_on(path: Path) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when the signal `number` has stopped training, after a checkpoint is saved.
+    """Raised after a signal, `number`, has stopped training and a checkpoint has been saved.
 
     The base class KeyboardInterrupt also stops a notebook cell or a loop over configs.
     """

@@ -1,4 +1,4 @@
-"""The config of a run: composed, typed, checked, saved and compared."""
+"""Config of a run: composition, validation, storage and comparison."""
 
 from diffllm.config.loading import load_config
 from diffllm.config.schema import Precision, RunConfig, TrainConfig

@@ -65,7 +65,9 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
         composed.steps = steps_to_train(cfg)
         cfg = typed_config(composed)
     if cfg.plugins != plugins_in(words):
-        raise ConfigError(f"plugins=[{','.join(cfg.plugins)}] is in a YAML; use the command line")
+        raise ConfigError(
+            f"plugins=[{','.join(cfg.plugins)}] is set in a YAML file; use the command line"
+        )
     for by, target in (("params", cfg.model.match_params_to), ("flops", cfg.model.match_flops_to)):
         if target is not None:
             check_choice(f"model.match_{by}_to={target}", target, variants())
@@ -78,7 +80,7 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if model.match_flops_to lacks the number of visible keys that it needs.
+    """Raise ConfigError if model.match_flops_to needs a number of visible keys that is not set.
 
     With document masks, the FLOPs depend on this number, and the corpus is not read yet.
     """

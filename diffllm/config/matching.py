@@ -64,9 +64,8 @@ def match(
     """Solve the feed-forward width at which `model` costs as much as a target model.
 
     The target model is `model` with the attention `target_attention`. If both costs are equal, keep
-    the width. Otherwise, try the divisors 64, 32, 16 and 8, and return the first width whose cost
-    is within TOLERANCE of the target: the multiple of the divisor nearest to the exact solution.
-    Raises ConfigError if all four fail.
+    the width. Otherwise, round the exact solution to a multiple of 64; if the costs then differ by
+    more than TOLERANCE, use a multiple of 32, 16 or 8. Raises ConfigError if they still differ.
 
     Args:
         target: name of the target variant.

@@ -112,7 +112,7 @@ def name_from(path: Path) -> str:
 
 
 def differing(attention: AttentionConfig, name: str) -> dict[str, Any]:
-    """Return the values in `attention` that differ from the attention YAML `name`, by key."""
+    """Return {key: value} for values in `attention` that differ from the attention YAML `name`."""
     changes = changes_to(variant_config(name), attention, ("backend", "values"))
     return {key: value for key, (_, value) in changes.items()}
 

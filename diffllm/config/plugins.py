@@ -134,7 +134,7 @@ def config_directory() -> Path:
 
 
 class SharedYaml(FileConfigSource):
-    """Reader of YAML files from plugins and --config-dir for Hydra.
+    """Hydra's reader for YAML files of plugins and of --config-dir.
 
     These files cannot read environment variables or set Hydra's own keys.
     """
@@ -213,7 +213,9 @@ def imported(name: str) -> ModuleSpec:
         spec = importlib.util.find_spec(target)
         namespace = spec and not spec.origin and spec.submodule_search_locations
         if spec is None or not (spec.has_location or namespace):
-            raise ConfigError(f"module {target} has no source file, which a run must record")
+            raise ConfigError(
+                f"module {target} has no source file, but runs record the source of plugins"
+            )
         if target not in LOADED or LOADED[target][0] is not spec:  # just imported, or reloaded
             place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
             base = place.parents[spec.name.count(".")]
@@ -278,7 +280,9 @@ def add_directory(directory: Path) -> None:
         return
     for other in (ours, *_DIRECTORIES):
         if both := sorted(yamls(directory) & yamls(other)):
-            raise ConfigError(f"{directory / both[0]} has the same name as {other / both[0]}")
+            raise ConfigError(
+                f"{directory / both[0]} has the same name as {other / both[0]}; rename one file"
+            )
     _DIRECTORIES.append(directory)
 
 

@@ -208,7 +208,9 @@ class TrainConfig:
         """
         batch = self.global_batch_size
         if batch % world_size:
-            raise ConfigError(f"global_batch_size={batch} must be a multiple of {world_size} ranks")
+            raise ConfigError(
+                f"global_batch_size={batch} must be a multiple of {world_size}, the number of ranks"
+            )
         share = batch // world_size
         micro = self.micro_batch_size or share
         if share % micro:

@@ -21,7 +21,7 @@ READ = {"seed": WHOLE, "model.init_seed": WHOLE, "optim.lr": FLOAT, "run.dir": P
 class SimilarConfigs:
     """Reader for the configs of many runs.
 
-    Files that differ only in the values of the keys READ, such as the seed, are parsed once.
+    Files that differ only in the values of the keys in READ, such as the seed, are parsed once.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,10 @@ class SimilarConfigs:
 
 
 def split(text: str) -> tuple[str, dict[str, str] | None]:
-    """Return the text of a config.yaml without the values of the keys READ, and {key: value}.
+    """Return the text of a config.yaml without the values of some keys, and these values by key.
 
-    The second result is None if a key is missing or if its value is not a plain number or path.
+    READ lists the keys. The second result is None if a key is missing or if a value is not a plain
+    number or path.
     """
     section, kept, own = "", [], {}
     lines = text.splitlines()

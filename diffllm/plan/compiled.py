@@ -139,8 +139,8 @@ def fuses(node: fx.Node) -> bool:
 def gpu_kernels() -> Iterator[None]:
     """In this context, RMSNorm and the weight gradient of the loss take as much memory as on a GPU.
 
-    Functions that only allocate replace uncompiled RMSNorm and the gradient; their results have no
-    meaningful values.
+    Both are replaced by functions that only allocate memory, RMSNorm only outside compiled code.
+    Their results have no meaningful values.
     """
 
     def rms_norm(

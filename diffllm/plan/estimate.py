@@ -74,8 +74,8 @@ class Cluster:
     def seconds(self, call: Call) -> float:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
-        Between nodes, one ring per network card runs in parallel, as many as the smallest number of
-        participating ranks in a node.
+        Between nodes, rings run in parallel, each through one network card per node. Their number
+        is the smallest number of participating ranks in a node.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -94,7 +94,7 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """All calls per step of one kind of collective over groups of `ranks` ranks.
+    """Total of all collectives of one kind over groups of `ranks` ranks in one step.
 
     `in_a_node` is the smallest number of these ranks in a node. `sent` is in bytes per rank.
     """
@@ -122,8 +122,8 @@ Say = Callable[[str], None]
 class RunPlan:
     """Planned memory, time and traffic of a run on a cluster.
 
-    `words` are the overrides that changed an earlier plan. `steps` maps activation checkpointing
-    (True or False) to a simulated step.
+    `words` are the overrides that distinguish a changed plan from the original plan. `steps` maps
+    activation checkpointing (True or False) to a simulated step.
     """
 
     cfg: TrainConfig

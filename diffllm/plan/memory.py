@@ -128,7 +128,7 @@ class Memory:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In this context, also record resized storages, but no tensors of shape inference."""
+        """In this context, record resized storages, and ignore DTensor's shape inference."""
         resize = torch.UntypedStorage.resize_
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 

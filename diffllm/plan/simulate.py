@@ -60,9 +60,9 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with all automatic settings that affect memory set as on a GPU.
+    """Return `cfg` with the values that automatic settings would have on a GPU.
 
-    The SDPA backend replaces flash-attn and FlexAttention, which do not run on a CPU.
+    The SDPA backend replaces flash-attn and FlexAttention.
     """
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)

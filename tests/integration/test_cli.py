@@ -210,7 +210,7 @@ def test_sweep_on_two_ranks_succeeds_and_prints_error_once(tmp_path, tiny, envir
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, refused.err
-    assert "global_batch_size=5 must be a multiple of 2 ranks" in errors[0]
+    assert "global_batch_size=5 must be a multiple of 2, the number of ranks" in errors[0]
     assert not list(tmp_path.iterdir())
     swept = ["-m", "attention=standard,diff_v2", *tiny, "run.sweep=pair"]
     result = command([*words, *swept], tmp_path, environment)

@@ -236,7 +236,7 @@ def test_unknown_plugin_or_config_dir_gives_single_line_error(place, mine, tmp_p
         ),
         (
             ["--config-dir", str(tmp_path / "global"), "experiment=all"],
-            "plugins=[scaled_attention] is in a YAML",
+            "plugins=[scaled_attention] is set in a YAML file",
         ),
     ):
         assert_ends(train(words, cwd, env), *parts)

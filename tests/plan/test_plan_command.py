@@ -111,7 +111,7 @@ def test_plan_command_reports_if_no_tried_change_fits_gpu_memory(capsys):
         (["mfu=2"], "mfu=2.0 must be at most 1"),
         (["rank=8"], "rank=8 must be less than gpus=8"),
         (["gpus=3", "parallel.shard=2"], "needs 2 processes, not 3"),
-        (["gpus=3", "global_batch_size=8"], "must be a multiple of 3 ranks"),
+        (["gpus=3", "global_batch_size=8"], "must be a multiple of 3, the number of ranks"),
     ],
 )
 def test_plan_command_with_invalid_argument_prints_a_single_error_line(words, message, capsys):
