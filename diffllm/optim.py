@@ -145,10 +145,7 @@ def update(optimizer: torch.optim.AdamW, lr: float, skip: Tensor) -> None:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the optimizer state by name.
-
-    The names are those of the parameters with the suffix `.exp_avg`, `.exp_avg_sq` or `.step`.
-    """
+    """Return the optimizer state by name: `<parameter>.exp_avg`, `.exp_avg_sq` and `.step`."""
     return {
         f"{name}.{key}": value
         for name, param in params.items()

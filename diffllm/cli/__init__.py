@@ -70,11 +70,7 @@ def with_plugins(name: str, words: list[str]) -> list[str]:
     """Import the plugins in plugins=[...]; return `words` without --config-dir DIR.
 
     Only commands in COMPOSE accept --config-dir, a directory of YAML files. Commands in NO_PLUGINS
-    import no plugins here.
-
-    Args:
-        name: name of the command, such as "train".
-        words: words of the command line after the name.
+    import no plugins here. `name` is the command, such as "train".
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
@@ -128,10 +124,7 @@ def interrupt(text: str, number: int, frame: FrameType | None) -> None:
 
 
 def report_error(error: UserError, hint_text: str) -> None:
-    """Print an error and `hint_text` on stderr, once for all ranks that raise the error.
-
-    Rank 0 prints every error. Any other rank prints only errors that the other ranks do not raise.
-    """
+    """Print an error and `hint_text` on stderr, once for all ranks that raise the error."""
     rank = own_rank()
     if rank == 0:
         echo(f"error: {error}{hint_text}", file=sys.stderr)
@@ -144,9 +137,7 @@ def report_error(error: UserError, hint_text: str) -> None:
 def main(argv: list[str] | None = None, command: str | None = None) -> int:
     """Run one command and return the exit code: 2 after a UserError, 130 after Ctrl-C.
 
-    Args:
-        argv: words of the command line; None: sys.argv[1:].
-        command: name of the command; None: the first word.
+    `argv` defaults to sys.argv[1:], and `command` to the first word of `argv`.
     """
     open_closed_descriptors()  # before the imports that open files
     args = [*([command] if command else []), *(sys.argv[1:] if argv is None else argv)]

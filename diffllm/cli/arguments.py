@@ -110,9 +110,9 @@ def required(f: "Field[Any]") -> bool:
 
 
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
-    """Yield (key, text of the value) for each word of a command line.
+    """Yield (key, text of the value) for each word; raises ConfigError for an unknown word.
 
-    Raises ConfigError for an unknown word. `known` maps keys to dataclass fields.
+    `known` maps the keys of the command to dataclass fields.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"

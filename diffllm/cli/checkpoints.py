@@ -46,11 +46,8 @@ def checkpoints_command(argv: list[str]) -> int:
 def checkpoint_facts(path: Path, checksums: bool) -> dict[str, Any]:
     """Return step, state, size and other values of one checkpoint, for the table and for JSON.
 
-    The state is "good", "damaged" or "incomplete". Raises FileNotFoundError if the training process
-    deletes the checkpoint during the call.
-
-    Args:
-        checksums: compare checksums as well as file sizes.
+    The state is "good", "damaged" or "incomplete". `checksums` compares the content of files as
+    well as their sizes. Raises FileNotFoundError if training deletes the checkpoint meanwhile.
     """
     incomplete = path.name.startswith(".")
     problems = [] if incomplete else faults(path, checksums)

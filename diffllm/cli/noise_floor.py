@@ -129,21 +129,15 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
 
 def best_lambda(maps: Array) -> Array:
-    """Return for each point the lambda in LAMBDAS with the largest mean signal-to-noise ratio.
-
-    Args:
-        maps: (5, points, draws), result of `draw_maps`.
-    """
+    """Return the lambda in LAMBDAS with the largest mean SNR, for each point in `maps`."""
     return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
     """Return the largest noise amplitude at which the mean SNR reaches cfg.threshold, within 1e-4.
 
-    Return 0.0 if the SNR is too small even without noise, and None if LARGEST_AMPLITUDE is usable.
-
-    Args:
-        best: use the best lambda for each amplitude; False: standard attention, lambda 0.
+    Use the best lambda for each amplitude if `best` is true, otherwise standard attention. Return
+    0.0 if the SNR is too small even without noise, and None if LARGEST_AMPLITUDE is usable.
     """
 
     def surplus(amplitude: float) -> float:

@@ -51,8 +51,7 @@ def plan_command(argv: list[str]) -> None:
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
     """Return the numbers of the plan `made` for JSON output, in bytes, seconds and FLOPs.
 
-    Args:
-        change: the plan with the smallest change that fits into memory; None if `made` fits.
+    If `made` does not fit into memory, `change` is the plan with the smallest change that fits.
     """
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)

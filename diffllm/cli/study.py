@@ -190,9 +190,8 @@ def power_command(argv: list[str]) -> None:
 def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for each printed line about the runs of a pilot.
 
-    Args:
-        found: result of `power_numbers`.
-        pairs: standard deviation of differences between runs of equal seed; None if unknown.
+    `found` is the result of `power_numbers`. `pairs` describes differences between runs of equal
+    seed.
     """
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
@@ -240,11 +239,7 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print the probability that a pilot with this number of runs recommends too few seeds.
-
-    Args:
-        found: result of `power_numbers`.
-    """
+    """Print the probability that a pilot with this number of runs recommends too few seeds."""
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

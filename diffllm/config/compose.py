@@ -65,9 +65,7 @@ def variants() -> list[str]:
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
     """Return the attention config of the variant `name`.
 
-    Args:
-        schema: name of a registered config class; if the variant has no YAML file, return the
-            defaults of this class.
+    If the variant has no YAML file, return the defaults of the registered config class `schema`.
     """
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()

@@ -118,8 +118,7 @@ def choices() -> dict[str, dict[str, str]]:
 def sections_of(cfg: DictConfig, name: str = "") -> Iterator[KeySection]:
     """Yield one KeySection for the dataclass of `cfg` and one for each nested dataclass.
 
-    Args:
-        name: dotted key of `cfg` in the whole config; "" for the whole config.
+    `name` is the dotted key of `cfg`, or "" for the whole config.
     """
     config, inside = OmegaConf.get_type(cfg), []
     assert isinstance(config, type)
@@ -187,10 +186,7 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return a one-line description of the variant `name`.
-
-    This is the comment at the top of its YAML file, or else the start of the docstring of `config`.
-    """
+    """Return the comment at the top of a variant's YAML file, or else its class docstring."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 

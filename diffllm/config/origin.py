@@ -148,12 +148,7 @@ def compose_with_origin(words: list[str]) -> DictConfig:
 
 
 def implied(origin: Origin, given: dict[str, str]) -> list[str]:
-    """Return overrides that set the model and the tokenizer of `origin`.
-
-    Args:
-        given: overrides of the user as {key: value}; the result contains no override of these
-            keys.
-    """
+    """Return overrides for the model and tokenizer of `origin`, except for the keys in `given`."""
     words = []
     if "model" not in given:
         # The YAML also sets the learning rate. Imported models have no YAML.

@@ -41,9 +41,7 @@ ALLOWED = re.compile(r"\$\{(?:[\w.\[\]-]+|of_steps:[\w\s.,+-]*)\}")
 def check_interpolations(words: list[str], where: str = "") -> None:
     """Raise ConfigError for an interpolation other than ${key} and ${of_steps:...}.
 
-    Args:
-        words: overrides.
-        where: beginning of the error message, such as a file name.
+    The message starts with `where`, for example a file name.
     """
     for word in words:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
@@ -52,12 +50,9 @@ def check_interpolations(words: list[str], where: str = "") -> None:
 
 
 def check_shared(words: list[str], where: str) -> None:
-    """Raise ConfigError if overrides in a file set plugins or keys of Hydra.
+    """Raise ConfigError if overrides in the file `where` set plugins or keys of Hydra.
 
     Also raise ConfigError for interpolations that `check_interpolations` refuses.
-
-    Args:
-        where: name of the file, for the error message.
     """
     check_interpolations(words, f"{where}: ")
     for word in words:
@@ -78,11 +73,7 @@ def check_secrets(words: list[str]) -> None:
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:
-    """Raise ConfigError unless `name` is one of the options.
-
-    Args:
-        word: start of the error message, such as "attention=foo".
-    """
+    """Raise ConfigError, which starts with `word`, unless `name` is one of the options."""
     if name not in options:
         raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
 
@@ -90,8 +81,7 @@ def check_choice(word: str, name: str, options: list[str]) -> None:
 def check_overrides(overrides: list[Override], choices: Callable[[str], list[str]]) -> None:
     """Raise ConfigError for an override that Hydra accepts but diffllm does not allow.
 
-    Args:
-        choices: function that returns the names of the YAML files in a config group.
+    `choices` returns the names of the YAML files in a config group.
     """
     for override in overrides:
         word, key = override.input_line, override.key_or_group
@@ -166,11 +156,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Return a one-line message for an error in a composition, with the most similar known key.
-
-    Args:
-        words: overrides of the composition.
-    """
+    """Describe an error in the composition of overrides in one line, with the most similar key."""
     if isinstance(error, OverrideParseException):
         return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error

@@ -45,10 +45,8 @@ def loaded_version(module: str) -> str:
 def version_changes(recorded: dict[str, str]) -> Changes:
     """Compare the plugin versions that a run recorded with the plugins imported in this process.
 
-    Return {"plugins": (versions in the run, versions now)}, or {} if all versions are equal.
-
-    Args:
-        recorded: {plugin: version} from the run's run.json.
+    `recorded` maps plugins to versions. Return {"plugins": (versions in the run, versions now)}, or
+    {} if all versions are equal.
     """
     now = {name: loaded_version(name) for name in recorded}
     changed = [name for name in recorded if recorded[name] != now[name]]

@@ -29,11 +29,8 @@ MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OSError, Recursion
 def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> Changes:
     """Compare the run at `path` with the config `cfg` and with the plugins of this process.
 
-    Return {key: (value in the run, value now)}, or {} if the directory contains no run. Raises
-    CheckpointError if the run's config cannot be read.
-
-    Args:
-        free: keys to ignore.
+    Return {key: (value in the run, value now)} without the keys in `free`, or {} if the directory
+    contains no run. Raises CheckpointError if the run's config cannot be read.
     """
     if not (path / "config.yaml").is_file():
         return {}
@@ -41,10 +38,9 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 
 
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
-    """Compare the plugin versions of a run with the plugins of this process; see `version_changes`.
+    """Compare the plugin versions of a run with those of this process; see `version_changes`.
 
-    Args:
-        needs_all: also report plugins of the run that this process has not imported.
+    Include plugins that this process has not imported if `needs_all` is true.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
@@ -59,9 +55,7 @@ def warn_of_plugins(run: Path) -> None:
 def changes_to(begun: Any, cfg: Any, free: tuple[str, ...] = FREE) -> Changes:
     """Return {key: (value in `begun`, value in `cfg`)} for all keys whose values differ.
 
-    Args:
-        begun, cfg: configs, or sections of configs.
-        free: keys to ignore.
+    Both are configs, or sections of configs. Ignore the keys in `free`.
     """
     saved, new = flatten(yaml_dict(begun)), flatten(yaml_dict(cfg))
     keys = {key for key in saved.keys() | new.keys() if saved.get(key) != new.get(key)}
@@ -104,12 +98,9 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Return the error message for a path that is not a run directory.
+    """Return the error message for a path that is not a run directory, as it lacks `missing`.
 
     The message suggests directories with similar names, or lists the runs inside the path.
-
-    Args:
-        missing: file that the directory should contain.
     """
     if not path.is_dir():
         names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
@@ -136,9 +127,6 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
     """Raise UserError if a saved config needs an attention class or data source not yet imported.
 
     The message names the plugins, because only the user may decide to import them.
-
-    Args:
-        saved: content of config.yaml.
     """
     missing = [
         f"{group}={name}"

@@ -233,8 +233,8 @@ class RunPlan:
 def plan(cluster: Cluster, given: set[str], overrides: list[str]) -> RunPlan:
     """Plan a run on a cluster; `RunPlan.simulated` then adds simulated steps.
 
-    `given` contains the keys of `cluster` that the user set, and `overrides` the training config.
-    Raises ConfigError for an invalid config and for an unknown GPU.
+    `given` contains the keys of `cluster` that the user set. Raises ConfigError for an invalid
+    config and for an unknown GPU.
     """
     cfg, assumed = planned_config(cluster, overrides)
     return RunPlan(cfg, overrides, cluster, [*assumptions(cfg, cluster, given), *assumed])

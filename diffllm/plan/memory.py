@@ -51,11 +51,8 @@ class Call(NamedTuple):
 def call_of(func: Any, args: tuple, out: Any) -> Call | None:
     """Return the collective that a torch operation starts; None if the operation sends no data.
 
-    Raises NotImplementedError if the operation communicates but is not in `Collective`.
-
-    Args:
-        func, args: operation and its arguments, as in `__torch_dispatch__`.
-        out: result of the operation.
+    `func` and `args` are those of `__torch_dispatch__`, and `out` is the result. Raises
+    NotImplementedError if the operation communicates but is not in `Collective`.
     """
     if getattr(func, "namespace", None) not in NAMESPACES:
         return None

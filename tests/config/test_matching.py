@@ -48,7 +48,9 @@ def by_trying(model, own, target):
 @pytest.mark.parametrize(
     "target", slow_but(["diff_v2"], ["diff_v2", "standard_1p5x_heads", "gated"])
 )
-def test_parameter_match_of_every_variant_uses_largest_divisor_within_tolerance(size, target):
+def test_parameter_match_of_every_variant_rounds_width_to_largest_divisor_within_tolerance(
+    size, target
+):
     model = shape(size)
     if not has_shape(model, target):
         with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
@@ -80,7 +82,7 @@ def test_parameter_match_of_every_variant_uses_largest_divisor_within_tolerance(
 
 @pytest.mark.parametrize("size", slow_but(["tiny", "moe_mini"], SIZES))
 @pytest.mark.parametrize("target", ["diff_v2", "standard"])
-def test_flop_match_solves_same_width_as_equations(size, target):
+def test_flop_match_gives_width_computed_from_equations(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)
     for own in ("standard", "gated", "diff_v2", "standard_2x_heads"):

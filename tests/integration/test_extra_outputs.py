@@ -43,7 +43,9 @@ def shown(path: Path) -> dict[str, dict[int, float]]:
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
 
 
-def test_tensorboard_equals_metrics_jsonl_and_profile_has_chosen_steps(corpus, tmp_path, capfd):
+def test_tensorboard_values_equal_metrics_jsonl_and_profile_contains_chosen_steps(
+    corpus, tmp_path, capfd
+):
     path = tmp_path / "run"
     words = [*overrides_of(corpus, path), *WORDS, "data.num_workers=0"]
     words += ["metrics.tensorboard=true", "profile.steps=[2,3]"]

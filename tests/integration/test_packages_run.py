@@ -22,7 +22,7 @@ def run_on_another_package(words: list[str]) -> int:
     return 0
 
 
-def test_training_output_and_run_json_name_packages_that_differ_from_reference(
+def test_training_on_packages_corpus_reports_packages_that_differ_from_reference_corpus(
     tmp_path, tiny, environment
 ):
     own = [w for w in tiny if not w.startswith(("data=", "data.paths", "data.heldout"))]

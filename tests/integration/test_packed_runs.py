@@ -45,7 +45,7 @@ def shares(overrides: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_packed_run_on_two_ranks_equals_single_rank_and_reports_padding(corpus, tmp_path):
+def test_packed_run_on_two_ranks_equals_run_on_single_rank_and_reports_padding(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     overrides = words(corpus, one, *PACKED)
     said = ForkedRun(overrides, 1, one).finish()

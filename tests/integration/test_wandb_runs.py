@@ -36,7 +36,7 @@ def said_of_wandb(output: str) -> list[str]:
     return others
 
 
-def test_offline_wandb_run_contains_metrics_config_and_definitions(directory, corpus):
+def test_offline_wandb_run_contains_config_metrics_and_metric_definitions(directory, corpus):
     run = directory / "whole"
     overrides = ("steps=6", "log_interval=2", "diagnostics.interval=3", "eval.interval=3")
     tags = ("run.sweep=a-sweep", "wandb.tags=[mine]")
