@@ -129,7 +129,7 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
 
 def best_lambda(maps: Array) -> Array:
-    """Return the lambda in LAMBDAS with the largest mean SNR, for each point in `maps`."""
+    """Return the lambda with the largest mean SNR per point; `maps` comes from `draw_maps`."""
     return LAMBDAS[effective(maps[..., None], LAMBDAS)[1].mean(axis=1).argmax(axis=1)]
 
 

@@ -73,7 +73,7 @@ def check_secrets(words: list[str]) -> None:
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:
-    """Raise ConfigError, which starts with `word`, unless `name` is one of the options."""
+    """Raise ConfigError unless `name` is an option; the message starts with `word`."""
     if name not in options:
         raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
 

@@ -98,7 +98,7 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Return the error message for a path that is not a run directory, as it lacks `missing`.
+    """Return the error message for a path without `missing`, a file that every run directory has.
 
     The message suggests directories with similar names, or lists the runs inside the path.
     """
