@@ -139,7 +139,7 @@ def notebook(words: list[str]) -> int:
 def test_notebook_can_define_same_variant_twice(tmp_path, tiny, environment):
     done = forked_call(notebook, tiny, tmp_path, environment)
     assert done.code == 0, done
-    with pytest.raises(UserError, match=r"attention=cell.*plugins=\[module\] imports"):
+    with pytest.raises(UserError, match=r"attention=cell.*add plugins=\[module\]"):
         diffllm.load_model(tmp_path / "run0")
 
 
