@@ -86,7 +86,7 @@ def parse(cls: type[T], argv: list[str], help_text: str) -> T:
         try:
             text.encode()
         except UnicodeEncodeError:  # Python keeps undecodable bytes as surrogates
-            raise ConfigError(f"the value of {name}= is not valid UTF-8 text") from None
+            raise ConfigError(f"{name}= must be valid UTF-8 text") from None
         key, kind = known[name].name, known[name].type
         if known[name].metadata.get("path") and text:
             text = str(user_path(text, name))

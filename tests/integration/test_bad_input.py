@@ -153,7 +153,7 @@ def test_train_refuses_unusable_override(workspace, words, named):
 @pytest.mark.parametrize(
     ("size", "words", "named"),
     [
-        ("3", [], ["global_batch_size=4", "3 ranks"]),
+        ("3", [], ["global_batch_size=4", "a multiple of 3, the number of ranks"]),
         ("4", ["parallel=hsdp"], ["parallel.shard=8", "not 4"]),
     ],
 )
