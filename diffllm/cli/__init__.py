@@ -69,8 +69,8 @@ def module_of_command(name: str) -> str:
 def with_plugins(name: str, words: list[str]) -> list[str]:
     """Import the plugins in plugins=[...]; return `words` without --config-dir DIR.
 
-    Only commands in COMPOSE accept --config-dir, a directory of YAML files. Commands in NO_PLUGINS
-    import no plugins here. `name` is the command, such as "train".
+    Commands in NO_PLUGINS import no plugins here. Of all other commands, only those in COMPOSE
+    accept --config-dir, a directory of YAML files. `name` is the command, such as "train".
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):

@@ -74,8 +74,8 @@ class Cluster:
     def seconds(self, call: Call) -> float:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
-        Between nodes, rings run in parallel, each through one network card per node. Their number
-        is the smallest number of participating ranks in a node.
+        Rings between nodes run in parallel, each through one network card per node. Their number is
+        the smallest number of participating ranks in a node.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
