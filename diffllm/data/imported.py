@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
-from diffllm.core.files import build_once
 from diffllm.data.config import DataConfig
 from diffllm.data.shards import LARGEST_SHARE, LEAST_TOKENS, MANIFEST, Manifest, Shard, Split
 from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans, token_counts
@@ -33,15 +33,16 @@ from diffllm.data.verified import usable
 
 @dataclass(eq=False)
 class FilesStream:
-    """The tokens [start, stop) of several concatenated token files; cheap to pickle.
+    """Tokens [start, stop) of several concatenated token files.
 
-    The constructor raises DataError for an unusable file or a changed index file.
+    `tokenizer` contains the vocabulary size and the EOS id. `indexes` maps the path of each index
+    file to the size and hash of that file at preparation. The constructor raises DataError for an
+    unusable token file or a changed index file.
     """
 
     split: str
     paths: Sequence[str]
     tokenizer: tuple[int, int]
-    """Vocabulary size and EOS id."""
     start: int
     stop: int
     """Range [start, stop) in the tokens of all files."""
@@ -70,7 +71,7 @@ class FilesStream:
 
 @dataclass(frozen=True)
 class ImportedData(TokenData):
-    """A corpus of token files; `directory` contains only the tokenizer and the manifest."""
+    """Corpus of token files, read in place; only tokenizer and manifest are in the cache."""
 
     paths: tuple[str, ...]
     indexes: dict[str, FileFacts]
@@ -90,14 +91,14 @@ class ImportedData(TokenData):
         stream = FilesStream(name, self.paths, tokenizer, start, stop, self.indexes)
         if len(stream.whole) != total:
             raise DataError(
-                f"{', '.join(self.paths[:3])}: {len(stream.whole):,} tokens, formerly {total:,}; "
-                f"delete {self.directory} to count the tokens again"
+                f"{', '.join(self.paths[:3])}: found {len(stream.whole):,} tokens, but the first "
+                f"run found {total:,}; delete {self.directory} to count the tokens again"
             )
         return stream
 
 
 def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
-    """Open the token files of data.paths, or a single directory of diffllm shards.
+    """Open a corpus of token files, or a directory of diffllm token shards, at data.paths.
 
     The first call counts the tokens and stores the counts in `cache_dir`. Raises DataError for
     missing or unusable files, or for token files without data.tokenizer.
@@ -110,7 +111,7 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
     found, _ = paths_of(cfg)
     paths = [path for path, root in found.items() if root is None or path.suffix in OPENERS]
     if not paths:
-        raise DataError(f"data.paths={cfg.paths[0]}: no {' or '.join(OPENERS)} file")
+        raise DataError(f"data.paths={cfg.paths[0]} contains no {' or '.join(OPENERS)} file")
     beside = {index for path in paths if path.suffix in OPENERS for index in index_files(path)}
     paths = [path for path in paths if path not in beside]
     if wrong := [path for path in paths if path.suffix not in OPENERS]:
@@ -118,32 +119,33 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
             f"data.paths: {wrong[0]} is neither a {' or '.join(OPENERS)} file nor a directory with "
             f"{MANIFEST}"
         )
-    prints = [fingerprint(path) for path in paths]
+    fingerprints = [fingerprint(path) for path in paths]
     indexes = [index for path in paths for index in index_files(path)]
     facts = dict(zip(map(str, indexes), file_facts(indexes, cache_dir), strict=True))
     hashes = [each.sha256 for each in facts.values()]
-    corpus = combined_hash(["tokens", prints, cfg.heldout_fraction, hashes])
+    corpus = combined_hash(["tokens", fingerprints, cfg.heldout_fraction, hashes])
     directory = cache_dir / "tokens" / combined_hash([corpus, tokenizer.pieces_hash])[:32]
 
     def build(directory: Path) -> None:
         write_tokenizer(located(str(cfg.tokenizer)), directory)
-        counted(paths, prints, tokenizer, cfg.heldout_fraction, corpus).save(directory)
+        manifest = counted(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
+        manifest.save(directory)
 
     build_once(directory, build)
     return ImportedData(directory, tuple(map(str, paths)), facts)
 
 
 def counted(
-    paths: Sequence[Path], prints: Sequence[str], tokenizer: Tokenizer, fraction: float, corpus: str
+    paths: Sequence[Path],
+    fingerprints: Sequence[str],
+    tokenizer: Tokenizer,
+    fraction: float,
+    corpus_hash: str,
 ) -> Manifest:
-    """Return the manifest of token files: counts per split, with the last documents held out.
+    """Count the tokens and documents of token files, and hold out the last documents.
 
-    Raises DataError if no document begins in the held-out share of the tokens.
-
-    Args:
-        prints: fingerprint of the content of each file.
-        fraction: held-out share of the tokens; a small corpus holds out more.
-        corpus: hash that identifies the corpus.
+    The held-out documents have about `fraction` of the tokens, or more if the corpus is small.
+    Raises DataError if no document begins in this last part of the tokens.
     """
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
@@ -152,8 +154,8 @@ def counted(
     cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
     if cut >= length:
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: no document begins in the last "
-            f"{share:.2g} of the tokens; increase data.heldout_fraction={fraction}"
+            f"{', '.join(map(str, paths[:3]))}: no document begins in the last {share:.2%} of the "
+            f"tokens, so none can be held out; increase data.heldout_fraction={fraction}"
         )
     counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}
@@ -162,7 +164,7 @@ def counted(
         for number, first, last in spans(whole.ends, start, stop):
             if last > first:
                 documents += documents_in(files[number], first, last)
-                shards.append(Shard(paths[number].name, last - first, prints[number]))
+                shards.append(Shard(paths[number].name, last - first, fingerprints[number]))
         splits[name] = Split(documents, stop - start, 0, shards)
     source = f"tokens of {names_of([path.name for path in paths])}"
-    return Manifest.of(tokenizer, counts, source=source, corpus=corpus, splits=splits)
+    return Manifest.of(tokenizer, counts, source=source, corpus=corpus_hash, splits=splits)

@@ -1,4 +1,4 @@
-"""The table of metrics, used by metrics.jsonl, wandb, the report and docs/metrics.md."""
+"""The table of all metrics, used by metrics.jsonl, wandb, the report and docs/metrics.md."""
 
 from functools import cache
 from typing import Literal
@@ -75,7 +75,7 @@ EVENTS = "spikes_detrended"
 
 
 def spikes(definition: str, series: str, what: str) -> Metric:
-    """Return the row of a spike count in `series`, "loss" or "grad"."""
+    """Return the metric named `<definition>/<series>_<what>`, such as "spikes/loss_total"."""
     rule = DEFINITIONS[definition]
     value = "loss" if series == "loss" else "gradient norm"
     since = "of the definition's window" if what.startswith("rolling") else "of the run so far"
@@ -330,16 +330,17 @@ METRICS: list[Metric] = [
 
 
 def add_metric(metric: Metric) -> Metric:
-    """Add a plugin's row to the table, and its section, if new, after the existing sections.
+    """Add the metric of a plugin to the table of metrics, and its section if the section is new.
 
-    Adding a row twice has no effect. Raises ConfigError if another row covers the name.
+    Adding a metric twice has no effect. Raises ConfigError if an existing metric has the name.
     """
     if metric in METRICS:
         return metric
     for other in METRICS:
         if other.covers(metric.name) or metric.covers(other.name):
             raise ConfigError(
-                f"metric {metric.name} overlaps with the metric {other.name}; choose another name"
+                f"metric {metric.name} conflicts with the existing metric {other.name}; "
+                "choose another name"
             )
     METRICS.append(metric)
     if metric.section not in SECTIONS:
@@ -349,8 +350,15 @@ def add_metric(metric: Metric) -> Metric:
 
 @cache
 def metric_of(name: str) -> Metric:
-    """Return the row of a metric's full name or of a statistic; raises KeyError without a row."""
+    """Return the metric with the given name, such as "train/loss".
+
+    `name` may also be a statistic, such as "context_rms". Raises ConfigError if no metric
+    matches.
+    """
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):
             return metric
-    raise KeyError(f"{name} has no row in diffllm/metrics/table.py; add a row with add_metric")
+    raise ConfigError(
+        f"metric {name} has no description; a plugin must describe each of its metrics with "
+        "diffllm.metrics.table.add_metric (see docs/plugins.md)"
+    )

@@ -21,12 +21,15 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
-    """Compute the statistics of a decoder block with output x (B, T, D), float32 scalars by name.
+    """Compute float32 scalar statistics by name for a decoder block with output x (B, T, D).
 
-    `aux` contains "context" (B, T, heads, width) before wo, "v" (B, T, K, width), and three tensors
-    (B, T, D): the block's input "residual", and the outputs of attention and FFN, "attn_write" and
-    "ffn_write". Some variants add "lambda" and "gate"; MoE layers add "router" (N, E), the shares
-    of experts per token. Without `aux`, return no statistics.
+    `aux` contains diagnostic tensors; without `aux`, return no statistics.
+
+    - "context" (B, T, heads, width): input of `wo`. "v" (B, T, K, width): attention values.
+    - "residual", "attn_write", "ffn_write" (B, T, D): input of the block, and outputs of attention
+      and FFN.
+    - "lambda" and "gate": only in some variants.
+    - "router" (N, E): expert scores scaled to sum 1 per token, only in MoE layers.
     """
     if aux is None:
         return {}
@@ -56,7 +59,7 @@ def over_channels(x: Tensor) -> Tensor:
 
 
 def values_rms(v: Tensor) -> Tensor:
-    """Compute the RMS of each sequence's attention values v (B, T, K, width): (B, 1, 1)."""
+    """Compute the RMS of the attention values v (B, T, K, width) of each sequence: (B, 1, 1)."""
     return v.float().square().mean((1, 2, 3)).sqrt().clamp_min(1e-30)[:, None, None]
 
 
@@ -65,10 +68,7 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute the kurtosis of x over its last dimension, averaged over all other dimensions.
-
-    A normal distribution has kurtosis 3.
-    """
+    """Compute the kurtosis over the last dimension of x, averaged over all other dimensions."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -76,10 +76,7 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def stack_stats(layers: list[BlockStats]) -> BlockStats:
-    """Stack each statistic of the layers into one tensor with a row per layer.
-
-    A statistic that the first layers lack has rows for the other layers only.
-    """
+    """Stack each statistic into one tensor over all layers that have this statistic."""
     return {
         name: torch.stack([stats[name] for stats in layers if name in stats]) for name in layers[-1]
     }
@@ -95,9 +92,9 @@ class Probe(NamedTuple):
 
 
 def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Probe:
-    """Find the keys visible to queries at `positions` (N,), in rows of `length` tokens.
+    """Find the keys that queries at `positions` (N,) see, in sequences of `length` tokens.
 
-    With `documents`, queries see only keys of the same document.
+    If `documents` is given, queries see only keys of the same document.
     """
     keys = torch.arange(length, device=positions.device)
     visible = (keys <= positions[:, None])[None, None]
@@ -111,15 +108,15 @@ def probe_at(positions: Tensor, length: int, documents: Documents | None) -> Pro
 def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> BlockStats:
     """Measure the attention maps of one layer at the query positions of `probe`.
 
-    Returns float32 scalars by name, and `lambda_head` (h,). `x` (B, T, D) is the input of the
-    attention; `aux` contains its queries "q" and keys "k". The effective map is the difference of a
-    pair of maps, even if the two maps weight different values.
+    `x` (B, T, D) is the input of attention; `aux` contains queries "q" and keys "k". The effective
+    map is the last result of `attention.maps`, for example the difference of two maps. Returns
+    float32 tensors by name:
 
     - attn_logit_top1: largest q k / sqrt(d) over visible keys.
     - attn_entropy: entropy of the softmax maps in nats, without a sink.
-    - sink_mass: weight of the effective map, with sign, on the first visible token.
-    - attn_negative_share: share of negative weights in the sum of magnitudes of the effective map.
-    - lambda_head: mean over all tokens, only if lambda depends on the head.
+    - sink_mass: weight of the first visible token in the effective map; may be negative.
+    - attn_negative_share: sum of |negative weights| of the effective map / sum of |weights|.
+    - lambda_head (h,): mean lambda of each head over tokens, only if lambda depends on the head.
 
     Entropy, sink mass and negative share are means over sequences, heads and query positions.
     """
@@ -140,7 +137,7 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Compute the entropy of attention weights (..., S) over the S keys in nats: (...).
+    """Compute the entropy in nats of attention weights (..., S) over the S keys.
 
     The weights are first scaled to sum 1, so the weight of a sink is ignored.
     """
@@ -149,14 +146,14 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def negative_share(weights: Tensor) -> Tensor:
-    """Divide the sum of |negative weights| by the sum of |weights|: (..., S) becomes (...)."""
+    """Divide the sum of |negative weights| by the sum of |weights|, over the last dimension."""
     total = weights.abs().sum(-1)
     return weights.clamp_max(0).abs().sum(-1) / torch.where(total > 0, total, 1)
 
 
 @cache
 def group_of(name: str) -> str:
-    """Return the group of a parameter in metrics, by the name of the parameter.
+    """Return the metric group of a parameter.
 
     For example, the group of `layers.3.attention.wq.weight` is "attention".
     """

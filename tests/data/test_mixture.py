@@ -113,7 +113,7 @@ def test_mixture_resumes_on_three_ranks_while_weights_change_linearly(
     assert read == whole[step * BATCH :]
 
 
-def test_changed_mixture_weights_apply_from_the_resumed_sample_on(make: Make) -> None:
+def test_changed_mixture_weights_apply_to_all_samples_after_resume(make: Make) -> None:
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make(curriculum=[])
     state = former.state(101)
@@ -158,7 +158,7 @@ def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:
 def test_mixture_refuses_state_with_invalid_values(make: Make, key: str, value: Any) -> None:
     state = make().state(24)
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
-    with pytest.raises(CheckpointError, match=r"no usable loop\.data"):
+    with pytest.raises(CheckpointError, match=r"invalid data position \(loop\.data\)"):
         make().sample_of(forged)
     check_place(state)
     with pytest.raises(ValueError):  # noqa: PT011
@@ -248,7 +248,7 @@ def test_error_in_a_mixture_source_names_the_source_key(
     assert said in str(raised.value)
 
 
-def test_damaged_or_short_mixture_source_raises_with_the_source_key(
+def test_damaged_or_short_mixture_source_raises_error_with_source_key(
     make: Make, make_stream: Callable[..., TokenStream]
 ) -> None:
     samples = make()
@@ -267,12 +267,15 @@ def test_damaged_or_short_mixture_source_raises_with_the_source_key(
     ("changes", "said"),
     [
         ({"sources": {}}, "data.source=mixture needs data.sources="),
-        ({"sources": {"a b": SourceConfig()}}, "'a b' must consist of letters"),
+        ({"sources": {"a b": SourceConfig()}}, "'a b' may contain only letters"),
         ({"sources": {"a": SourceConfig(weight=-1)}}, "data.sources.a.weight=-1 must not be neg"),
         ({"sources": {"a": SourceConfig(weight=0)}}, "all weights are 0"),
         ({"sources": {"a": SourceConfig(source="mixture")}}, "a mixture cannot contain a mixture"),
         ({"sources": {"a": SourceConfig(source="files")}}, "data.sources.a.paths=[file, "),
-        ({"curriculum": [Point(0.5, {"b": 1})]}, "data.curriculum[0].weights: 'b' is not one of a"),
+        (
+            {"curriculum": [Point(0.5, {"b": 1})]},
+            "weights: the source 'b' must be one of data.sources: a",
+        ),
         ({"curriculum": [Point(0.5, {"a": 1}), Point(0.4, {"a": 1})]}, "data.curriculum[1].at=0.4"),
         ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
         (
@@ -296,7 +299,7 @@ def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -
     assert said in str(raised.value)
 
 
-def test_curriculum_points_may_mix_shares_of_run_and_token_numbers() -> None:
+def test_curriculum_may_contain_both_shares_of_the_run_and_token_numbers() -> None:
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

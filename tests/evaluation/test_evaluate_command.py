@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_command_on_sweep_prints_table_of_means_and_gaps(
+def test_evaluate_command_on_sweep_prints_table_with_mean_and_gap_of_each_variant(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"
@@ -189,7 +189,7 @@ def test_evaluate_command_prints_single_error_line_for_invalid_arguments(
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
-        ([f"run={run}", "every=true", "step=7"], "step=7 cannot be combined with every=true"),
+        ([f"run={run}", "every=true", "step=7"], "step=7 selects one checkpoint, every=true all"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is not a run directory"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
@@ -297,9 +297,9 @@ def test_evaluate_command_uses_requested_task_level_or_prints_error(
             "level={filler: [[4]]} must be a mapping such as",
         ),
         (["tasks=[mqar]", "level={}"], "level={} must set filler for the task mqar"),
-        (["level={filler: 5}"], "level applies to one task"),
+        (["level={filler: 5}"], "level=[{'filler': 5}] applies to a single task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
-        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of a task, mqar"),
+        ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
     ):
         assert main(["evaluate", f"run={run}", *more]) == 2, more
         error = capsys.readouterr().err.splitlines()[-1]

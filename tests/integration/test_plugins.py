@@ -172,7 +172,7 @@ ERRORS = {
     ),
     "an existing metric": (
         "from diffllm.metrics.table import *\nadd_metric(Metric('train/loss', LOSS, 'another'))",
-        "metric train/loss overlaps with",
+        "metric train/loss conflicts with the existing metric train/loss",
     ),
 }
 

@@ -57,7 +57,7 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         ),
         (["eval.suites=[induction]"], "eval.suites: induction was removed; use needle"),
         (["eval.suites=[mqar]", "eval.levels={mqar: {filler: 90}}"], "the task mqar at"),
-        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar is not in eval.suites"),
+        (["eval.levels={mqar: {filler: 4}}"], "eval.levels: mqar must be a task of eval.suites"),
         (["eval.suites=[mqar]", "eval.levels={mqar: 4}"], "eval.levels: mqar must be a mapping"),
     ],
 )
@@ -73,7 +73,7 @@ def test_training_with_impossible_task_setting_prints_one_error(place, environme
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_trained_tiny_model_solves_mqar_and_attends_to_queried_key_value_pair(place, environment):
+def test_trained_tiny_model_solves_mqar_and_attends_to_queried_pair(place, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=200_000", "data.packing=best_fit"),
