@@ -133,7 +133,7 @@ def test_override_with_value_of_wrong_type_is_refused(rng, count):
     rng.shuffle(keys)
     for key in itertools.islice(itertools.cycle(keys), count):
         value = rng.choice(NOT_A_SECTION if key in ANY_TEXT else wrong_values(key))
-        named = "cannot be set" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
+        named = "cannot set" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
         assert_refused([*BASE, f"{key}={value}"], named)
 
 

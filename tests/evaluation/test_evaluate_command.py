@@ -189,7 +189,7 @@ def test_evaluate_command_prints_single_error_line_for_invalid_arguments(
     for words, said in (
         ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
         ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
-        ([f"run={run}", "every=true", "step=7"], "step=7 selects one checkpoint, every=true all"),
+        ([f"run={run}", "every=true", "step=7"], "step=7 cannot be combined with every=true"),
         ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is not a run directory"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
