@@ -95,7 +95,9 @@ def test_flop_match_gives_width_computed_from_equations(size, target):
         closest = {n: min(map(off, tried)) for n, tried in widths.items()}
         reached = [n for n in MODULI if 200 * closest[n] <= wanted]
         if off(start) and not reached:
-            with pytest.raises(ConfigError, match=r"no model.* gives .* FLOPs per token within 0\.5%"):
+            with pytest.raises(
+                ConfigError, match=r"no model.* gives .* FLOPs per token within 0\.5%"
+            ):
                 match(mine, target, cached_variant(target), by="flops")
             continue
         found = match(mine, target, cached_variant(target), by="flops")

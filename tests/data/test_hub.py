@@ -129,4 +129,7 @@ def test_unknown_split_of_hub_dataset_raises_error_with_available_splits(
     script = PREPARE.replace(")).directory", "split='dev')).directory")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, SHA]
     result = subprocess.run(words, env=serve(), capture_output=True, text=True)
-    assert f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits" in result.stderr
+    assert (
+        f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits"
+        in result.stderr
+    )

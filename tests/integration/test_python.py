@@ -131,7 +131,9 @@ def notebook(words: list[str]) -> int:
         assert diffllm.load_model(f"run{cell}")
     cfg = diffllm.load_config([*words, "attention=standard"])
     cfg.model.attention = CellConfig()
-    with pytest.raises(ConfigError, match="has the class CellConfig, but attention=standard needs Standard"):
+    with pytest.raises(
+        ConfigError, match="has the class CellConfig, but attention=standard needs Standard"
+    ):
         diffllm.train(cfg)
     return 0
 
