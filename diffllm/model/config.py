@@ -13,10 +13,10 @@ from diffllm.model.rope import RopeConfig
 
 
 class InitMatch(Enum):
-    """Whether initial values are scaled to match a model with standard attention.
+    """Scaling of the initial output projections `wo` to match a model with standard attention.
 
     none: no scaling.
-    write: in each layer, scale the initial `wo` to match the RMS of the attention output.
+    write: scale so that, in each layer, the attention outputs of both models have the same RMS.
     """
 
     none = "none"

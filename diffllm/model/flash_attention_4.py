@@ -1,6 +1,6 @@
-"""Forward and backward kernels of flash-attn-4, in the form that torch's attention expects.
+"""Forward and backward kernels of flash-attn-4, with the signatures that torch's SDPA expects.
 
-Before torch 2.15, torch expects exactly two outputs of the forward kernel.
+Before torch 2.15, the forward kernel must return exactly the attention output and log-sum-exp.
 """
 
 from typing import Any

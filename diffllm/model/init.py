@@ -29,12 +29,13 @@ def unsharded(param: Tensor) -> LocalBlock:
 
 @dataclass
 class Initializer:
-    """Sets initial values in place; values depend only on the seed and the parameter's name.
+    """Overwrites parameters with initial values that depend only on `seed` and parameter names.
 
     Args:
+        names: dotted name of each parameter in the decoder.
         shard: returns the local values of a parameter, the index of the first local value in each
             dimension, and the shape of the full parameter.
-        filled: parameters that already have initial values.
+        filled: parameters that the methods have set so far.
     """
 
     seed: int
@@ -111,7 +112,9 @@ class Initializer:
 
 
 def rows_held(local: torch.Size, first: tuple[int, ...], leading: torch.Size) -> Tensor:
-    """Return the indices of the full tensor's rows in a local block, ascending, (n,) int64.
+    """Return the ascending row indices that a local block covers in the full tensor: (n,) int64.
+
+    The full tensor counts as a matrix (rows, last dimension); in a vector, each value is a row.
 
     Args:
         local: shape of the local block.

@@ -68,9 +68,9 @@ def chunk_loss(
 
 
 def minus_one_hot(probs: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """Subtract valid[i] from probs[i, index[i, 0]] for each row i; may overwrite `probs`.
+    """Return probs (n, V) after subtracting valid[i], 0 or 1, at [i, index[i, 0]] in each row i.
 
-    `probs` is (n, V), `index` is (n, 1), and `valid` is (n,).
+    `index` is (n, 1), and `valid` is (n,). The result may overwrite `probs`.
     """
     # Compiled code fuses a comparison, but a scatter would write and reread all probabilities.
     if torch.compiler.is_compiling():
@@ -146,10 +146,10 @@ def chunked_cross_entropy(
     chunk: int = 2048,
     compute: Any = chunk_loss,
 ) -> tuple[Tensor, Loss]:
-    """Return the cross-entropy loss of the logits `hidden @ weight.T`, summed over tokens.
+    """Compute the objective nll + z_weight * z for the logits `hidden @ weight.T`.
 
-    The loss includes z_weight times z, the sum of logsumexp(logits)^2. Returns the differentiable
-    loss, a scalar in float32 or wider, and the detached sums of cross-entropy and z.
+    Over tokens, nll is the sum of -log p(target), and z is the sum of logsumexp(logits)^2. Returns
+    the objective, a differentiable scalar in float32 or wider, and a detached `Loss(nll, z)`.
 
     Args:
         hidden: (N, D). weight: (V, D), the same dtype. targets: (N,) int64; negative targets are

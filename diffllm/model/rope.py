@@ -20,10 +20,11 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, d), or (B, T, 1, d), fl
 class RopeScaling(Enum):
     """Scaling of RoPE frequencies for contexts longer than the original training context.
 
+    none: no scaling.
     linear: divide all frequencies by `factor` (Chen et al., arXiv 2306.15595).
-    llama3: divide only low frequencies, with a smooth transition to high frequencies (Llama 3.1).
-    yarn: like llama3 with another transition; also scale the attention logits (Peng et al.,
-        arXiv 2309.00071).
+    llama3: divide low frequencies by `factor`, keep high ones, and blend in between (Llama 3.1).
+    yarn: as llama3, but blend linearly in the channel index, and also multiply the cos and sin
+        tables by `attention_factor` (Peng et al., arXiv 2309.00071).
     """
 
     none = "none"
@@ -122,11 +123,12 @@ def llama3_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
 
 
 def yarn_kept(cfg: RopeConfig, original: Tensor, length: int) -> Tensor:
-    """Compute the weights of the original frequencies in YaRN scaling, (d/2,).
+    """Compute the weights of the `original`, unscaled frequencies in YaRN scaling, (d/2,).
 
-    The weight is linear in the index of the channel pair: 1 at the pair with beta_fast rotations
-    over `length` positions, and 0 at the pair with beta_slow rotations. The first index is rounded
-    down and the second up (section 3.2 of the YaRN paper). The caller clamps weights to [0, 1].
+    Weight 1 keeps a frequency, and weight 0 divides it by `factor`. The weight is linear in the
+    index of the channel pair: 1 at the pair with beta_fast rotations over `length` positions, and
+    0 at the pair with beta_slow rotations. The index for beta_fast is rounded down, and the index
+    for beta_slow up (section 3.2 of the YaRN paper). The caller clamps weights to [0, 1].
     """
     head_dim = 2 * len(original)
 

@@ -21,15 +21,14 @@ GROUPS = ("embedding", "attention", "lambda", "ffn", "norm", "router", "output")
 
 
 def block_stats(x: Tensor, aux: Aux | None) -> BlockStats:
-    """Compute float32 scalar statistics by name for a decoder block with output x (B, T, D).
+    """Compute scalar statistics, such as "context_rms", of a decoder block with output x (B, T, D).
 
-    `aux` contains diagnostic tensors; without `aux`, return no statistics.
+    Returns float32 tensors by name, or {} if `aux` is None. `aux` contains diagnostic tensors:
 
     - "context" (B, T, heads, width): input of `wo`. "v" (B, T, K, width): attention values.
-    - "residual", "attn_write", "ffn_write" (B, T, D): input of the block, and outputs of attention
-      and FFN.
-    - "lambda" and "gate": only in some variants.
-    - "router" (N, E): expert scores scaled to sum 1 per token, only in MoE layers.
+    - "residual", "attn_write", "ffn_write" (B, T, D): block input, attention and FFN outputs.
+    - "lambda" (factor on the second map) and "gate": only in some variants.
+    - "router" (B * T, E): expert scores scaled to sum 1 per token, only in MoE layers.
     """
     if aux is None:
         return {}
@@ -68,7 +67,7 @@ def extremes(name: str, values: Tensor) -> BlockStats:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """Compute the kurtosis over the last dimension of x, averaged over all other dimensions."""
+    """Compute the kurtosis of x along the last dimension (3 if normal), averaged over vectors."""
     centred = x.float() - x.float().mean(-1, keepdim=True)
     squares = centred.square()
     variance = squares.mean(-1)
@@ -112,9 +111,9 @@ def probe_stats(attention: Attention, x: Tensor, aux: Aux, probe: Probe) -> Bloc
     map is the last result of `attention.maps`, for example the difference of two maps. Returns
     float32 tensors by name:
 
-    - attn_logit_top1: largest q k / sqrt(d) over visible keys.
-    - attn_entropy: entropy of the softmax maps in nats, without a sink.
-    - sink_mass: weight of the first visible token in the effective map; may be negative.
+    - attn_logit_top1: maximum of q k / sqrt(d) over all heads, query positions and visible keys.
+    - attn_entropy: entropy in nats of the softmax maps, after scaling to sum 1; mean over maps.
+    - sink_mass: weight of the first token that a query sees, in the effective map; may be negative.
     - attn_negative_share: sum of |negative weights| of the effective map / sum of |weights|.
     - lambda_head (h,): mean lambda of each head over tokens, only if lambda depends on the head.
 

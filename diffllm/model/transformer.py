@@ -59,14 +59,14 @@ class Block(nn.Module):
 
         Args:
             rope: cos and sin tables of the T positions.
-            mask: attention mask; None means a causal mask.
-            cache: keys and values of earlier positions; new keys and values are appended in place.
+            mask: see `Mask`; None means a causal mask.
+            cache: keys and values of earlier positions; receives those of the T positions.
             diagnose: whether to compute statistics.
-            probe: query positions at which `diagnose` also measures attention maps.
+            probe: with diagnose=True, also measure attention maps at these query positions.
 
         Returns:
-            The output (B, T, D), statistics by name (empty without `diagnose`), and the token
-            counts and router losses of a MoE layer (None in a dense layer).
+            The output (B, T, D), scalar statistics by name (empty without `diagnose`), and the
+            token counts and router losses of a MoE layer (None in a dense layer).
         """
         aux: Aux | None = {} if diagnose else None
         normed = self.attention_norm(x)
@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 
 class TrainOutput(NamedTuple):
-    """Objective to minimise, losses, statistics and routing results of a training forward pass."""
+    """Objective to minimise, sums of losses, statistics by name, and results of MoE routing."""
 
     objective: Tensor
     """Loss, weighted z-loss and router losses, summed over tokens; differentiable, float32."""
@@ -97,7 +97,7 @@ class TrainOutput(NamedTuple):
     stats: BlockStats
     """Statistics by name, (L,) each, (L, heads) for lambda_head; empty without `diagnose`."""
     routed: Routed | None
-    """Token counts (MoE layers, E), and router losses summed over layers."""
+    """Token counts (MoE layers, E), and router losses summed over layers; None if dense."""
 
 
 class Transformer(nn.Module):
@@ -133,10 +133,10 @@ class Transformer(nn.Module):
             targets: (B, T) int64; negative targets are ignored.
             caches: KV cache of each layer, for decoding; `tokens` follow the cached positions.
             diagnose: with targets, also return statistics of each layer.
-            documents: queries see only keys of the same document; positions restart at 0.
-            last: (B,) or (B, K) int64, positions of the logits to return: (B, V) or (B, K, V).
-            probe: (N,) int64, query positions at which `diagnose` also measures attention maps.
-            by_token: return only the loss of each target, (B, T) float32, 0 for negative targets.
+            documents: if given, queries see only keys of the same document; positions restart at 0.
+            last: (B,) or (B, n) int64, return only logits at these positions: (B, V) or (B, n, V).
+            probe: (N,) int64; with diagnose=True, also measure attention maps at these queries.
+            by_token: return only the loss of each target, (B, T) float32; 0 for ignored targets.
         """
         x = self.tok_embeddings(tokens)
         if caches:
@@ -220,10 +220,7 @@ class Transformer(nn.Module):
         return self.tok_embeddings.weight if self.cfg.tie_embeddings else self.output.weight
 
     def reset_parameters(self, shard: Shard = unsharded) -> None:
-        """Set initial values of all parameters and buffers, from `init_seed` and parameter names.
-
-        `shard` returns the local values of a parameter on this rank.
-        """
+        """Set initial values of all parameters and buffers; for `shard`, see `Initializer`."""
         initialise(self, self.cfg, shard=shard)
 
     def new_caches(
@@ -242,9 +239,10 @@ class Transformer(nn.Module):
     def choices(
         self, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings that training in `dtype` on `device` uses, by name.
+        """Return the settings chosen for training on `device`, by name, each with a reason.
 
-        If `documents` is true, queries see only keys of the same document.
+        `dtype` is the dtype of activations. If `documents` is true, queries see only keys of the
+        same document.
         """
         found = self.cfg.attention.choices(self.cfg, device, dtype, documents)
         found["loss_chunk"] = loss_chunk(
@@ -253,10 +251,10 @@ class Transformer(nn.Module):
         return found | (self.mixtures[0].choices(device, dtype) if self.mixtures else {})
 
     def flops_per_token(self, visible_keys: float | None = None) -> float:
-        """Count training FLOPs per token of all matrix products and of causal attention.
+        """Count training FLOPs per token, forward and backward, of all matrix products.
 
-        `visible_keys` is the mean number of keys that a query sees. The default
-        (cfg.seq_len + 1) / 2 is correct for sequences without document masking.
+        Attention products are counted for `visible_keys` keys per query. The default is
+        (cfg.seq_len + 1) / 2, the mean under a causal mask without document masking.
         """
         keys = () if visible_keys is None else (visible_keys,)
         layers = sum(
@@ -279,9 +277,8 @@ def initialise(
     """Set initial values of all parameters and buffers of a decoder or of one submodule.
 
     Args:
-        part: decoder or submodule.
-        prefix: name of the submodule in the decoder, with a dot at the end.
-        shard: returns the local values of a parameter on this rank.
+        prefix: dotted name of the submodule in the decoder, ending with a dot; "" for a decoder.
+        shard: see `Initializer`.
     """
     names: dict[Tensor, str] = {p: f"{prefix}{name}" for name, p in part.named_parameters()}
     init = Initializer(cfg.init_seed, names, shard)
@@ -358,9 +355,9 @@ def write_factors(
         factor = (wanted / written).item()
         if not 0 < factor < float("inf"):
             raise ConfigError(
-                f"model.init_match=write cannot scale layer {i}: the initial attention output has "
-                f"RMS {written.item():.3g}, and in the baseline {wanted.item():.3g}; both must be "
-                "above 0"
+                f"model.init_match=write cannot scale layer {i}: the initial attention output must "
+                f"have positive, finite RMS, but the RMS is {written.item():.3g} in this model and "
+                f"{wanted.item():.3g} in the baseline; set model.init_match=none"
             )
         block.attention.wo.weight.mul_(factor)
         x, _ = with_write(block, x, positions, documents, tokens)
@@ -371,9 +368,7 @@ def write_factors(
 def build_part(build: Callable[[], M], prefix: str, cfg: ModelConfig, device: torch.device) -> M:
     """Build one submodule of a decoder in float32, with the initial values that the decoder uses.
 
-    Args:
-        build: returns the submodule without initial values.
-        prefix: name of the submodule in the decoder, with a dot at the end.
+    `build` returns the submodule without initial values. For `prefix`, see `initialise`.
     """
     with torch.device("meta"):
         part = build()

@@ -58,7 +58,7 @@ def test_attention_variants_accept_supported_and_reject_unsupported_head_counts(
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_context_scale_multiplies_attention_output_and_recorded_context(variant):
+def test_context_scale_multiplies_attention_output_and_context_in_aux(variant):
     """Statistics measure the scaled context."""
     plain, tables, _ = layer_of(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
@@ -146,7 +146,7 @@ def test_clamped_map_row_without_positive_entry_is_zero_with_finite_gradients():
         ("diff_v1_clamped", ["values=split"], "values=split has no effect with .*clamp=true"),
         ("diff_v1", ["head_norm_eps=0"], "head_norm_eps=0.0 must be positive"),
         ("diff_v1", ["lambda_init=1"], "lambda_init=1 makes all attention outputs zero"),
-        ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* must be a multiple"),
+        ("standard", ["query_heads=0.6"], "query_heads=0.6 times .* is 2.4, but must be"),
     ],
 )
 def test_invalid_or_unused_attention_settings_raise_config_error(variant, fields, message):

@@ -133,7 +133,7 @@ def test_varlen_attention_of_packed_documents_equals_masked_sdpa(ran, shape, wid
 
 
 @torch.no_grad()
-def test_packed_documents_use_varlen_kernel_of_torch_if_flash_attn_4_is_active(ran, monkeypatch):
+def test_flash_attn_4_processes_packed_documents_through_torch_varlen_attn(ran, monkeypatch):
     monkeypatch.setattr(ops, "sdpa_is_flash_4", lambda: True)
     q, k, v = heads((8, 2, 8), dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)

@@ -69,7 +69,7 @@ def test_generate_with_empty_or_too_long_prompt_raises_value_error(length):
         generate(tiny(), [[1, 2], unreadable], 4)
 
 
-def test_generated_tokens_depend_only_on_seed():
+def test_generated_tokens_depend_on_seed_and_not_on_global_random_generator():
     model, prompt = tiny(), prompts()
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
@@ -173,7 +173,7 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
         (0.96, [0, 1, 2, 3, 4]),
     ],
 )
-def test_top_p_samples_from_smallest_token_set_with_probability_top_p(top_p, kept):
+def test_top_p_samples_from_fewest_tokens_with_total_probability_of_at_least_top_p(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])
     drawn = draws(torch.tensor(PROBS).log() + 3.0, top_p=top_p)
     assert_drawn_from(expected / expected.sum(), drawn)

@@ -177,7 +177,7 @@ def test_diff_v2_with_identical_heads_per_pair_equals_standard_times_1_minus_lam
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
-def test_standard_attention_with_2h_heads_equals_diff_v2_with_constant_lambda(shape, lam):
+def test_standard_with_2h_heads_and_lambda_in_wo_equals_diff_v2_with_constant_lambda(shape, lam):
     v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
     wide = layer_of("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
@@ -251,7 +251,7 @@ def test_diff_v1_with_identical_heads_per_pair_equals_standard_times_1_minus_lam
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_clamped_diff_v1_with_identical_heads_per_pair_equals_standard_or_zero(shape):
+def test_clamped_diff_v1_with_identical_heads_equals_standard_if_lambda_below_1_else_zero(shape):
     """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
@@ -387,9 +387,7 @@ ROUNDING = 1e-12
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_standard_with_n_tokens_is_between_inverse_square_root_of_n_and_1(
-    shape, sharpness
-):
+def test_standard_context_rms_with_n_values_of_rms_1_is_from_1_over_sqrt_n_to_1(shape, sharpness):
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
@@ -399,7 +397,7 @@ def test_context_rms_of_standard_with_n_tokens_is_between_inverse_square_root_of
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
 @given(data=st.data())
 @few
-def test_context_rms_with_gate_or_sink_is_between_0_and_1(variant, data):
+def test_context_rms_with_gate_or_sink_and_values_of_rms_1_is_between_0_and_1(variant, data):
     shape = data.draw(shapes(variant, **WIDE))
     values, _ = context_rms(variant, shape, data.draw(SHARPNESS))
     assert ((values > 0) & (values < 1)).all()
@@ -416,7 +414,7 @@ def test_context_rms_of_uniform_attention_is_lower_with_unit_sink(shape):
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
 @many
-def test_context_rms_of_diff_v2_is_between_0_and_square_root_of_2(shape, sharpness):
+def test_diff_v2_context_rms_with_values_of_rms_1_is_between_0_and_sqrt_2(shape, sharpness):
     values, aux = context_rms("diff_v2", shape, sharpness)
     lam = aux["lambda"]
     assert (values >= (1 - lam) * positions(shape) ** -0.5 - ROUNDING).all()
@@ -426,7 +424,7 @@ def test_context_rms_of_diff_v2_is_between_0_and_square_root_of_2(shape, sharpne
 
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
-def test_diff_v1_head_norm_scales_uniform_attention_context_by_square_root_of_n(shape, lam):
+def test_diff_v1_head_norm_multiplies_rms_of_uniform_attention_over_n_keys_by_sqrt_n(shape, lam):
     attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:

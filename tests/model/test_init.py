@@ -80,7 +80,7 @@ def by_definition(shape, truncate):
 
 @pytest.mark.parametrize("truncate", [None, 3, 1])
 @pytest.mark.parametrize("shape", [(300, 300), (5, 90, 500), (2, 100_003), (3, 4)])
-def test_initial_values_equal_sequential_draws_for_any_number_of_threads(shape, truncate):
+def test_initial_values_from_any_number_of_threads_equal_values_of_one_thread(shape, truncate):
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         assert torch.equal(drawn(shape, truncate=truncate), by_definition(shape, truncate))

@@ -79,7 +79,7 @@ def test_attention_kernel_depends_on_backend_device_dtype_and_head_width(
     assert "\n" not in found.reason
 
 
-def test_attention_kernel_on_cpu_without_fast_bf16_uses_float32(monkeypatch):
+def test_training_kernel_on_cpu_with_slow_bf16_computes_in_float32(monkeypatch):
     monkeypatch.setattr(ops, "SLOW_BF16", True)
     found = training_kernel(Backend.sdpa, CPU, BF16, 128, documents=False)
     assert found == (Kernel.cpu_float32, "faster than bf16 on this CPU")
@@ -284,7 +284,7 @@ def test_flash_attn_4_with_masked_documents_raises_config_error_on_older_torch(m
     assert calls == [("tried", 64, True)]
 
 
-NOT_INSTALLED = "needs the flash-attn package: install version 2"
+NOT_INSTALLED = "needs a flash-attn package: install flash-attn 2"
 
 
 @pytest.mark.parametrize(

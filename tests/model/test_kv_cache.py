@@ -191,7 +191,7 @@ def assert_read_in_place(part, cached, heads, width, positions):
 @torch.no_grad()
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("variant", "shape"), allowed(ONE_READ, [(4, 4, 8), (8, 2, 8), (4, 1, 8)]))
-def test_decoding_step_makes_one_kernel_call_per_layer_that_reads_kv_cache_in_place(
+def test_decoding_step_makes_one_kernel_call_per_layer_without_copying_kv_cache(
     kernel_calls, variant, shape, ragged
 ):
     heads, kv_heads, d = shape

@@ -69,7 +69,7 @@ def chosen_of(logits):
     return logits.topk(TOP_K).indices.sort().values
 
 
-def test_product_with_weight_split_into_bf16_has_float32_weight_and_bf16_input_gradient(no_cuda):
+def test_split_product_has_float32_gradient_of_weight_and_bf16_gradient_of_input(no_cuda):
     """Compare with float32 for the weight, and with a bf16 product for x."""
     x, weight = tokens_and_weight()
     x.requires_grad_()

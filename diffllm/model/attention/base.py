@@ -72,21 +72,17 @@ class AttentionConfig:
     def choices(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> dict[str, AutoSetting]:
-        """Return the settings that depend on `device`, by name; "attention" is the chosen `Kernel`.
+        """Return the settings chosen for training on `device`, by name, each with a reason.
 
-        `dtype` is the dtype of queries and keys. If `documents` is true, queries see only keys of
-        the same document.
+        "attention" is the `Kernel`; a variant may add settings. `dtype` is the dtype of queries
+        and keys. If `documents` is true, queries see only keys of the same document.
         """
         return {"attention": self.kernel(model, device, dtype, documents)}
 
     def kernel(
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
     ) -> AutoSetting:
-        """Choose the attention kernel for training: a `Kernel` with the reason for the choice.
-
-        `dtype` is the dtype of queries and keys. If `documents` is true, queries see only keys of
-        the same document.
-        """
+        """Choose the `Kernel` for training, with a reason; for the arguments, see `choices`."""
         width = self.kernel_width(model, device)
         return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
 
@@ -134,8 +130,9 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, T, heads, width) to the cache; return all cached keys and values.
 
-        Both results have shape (B, S, heads, width). Raises ValueError, without a change of the
-        cache, if the cache is too small, or if T > 1 and the cached sequences differ in length.
+        Both results have shape (B, S, heads, width), where S is the length of the longest sequence.
+        Raises ValueError and keeps the cache unchanged if S would exceed S_max, or if T > 1 and the
+        cached sequences differ in length: such sequences accept one position at a time.
         """
         start, end = self.length, self.length + k.shape[1]
         if end > self.k.shape[2]:
@@ -184,19 +181,20 @@ class KVCache:
 class Attention(nn.Module):
     """Base class of attention modules: applies projections, RoPE and the KV cache.
 
-    Args:
-        n_query_heads: number of query heads; by default model.n_heads.
-        context_dim: input width of the output projection `wo`; by default n_query_heads * head_dim.
+    fp32_parameters: names of parameters that mixed precision must keep in float32.
+    maps_note: remark on the attention maps, shown with figures; "" for no remark.
     """
 
     fp32_parameters: tuple[str, ...] = ()
-    """Names of parameters that mixed precision must keep in float32."""
     maps_note: str = ""
-    """Remark on the maps, shown with figures; empty if the names of the maps are enough."""
 
     def __init__(
         self, model: ModelConfig, n_query_heads: int | None = None, context_dim: int | None = None
     ):
+        """Create the projections for `n_query_heads` heads; None means model.n_heads.
+
+        `context_dim` is the input width of `wo`; None means n_query_heads * head_dim.
+        """
         super().__init__()
         self.n_heads, self.n_kv_heads = model.n_heads, model.n_kv_heads
         self.head_dim = self.value_dim = model.head_dim
@@ -231,12 +229,12 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         aux: Aux | None = None,
     ) -> Tensor:
-        """Apply attention to x (B, T, D), the output of RMSNorm; return (B, T, D).
+        """Apply attention to the layer's normalized input x (B, T, D); return (B, T, D).
 
         Args:
             rope: cos and sin tables of the T positions.
-            mask: result of `training_mask`, or a boolean tensor; None means a causal mask.
-            cache: keys and values of earlier positions; new keys and values are appended in place.
+            mask: result of the method `training_mask`, or a boolean tensor; None means causal.
+            cache: keys and values of earlier positions; receives those of the T positions.
             aux: if given, receives diagnostic tensors by name, such as "q".
         """
         q, k, v = self.project(x, rope)
@@ -269,7 +267,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Compute the outputs of all heads, (B, T, heads, width), before the projection `wo`.
 
-        Variants override this method. If given, `aux` receives diagnostic tensors by name.
+        Variants override this method; heads * width must be the input width of `wo`. x is the
+        input of `forward`. A mask of None is causal. `aux`, if given, receives diagnostic tensors.
         """
         raise NotImplementedError
 
@@ -283,9 +282,9 @@ class Attention(nn.Module):
         return {"map": attention_weights(q, k, mask)}
 
     def logits(self, q: Tensor, k: Tensor) -> Maps:
-        """Compute unmasked logits q k / sqrt(d), (B, heads, T, S), for each softmax map.
+        """Return the unmasked logits q k / sqrt(d), (B, heads, T, S), of each softmax map, by name.
 
-        The keys are the names of the softmax maps in `maps`, such as "map 1".
+        The names are those of `maps`, such as "map 1", without "difference".
         """
         return {"map": attention_scores(q, k)}
 
@@ -304,7 +303,7 @@ class Attention(nn.Module):
         return training_mask(kernel, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
-        """Set initial values of buffers, and of parameters other than matrices and norm weights."""
+        """Initialise all buffers, and all parameters that are neither matrices nor norm weights."""
 
     def flops_per_token(self, seq_len: int, visible_keys: float | None = None) -> float:
         """Count training FLOPs per token in this layer, for projections and attention products.

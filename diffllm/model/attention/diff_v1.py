@@ -36,9 +36,9 @@ FAST_WIDTH = 128
 class Values(Enum):
     """Layout of the values in the attention kernel call.
 
-    auto: the faster layout on the device.
+    auto: wide or split, depending on the head width and the device.
     wide: one value head of width 2d per pair of key heads.
-    split: two value heads of width d instead; queries and keys are repeated.
+    split: two value heads of width d per pair; the kernel gets all queries and keys twice.
     """
 
     auto = "auto"
@@ -127,9 +127,9 @@ class DiffV1Config(AttentionConfig):
 class DiffV1Attention(Attention):
     """Differential attention V1: RMSNorm(attn1 - lambda * attn2) * (1 - lambda_init).
 
-    attn1 = softmax(q1 k1) v, and attn2 = softmax(q2 k2) v. Adjacent heads form a pair, as in the
-    authors' code for FlashAttention. Differential head i uses the queries q[2i] and q[2i+1], the
-    keys k[2j] and k[2j+1], and the value v[j] of width 2d, where j = i // (H/K).
+    In differential head i, attn1 = softmax(q[2i] k[2j] / sqrt(d)) v[j], and attn2 uses q[2i+1] and
+    k[2j+1] instead; j = i // (H/K), and v[j] has width 2d. RMSNorm normalizes each head. Adjacent
+    heads form a pair, as in the authors' code for FlashAttention. `lambda_init` is constant.
     """
 
     fp32_parameters = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -150,8 +150,8 @@ class DiffV1Attention(Attention):
     def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values from x (B, T, D), and rotate queries and keys by RoPE.
 
-        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). In q and k, all even heads
-        precede all odd heads.
+        Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K/2, 2d). q and k contain the first
+        heads of all pairs (0, 2, 4, ...), then the second heads of all pairs (1, 3, 5, ...).
         """
         q, k, v = super().project(x, rope)
         return even_heads_first(q), even_heads_first(k), v.unflatten(2, (-1, 2)).flatten(3)

@@ -31,7 +31,7 @@ from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
 
 
 class Kernel(StrEnum):
-    """Attention kernel for training; the value is the description printed at the start of a run."""
+    """Attention kernel for training; a run prints the string of the chosen member at its start."""
 
     cpu = "torch's fused CPU kernel"
     cpu_float32 = "torch's fused CPU kernel, in float32"
@@ -144,13 +144,13 @@ def prepare_backend(
         version = flash_version(device)
         if not version:
             raise ConfigError(
-                f"{name} needs the flash-attn package: install version 2 (on Hopper and Blackwell "
-                "also flash-attn-4), or choose sdpa or flex"
+                f"{name} needs a flash-attn package: install flash-attn 2, or flash-attn-4 on "
+                "Hopper or Blackwell; or set model.attention.backend to sdpa or flex"
             )
         if version == 4 and documents and not VARLEN_TAKES_FLASH_4:
             raise ConfigError(
-                f"{name} does not support data.mask_documents=true: {NEEDS_TORCH}; install a newer "
-                "torch or choose sdpa"
+                f"{name} does not support data.mask_documents=true: {NEEDS_TORCH}; upgrade "
+                "torch or set model.attention.backend=sdpa"
             )
         if version == 4:  # torch's dispatcher calls version 4; version 2 is called directly
             activate_flash_4()
@@ -165,10 +165,10 @@ def prepare_backend(
 
 
 def training_mask(kernel: Kernel, documents: Documents | None, tokens: Tensor) -> Mask:
-    """Build the attention mask of a batch of tokens (B, T), in the form that `kernel` needs.
+    """Build the causal attention mask for tokens (B, T), in the type that `kernel` needs.
 
-    If `documents` is given, queries see only keys of the same document; otherwise the mask is
-    causal. Only the shape and device of `tokens` matter.
+    For the types, see `Mask`. If `documents` is given, queries also see no keys of other documents.
+    Only the shape and device of `tokens` matter.
     """
     length = tokens.shape[1]
     if documents is None:
@@ -231,7 +231,7 @@ def flash_version(device: torch.device) -> int:
 
 
 def activate_flash_4() -> None:
-    """Make torch's attention functions call flash-attn-4, without graph breaks in torch.compile."""
+    """Make torch's SDPA and `varlen_attn` run flash-attn-4; direct calls break compiled graphs."""
     from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     from torch.nn.attention._fa4 import register_flash_attention_fa4
 
@@ -243,8 +243,8 @@ def activate_flash_4() -> None:
 def try_flash(device: torch.device, width: int, documents: bool = False) -> None:
     """Run flash-attn forward and backward on small bf16 tensors of head width `width`.
 
-    If `documents` is true, also run the variable-length kernel. A package that does not support the
-    GPU may raise any type of exception.
+    If `documents` is true, also run flash-attn's kernel for variable lengths. Raises any type of
+    exception if the package does not support the GPU.
     """
     q = torch.ones(1, 8, 2, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash(q, q, q, 1.0).sum()

@@ -33,14 +33,14 @@ FLASH_4 = "diffllm.model.flash_attention_4"
 
 
 class Documents(NamedTuple):
-    """Document index and position of every token in a batch, and the document boundaries."""
+    """Each token's position in its document, each token's document index, and document starts."""
 
     positions: Tensor
-    """Position of each token in its document, (B, T) int64."""
+    """Position of each token in its document, from 0: (B, T) int64."""
     ids: Tensor
-    """Index of each token's document in its row, (B, T) int64."""
+    """Index of each token's document in its sequence, from 0: (B, T) int64."""
     boundaries: Tensor
-    """Start of each document among the B * T tokens of all rows, then B * T: (n + 1,) int32."""
+    """Start of each document among the B * T tokens of the batch, then B * T: (n + 1,) int32."""
 
     @classmethod
     def of(cls, tokens: Tensor, end: int) -> "Documents":
@@ -98,7 +98,7 @@ class Backend(Enum):
 
 
 class Packed(NamedTuple):
-    """Document boundaries of a batch of concatenated sequences, for variable-length kernels."""
+    """Document boundaries among the B * T tokens of a batch, and a bound on document length."""
 
     boundaries: Tensor
     """Start of each document among the B * T tokens, then B * T: (n + 1,) int32."""
@@ -123,16 +123,16 @@ def attend(
     backend: Backend = Backend.sdpa,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute attention, softmax(q k / sqrt(d)) v; return (B, T, H, dv) in the dtype of q.
+    """Compute attention, softmax(scale * q k) v; return (B, T, H, dv) in the dtype of q.
 
-    Query head h uses key head h // (H / K). Key head j uses value head j % Kv.
+    Query head h uses key head j = h // (H / K) and value head j % Kv. In DIFF V1, Kv may be K / 2.
 
     Args:
         q: (B, T, H, d). k: (B, S, K, d). v: (B, S, Kv, dv), where Kv divides K.
-        mask: see `Mask`. Without a mask, attention is causal, and the last query sees all keys.
+        mask: see `Mask`. Without a mask, query t sees the keys 0 to S - T + t.
         backend: `reference` computes explicit maps. Other backends use SDPA if T = 1 or if the mask
             is a tensor.
-        scale: factor on q k; d^-0.5 by default.
+        scale: factor on q k; None means 1 / sqrt(d).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend is Backend.reference:
@@ -179,10 +179,10 @@ def flash_takes(dtype: torch.dtype, width: int) -> bool:
 
 
 def sdpa_for_any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that disables cuDNN attention on a GPU.
+    """Return a context manager that disables cuDNN attention on a GPU and does nothing elsewhere.
 
     cuDNN would compile a plan for each sequence length. Entering the context takes about 25 us, so
-    enter the context once per forward pass.
+    enter the context once per forward pass of the model.
     """
     return sdpa_kernel(WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
 
@@ -218,8 +218,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> 
 def one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Compute attention for one query per sequence (T = 1); for the arguments, see `attend`.
 
-    Keys are not copied for the query heads that share a key head. K key heads and Kv value heads
-    need K / Kv kernel calls.
+    Query heads that share a key head become queries of one head, so no key is copied. Each of
+    K / Kv kernel calls processes Kv key heads and all Kv value heads.
     """
     batch, _, heads, d = q.shape
     grouped = q.view(batch, k.shape[2], heads // k.shape[2], d)
@@ -278,7 +278,7 @@ def varlen(
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Compute attention with FlexAttention; for the arguments, see `attend`.
 
-    Compile FlexAttention first, because the uncompiled function is not fused.
+    Calls compiled FlexAttention, because the uncompiled function stores all T * S weights.
     """
     kernel: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex()
     out: Tensor = kernel(

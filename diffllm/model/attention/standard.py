@@ -58,7 +58,7 @@ class StandardConfig(AttentionConfig):
         if heads != round(heads) or round(heads) % model.n_kv_heads:
             raise ConfigError(
                 f"model.attention.query_heads={self.query_heads} times "
-                f"model.n_heads={model.n_heads} must be a multiple of "
+                f"model.n_heads={model.n_heads} is {heads:g}, but must be a multiple of "
                 f"model.n_kv_heads={model.n_kv_heads}"
             )
         if self.sink is not Sink.none and self.backend is Backend.flex:
@@ -105,7 +105,7 @@ def with_sink(
     """Change the arguments of `attend` to compute attention with a sink.
 
     The sink adds exp(logit), or 1 if `logit` is None, to the softmax denominator. The sink is an
-    additional first key whose value is zero. For a learned logit, q and k get additional channels,
+    additional first key whose value is zero. For a learned logit, q and k get 8 more channels,
     whose scaled product is the logit for the sink and 0 for all other keys.
 
     Args:
@@ -114,8 +114,8 @@ def with_sink(
         logit: logit of the sink per head, (H,), or None.
 
     Returns:
-        q, k, v, mask and scale. With a mask, or if T = S, q has an additional first query, whose
-        output must be ignored.
+        q, k, v, mask and the scale 1 / sqrt(d). k and v have S + 1 keys. If T = S or a mask is
+        given, q and mask have an additional first query, whose output must be ignored.
     """
     d = q.shape[-1]
     if mask is not None or q.shape[1] == k.shape[1]:

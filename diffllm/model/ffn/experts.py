@@ -57,9 +57,9 @@ class Experts(nn.Module):
 
 
 def weighted_swiglu(weights: Tensor, *gate_up: Tensor) -> Tensor:
-    """Compute the activation weight * silu(gate) * up, (M, F) in the dtype of gate.
+    """Return weights[i] * silu(gate[i]) * up[i] for each row i: (M, F) in the dtype of gate.
 
-    `weights` is (M,) float. `gate_up` contains gate and up, (M, F) each, or one tensor (M, 2 F).
+    `weights` is (M,). `gate_up` is gate and up, (M, F) each, or [gate, up] in one tensor (M, 2 F).
     """
     gate, up = gate_up if len(gate_up) == 2 else gate_up[0].chunk(2, 1)
     return F.silu(gate) * up * weights.to(gate.dtype).unsqueeze(1)
@@ -100,9 +100,9 @@ def leaves_garbage(device: torch.device) -> bool:
 
 
 def rows_to_join(device: torch.device, dtype: torch.dtype, w1: Tensor, w3: Tensor) -> AutoSetting:
-    """Choose the mean number of rows per expert from which `w1` and `w3` share one product.
+    """Choose a minimum number of rows per expert for multiplying by `w1` and `w3` in one product.
 
-    The value is None if `w1` and `w3` never share a product.
+    The minimum applies to the mean over experts. None means always two products.
     """
     n_experts, width, dim = w1.shape
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -136,13 +136,13 @@ def joined(w1: Tensor, w3: Tensor) -> Tensor:
 def expert_linear(
     x: Tensor, weight: Tensor, beside: Tensor | None, ends: Tensor, transposed: bool
 ) -> Tensor:
-    """Multiply rows x (M, in), sorted by expert, by the weights of their experts: (M, out).
+    """Return weight[e] @ x[i] for each row i of x (M, in) and the expert e of row i: (M, out).
 
     Args:
         weight: (E, out, in), in the dtype of x.
         beside: if given, a second weight (E, out, in); the result is then (M, 2 out).
-        ends: (E,) int32, the index after the last row of each expert.
-        transposed: multiply x (M, out) by the transposed weights instead; the result is (M, in).
+        ends: (E,) int32, cumulative number of rows per expert; x is sorted by expert.
+        transposed: map x (M, out), or (M, 2 out) with `beside`, to (M, in) by transposed weights.
     """
     weight = weight if beside is None else joined(weight, beside)
     weight = weight.transpose(1, 2) if transposed else weight
@@ -187,10 +187,10 @@ def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of x, `weight` and `beside`; return None for the other inputs.
+    """Return the gradients of x, `weight` and `beside`, then None for `ends` and `transposed`.
 
-    The gradients of `weight` and `beside` are separate products, because slices of one joint
-    gradient would need copies.
+    If `beside` is None, its gradient is None. The gradients of `weight` and `beside` are two
+    products, because halves of one joint gradient would need copies.
     """
     x, weight, beside, ends = ctx.saved_tensors
     grad = grad.contiguous()

@@ -40,10 +40,10 @@ class SwiGLU(nn.Module):
 
 
 class Routed(NamedTuple):
-    """Tokens per expert and router losses of one MoE layer, or of all MoE layers of a model."""
+    """Tokens per expert, load-balancing loss and router z-loss of one MoE layer, or of a model."""
 
     counts: Tensor
-    """Tokens per expert, (E,) int64."""
+    """Tokens per expert, int64: (E,) for one layer, (MoE layers, E) for a model."""
     balance: Tensor
     """Load-balancing loss, summed over tokens; differentiable; 0 if its weight is 0."""
     z: Tensor
@@ -53,7 +53,8 @@ class Routed(NamedTuple):
 class MoE(nn.Module):
     """Mixture-of-experts layer: the weighted sum of the outputs of each token's chosen experts.
 
-    Shared experts process all tokens. Experts have no capacity limit, so no token is dropped.
+    `n_shared` shared experts process all tokens; their outputs are added without a weight. Experts
+    have no capacity limit, so no token is dropped.
     """
 
     def __init__(self, dim: int, cfg: MoEConfig):
@@ -64,9 +65,9 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, cfg.n_shared * cfg.expert_dim) if cfg.n_shared else None
 
     def forward(self, x: Tensor, aux: dict[str, Tensor] | None = None) -> tuple[Tensor, Routed]:
-        """Apply the experts to x (B, T, D); return the output (B, T, D) and the router losses.
+        """Apply the experts to x (B, T, D); return (B, T, D), and token counts and router losses.
 
-        If given, `aux` receives the expert scores as "router": (N, E), scaled to sum 1 per token.
+        If `aux` is given, aux["router"] is set to the expert scores (N, E), with sum 1 per token.
         """
         rows = x.flatten(0, 1)
         routing = self.router(rows)
@@ -104,7 +105,7 @@ class MoE(nn.Module):
         return Routed(counts, balance, z)
 
     def choices(self, device: torch.device, dtype: torch.dtype) -> dict[str, AutoSetting]:
-        """Return the chosen matrix products for `dtype` on `device`, such as "router_product"."""
+        """Return how each matrix product is computed for `dtype` on `device`, with the reason."""
         _, width, dim = self.experts.w1.shape
         joining = rows_to_join(device, dtype, self.experts.w1, self.experts.w3)
         several = f"one product from {joining.value} rows per expert"

@@ -93,7 +93,7 @@ SPLIT = "bf16 products, float32 sums"
 
 
 class Routing(NamedTuple):
-    """Router output for N tokens: the chosen experts, and scores and logits of all experts."""
+    """Router output: chosen experts with weights; normalised scores and logits of all experts."""
 
     experts: Tensor
     """Indices of the chosen experts, (N, k) int64, distinct within a row."""
@@ -140,9 +140,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, skipped: Tensor) -> None:
-        """Update `bias` and `load` from `counts` (E,) int64, the number of tokens per expert.
+        """Raise `bias` for counts below the mean, lower `bias` above; set `load` to counts / mean.
 
-        If the scalar tensor `skipped` is positive, bias and load do not change.
+        `counts` (E,) int64 is the number of tokens per expert on all ranks. If the scalar `skipped`
+        is positive, the optimizer step was skipped, and `bias` and `load` do not change.
         """
         missing = counts.sum() - len(counts) * counts  # integers, so exactly 0 at the mean
         moved = self.bias + self.cfg.bias_update_rate * missing.sign()
@@ -193,12 +194,11 @@ def sequence_balance(shares: Tensor, experts: Tensor, length: int) -> Tensor:
 
 
 def global_balance(shares: Tensor, load: Tensor) -> Tensor:
-    """Compute the load-balancing loss of the global batch, summed over N tokens: a scalar.
+    """Compute the load-balancing loss of N tokens, sum(shares * load): N if all loads are 1.
 
     Args:
         shares: expert scores scaled to sum 1 per token, (N, E), differentiable.
-        load: number of tokens per expert in the global batch, divided by the number under uniform
-            routing: (E,).
+        load: tokens per expert in the global batch, divided by the mean over experts: (E,).
     """
     return (shares * load).sum()
 
