@@ -25,7 +25,7 @@ from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.study.raw_values import values_text
 from diffllm.compare.study.unequal import undeclared
 from diffllm.compare.study.verdict import judge
-from diffllm.compare.study.verdict_page import BOUNDS, draw_rules, exact_name, markdown
+from diffllm.compare.study.verdict_page import BOUNDS, draw_gaps_of_arms, exact_name, markdown
 from diffllm.statistics.estimates import Estimate
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,7 +54,7 @@ def picture(numbers: dict[str, Any]) -> str:
     quantity = f"{'log ' * (numbers['scale'] == 'log')}{numbers['metric']}"
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
         ends = BOUNDS if "confidence" in numbers["rules"][0] else "95% interval"
-        figure = draw_rules(gaps, styles, quantity, WIDTH, ends)
+        figure = draw_gaps_of_arms(gaps, styles, quantity, WIDTH, ends)
         return to_svg(figure, f"{quantity}: gaps, {ends}").decode()
 
 

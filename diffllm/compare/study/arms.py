@@ -42,7 +42,10 @@ NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 class Facts:
     """Properties of a run that run.json records; None if unknown.
 
-    Corpus and tokenizer are hashes. `code` is the hash of the diffllm source files.
+    `corpus`, `tokenizer` and `code` are hashes: of the prepared corpus, of the tokenizer and of the
+    diffllm source files. `corpus_note` describes differences from the reference corpus.
+    `heldout_tokens` is the number of held-out tokens per evaluation. `ranks` is the world size, and
+    `device` the name of the GPU or "CPU".
     """
 
     parameters: float | None = None
@@ -64,9 +67,12 @@ class StudyRun:
     """Measured values of an ended run, from which a verdict is computed.
 
     `loss` is the final held-out loss (nats per token), and `value` the final value of the study's
-    metric. Both are None if the run diverged. `curve` contains the metric's values during training.
-    `strayed` describes differences from the planned config, and `thin` is a warning about too
-    little held-out text; both are "" if not needed. `digest` is the `config_digest` of the config.
+    metric. Both are None if the run diverged. `curve` contains the logged metric over training
+    tokens. `variant` names the attention variant. `facts` and `settings` are selected entries of
+    run.json and of the config. `plugin_code` maps plugins to hashes of their code. `mark` is the
+    key `run.study` of the saved config: hash of the study, stage and arm. `strayed` describes
+    differences from the planned config ("" without differences). `thin` warns of too little
+    held-out text ("" with enough text). `digest` is the `config_digest` of the saved config.
     """
 
     name: str
@@ -82,13 +88,10 @@ class StudyRun:
     documents: DocumentLosses | None = None
     """None if the metric is not the held-out loss, or if the run has no losses of documents."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """See `facts_of`."""
     settings: dict[str, str] = field(default_factory=dict)
-    """See `settings_of`."""
     variant: str = ""
     plugin_code: dict[str, str] = field(default_factory=dict)
     mark: str = ""
-    """run.study: hash, stage and arm at the start of the run."""
     strayed: str = ""
     positions: PositionLosses | None = None
     """None unless a rule needs a trend over positions."""
@@ -115,10 +118,10 @@ class StudyRun:
         return finite(self.facts.get("flops_per_token"))
 
     def reached(self, level: float) -> tuple[float, bool]:
-        """Return the training tokens after which the metric first reached `level`, and True.
+        """Return the training tokens at which the metric first was `level` or higher, and True.
 
-        If the metric never reached `level`, return the tokens at the last logged value, and False.
-        If the run diverged, return the planned tokens, and False.
+        If the metric stayed below `level`, return the tokens at the last logged value, and False.
+        A diverged run counts as never successful: return its planned tokens, and False.
         """
         if self.diverged:
             return self.planned_tokens, False
@@ -158,7 +161,7 @@ class StudyArm:
         return estimate(self.finite) if self.finite else None
 
     def times(self, level: float) -> Times:
-        """Return each run's training tokens until the metric reached `level`, or until the end."""
+        """Return `StudyRun.reached(level)` of all runs: tokens, and whether `level` was reached."""
         runs = sorted(self.runs, key=lambda run: run.seed)  # their order changes drawn labels
         return Times.of(run.reached(level) for run in runs)
 
@@ -194,11 +197,13 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     curve = run.series(logged)
     where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
-        raise ConfigError(f"{where}/metrics.jsonl has no values of the metric {logged}")
+        raise ConfigError(
+            f"{where}/metrics.jsonl has no values of {logged}; choose a logged metric"
+        )
     if value is not None and not sweep:
         if (number := number_of(run, study.metric)) is None:
             file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
-            raise ConfigError(f"{where}/{file} has no value of the metric {study.metric}")
+            raise ConfigError(f"{where}/{file} has no {study.metric}; choose another metric")
         value = number if math.isfinite(number) else None
     documents = None
     if is_loss and value is not None:
@@ -279,10 +284,8 @@ def value_of(runs: list[StudyRun], study: Study) -> float | None:
     """Return the value of one arm for one seed; None if the seed diverged.
 
     The value is the study's metric, or its logarithm if the study has scale=log. Raises ConfigError
-    if the logarithm is not defined.
-
-    Args:
-        runs: the run of this arm and seed, or with `lr_sweep` its runs at all learning rates.
+    if the logarithm is not defined. `runs` is the run of this arm and seed, or with `lr_sweep` its
+    runs at all learning rates.
     """
     value = runs[0].value
     if study.lr_sweep:

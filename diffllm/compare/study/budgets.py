@@ -22,9 +22,9 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class AtFlops:
-    """Two arms whose values are interpolated at `flops` training FLOPs per run.
+    """Two arms whose metric is interpolated at `flops` training FLOPs per run.
 
-    `error` is the gap's possible error due to interpolation; infinite if unknown.
+    `error` estimates the interpolation error of the gap `own` minus `base`; infinite if unknown.
     """
 
     own: StudyArm
@@ -35,10 +35,12 @@ class AtFlops:
 
 @dataclass(frozen=True)
 class EqualGaps:
-    """Held-out loss gaps between two arms (nats per token) at equal tokens, parameters and FLOPs.
+    """Held-out loss gaps `arm` minus `against` (nats per token), each at one equal budget.
 
-    If a gap was not measured, its field contains the reason as text. `at_flops` is the number of
-    training FLOPs at which the gap `flops` was interpolated, and `error` its possible error.
+    The fields `tokens`, `parameters` and `flops` contain the gaps at equal training tokens, equal
+    parameters and equal training FLOPs, or as text the reason why a gap was not measured. The gap
+    `flops` is interpolated at `at_flops` FLOPs per run, and `error` estimates the interpolation
+    error of this gap; both are None if unknown.
     """
 
     arm: str
@@ -89,9 +91,10 @@ def seeds_compared(study: Study, own: StudyArm, base: StudyArm) -> set[int]:
 
 
 def at_equal_flops(study: Study, own: StudyArm, base: StudyArm) -> AtFlops | str:
-    """Interpolate the metric of two arms at the largest training FLOPs that all runs reached.
+    """Interpolate the metric at the largest number of training FLOPs that all runs reached.
 
-    Diverged seeds keep the value None. If interpolation is impossible, return the reason as text.
+    Diverged runs are ignored, and their seeds keep the value None. If interpolation is impossible,
+    return the reason as text.
     """
     seeds = seeds_compared(study, own, base)
     if not seeds:

@@ -44,9 +44,10 @@ class Cost:
 def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     """Estimate the cost of each arm in each stage of a study.
 
-    Time is FLOPs divided by the median FLOPs per second of the study's ended runs in `out`. If no
-    run has ended, the speed comes from `pilot` (run directories, parent directories or globs). With
-    masked documents, the number of visible keys per token comes from the config or the same runs.
+    Time is FLOPs divided by the median FLOPs per second of the study's ended runs in `out`. If none
+    has ended, the runs in `pilot` (run directories, parent directories or globs) are used instead.
+    With document masks, FLOPs depend on the mean number of keys that a query attends to. If the
+    config does not determine this number, the median of the same runs is used.
     """
     stages = []
     for first in first_runs(study):
@@ -74,10 +75,10 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
 
 
 def speed_of(path: Path) -> tuple[float, float | None] | None:
-    """Return a run's training FLOPs per second and its mean number of visible keys per token.
+    """Return a run's training FLOPs per second, and the mean number of keys per attention query.
 
-    The time includes evaluations and saves. The number of visible keys is None if unknown. Return
-    None if the run has not finished.
+    The seconds include evaluations and checkpoints. The number of keys is None if not recorded.
+    Return None if the run has not finished.
     """
     summary = read_summary(path) or {}
     seconds, tokens = finite(summary.get("seconds")), finite(summary.get("tokens"))

@@ -1,9 +1,9 @@
 """Verdicts on the rules of a study, with Holm's correction for several rules.
 
-Each rule has a test of its claim and a test of the opposite claim. Holm's correction is applied to
-the claims of all rules, and separately to the opposite claims. In a study without true differences,
-the probability of any false "shown" is therefore at most alpha, and so is the probability of any
-false "refuted". Tests of gaps within the margins are corrected separately.
+Each rule has a test whose alternative is the claim, and a test whose alternative is the opposite
+claim. Holm's correction is applied to the first tests of all rules, and separately to the second
+tests. The probability of any false "shown" is therefore at most alpha, and the probability of any
+false "refuted" too. The tests of whether a gap is within its margin are a third family.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
     significant = {name: p is not None and p < rule.alpha for name, p in tested.adjusted.items()}
     for side in ("showing", "refuting"):
         if significant[side]:
-            verdict = verdict_of(tested, side, significant["within"])
+            verdict = verdict_of_significant(tested, side, significant["within"])
             reason = f"{words(study, tested, side)}, adjusted p {tested.adjusted[side]:.2g}"
             if problem := not_robust(study, tested, side, exact_tests):
                 return NOT_ROBUST, f"{reason}; {problem}"
@@ -80,17 +80,10 @@ def decide(study: Study, tested: Tested, exact_tests: int) -> tuple[str, str]:
     return UNDERPOWERED, f"{said}: neither shown nor refuted"
 
 
-def verdict_of(tested: Tested, side: str, within: bool) -> str:
-    """Return the verdict on a rule whose claim or opposite claim has a significant test.
-
-    Args:
-        side: "showing" if the claim has a significant test, "refuting" if the opposite claim has
-            one.
-        within: whether the gap is significantly within the rule's margin.
-    """
+def verdict_of_significant(tested: Tested, side: str, within_margin: bool) -> str:
     if tested.rule.kind == "equivalence":
         return REFUTED if side == "refuting" else equivalent(tested)
-    return SHOWN if side == "showing" else WITHIN if within else REFUTED
+    return SHOWN if side == "showing" else WITHIN if within_margin else REFUTED
 
 
 def equivalent(tested: Tested) -> str:
@@ -100,9 +93,7 @@ def equivalent(tested: Tested) -> str:
 
 
 def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str:
-    """Return a message if the exact test or the bootstrap does not confirm a significant t test.
-
-    The message is "" otherwise.
+    """Return "", or a message if the exact test or the bootstrap contradicts a significant t test.
 
     Args:
         side: "showing" for the t test of the claim, "refuting" for that of the opposite claim.
@@ -128,7 +119,8 @@ def words(study: Study, tested: Tested, side: str = "") -> str:
     """Describe the gap that a rule compares, with confidence bounds and number of seeds.
 
     Args:
-        side: "showing" or "refuting" to give only the bound of this test; "" to give both bounds.
+        side: "showing" to give only the confidence bound that supports the rule's claim,
+            "refuting" to give only the bound that supports the opposite claim, "" to give both.
     """
     rule, own, base = tested.rule, tested.outcome.own, tested.outcome.base
     shares = (

@@ -25,10 +25,10 @@ EXACT_TESTS = {
 
 
 def check_design(study: Study) -> None:
-    """Raise ConfigError for a rule that no result can meet, or that does not fit the stated power.
+    """Check the alpha, the smallest possible p and the margin of each rule before the first run.
 
-    docs/studies.md lists the reasons. Only studies without runs are checked, because older versions
-    of diffllm started studies that fail these checks.
+    Raises ConfigError; "Refused designs" in docs/studies.md gives the limits. Studies that already
+    have runs are not checked, because older versions of diffllm had no such limits.
     """
     for where, rule in named_rules(study):
         if rule.alpha > MOST_ALPHA:
@@ -41,7 +41,7 @@ def check_design(study: Study) -> None:
                 )
             check_smallest_p(study, where, rule)
         if study.power:
-            check_covered(study, study.power, where, rule)
+            check_alpha_and_margin(study, study.power, where, rule)
 
 
 def named_rules(study: Study) -> Iterator[tuple[str, Rule]]:
@@ -66,15 +66,19 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
         fixes.append(f"at most {fewer} such rule{'s' * (fewer > 1)}")
     if adjusted < MOST_ALPHA:
         fixes.append(f"an alpha above {adjusted:.3g}")
-    family = f", {min(1, adjusted):.2g} after Holm's correction for {rules} rules" * (rules > 1)
+    holm = f" ({min(1, adjusted):.2g} after Holm's correction for {rules} rules)" * (rules > 1)
     raise ConfigError(
-        f"{where}.alpha={rule.alpha:g} is too small: the smallest possible p of {rule.kind} with "
-        f"{n} seeds per arm is {least:.2g}{family}; use {', or '.join(fixes)}"
+        f"{where}.alpha={rule.alpha:g} is too small: with {n} seeds per arm, the permutation test "
+        f"of kind={rule.kind} has p >= {least:.2g}{holm}; use {', or '.join(fixes)}"
     )
 
 
-def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
-    """Raise ConfigError if a rule's alpha or margin does not fit the power stated in the study."""
+def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -> None:
+    """Raise ConfigError if a rule's alpha or margin contradicts the key `power` of the study.
+
+    The alpha must equal the first rule's alpha. The margin must be at most power.gap, and so large
+    that equal arms are found equivalent with probability LEAST_POWER. Errors begin with `where`.
+    """
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
             f"{where}.alpha={rule.alpha:g} must equal rule.alpha={study.rule.alpha:g}, because the "
@@ -107,7 +111,7 @@ def check_covered(study: Study, power: Power, where: str, rule: Rule) -> None:
         fixes.append(f"a margin of {rounded:g} or more")
     raise ConfigError(
         f"{where}.margin={margin:g} is too small for {n} seeds per arm and power.sd={power.sd:g}: "
-        f"equal arms would be found equivalent with probability {found:.2f}, below "
+        f"the probability of finding equal arms equivalent is {found:.2f}, but must be at least "
         f"{LEAST_POWER:g}{'; use ' * bool(fixes)}{', or '.join(fixes)}"
     )
 
@@ -118,10 +122,7 @@ def rounded_up_to_two_digits(number: float) -> float:
 
 
 def design_notes(study: Study) -> list[str]:
-    """Return warnings about t tests that an exact test cannot confirm with so few seeds.
-
-    The list contains at most one warning per alpha.
-    """
+    """Return a warning for each alpha that exact tests cannot reach with the study's seeds."""
     alphas = [rule.alpha for rule in study.rules if rule.kind not in PERMUTATION_KINDS]
     n, rules = len(study.seeds), len(alphas)
     notes = (exact_note(study.test, n, rules, alpha, sides=1) for alpha in sorted({*alphas}))
@@ -129,9 +130,7 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return a warning if an exact test with `seeds` seeds per arm cannot have a p below `alpha`.
-
-    Return "" otherwise.
+    """Return "", or a warning if an exact test with these seeds cannot have a p below `alpha`.
 
     Args:
         test: "paired" or "welch".

@@ -23,10 +23,11 @@ from diffllm.data.progress import track
 class Evidence:
     """Measured values of a study's ended runs, from run directories or values.json.
 
-    All dictionaries have names of runs as keys. `runs` contains the ended runs that the rules
-    compare. For the grid of learning rates, `rates` contains the losses of ended runs (infinite if
-    diverged), and `rate_marks` the values of `run.study`. `digests` contains the `config_digest` of
-    each compared run: of its saved config if the run has ended, otherwise of its planned config.
+    All dictionaries have run names as keys. `runs` contains the ended runs that the rules compare.
+    `rates` contains the final losses of ended runs in the grid of learning rates, infinite if
+    diverged. `rate_marks` contains the hash of the study, stage and arm that each run of the grid
+    saved as `run.study`. `digests` contains the `config_digest` of each run that the rules compare:
+    from the saved config if the run has ended, otherwise from the planned config.
     """
 
     runs: dict[str, StudyRun]

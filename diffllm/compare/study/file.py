@@ -98,9 +98,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Power:
-    """The key `power` of a study file: the gap that the study can find.
+    """The key `power` of a study file: numbers from which the study's power is computed.
 
-    `sd` is the standard deviation between seeds, and `source` says where this number comes from.
+    `gap` is the true gap that the study should find, and `sd` the standard deviation of an arm's
+    metric between seeds. `source` says where `sd` comes from.
     """
 
     gap: float = field(metadata={"above": 0})
@@ -265,9 +266,9 @@ def check_rule(where: str, rule: Rule) -> None:
     names = ("below", "above", "margin", "reaches")
     given = {name for name in names if getattr(rule, name) is not None}
     if given not in BOUNDS[rule.kind]:
-        allowed = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
-        wrong = ", ".join(filter(given.__contains__, names)) or "none of them"
-        raise ConfigError(f"{where}: kind={rule.kind} needs {allowed}, but the rule has {wrong}")
+        keys = ", or ".join(" with ".join(sorted(each)) for each in BOUNDS[rule.kind])
+        found = ", ".join(filter(given.__contains__, names)) or "none of these keys"
+        raise ConfigError(f"{where}: kind={rule.kind} must set {keys}, but sets {found}")
     check_trend(where, rule)
 
 
@@ -310,7 +311,9 @@ def check_grid(where: str, grid: list[float]) -> None:
 
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
     if len({*seeds}) < max(least, len(seeds)) or min(seeds) < 0:
-        raise ConfigError(f"{where}={seeds} must be {least} or more different seeds, 0 or larger")
+        raise ConfigError(
+            f"{where}={seeds} must list at least {least} seeds >= 0 without repetition"
+        )
 
 
 def check_arm_overrides(where: str, words: list[str], rates: bool) -> None:

@@ -48,18 +48,15 @@ class Goal:
 
 
 def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs | None]:
-    """Compute the content of `diffllm power --json` from the runs of a pilot.
+    """Return the JSON object that `diffllm power --json` prints, computed from pilot runs.
 
-    If the runs form several groups of comparable runs, use the group with most seeds. Raises
-    ConfigError if no arm has two seeds with a finite loss.
-
-    Args:
-        paths: run directories, parent directories or globs.
-        goal: the gap that the planned study must find.
+    `paths` are run directories, parent directories or globs. Runs with different settings form
+    separate groups, of which only the group with most seeds is used. Raises ConfigError if no arm
+    has two seeds with a finite loss, or if all losses are equal.
 
     Returns:
-        The content, and the spread of loss differences between runs of equal seed (None with fewer
-        than two seeds that all arms have).
+        The JSON object, and the standard deviation of loss differences between arms at equal seeds
+        (None with fewer than two arms or fewer than two seeds that all arms have).
     """
     comparison, _ = read(paths)
     first, *others = sorted(
@@ -73,9 +70,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
     spread, diverged = pooled(several), sum(row.diverged for row in rows)
     finished = [run.summary or {} for row in rows for run in row.finished]
     if spread is None:
-        runs = f"{len(finished)} runs finished, {diverged} diverged"
         raise ConfigError(
-            f"pilot: no arm of {comparison.title} has two seeds with a finite loss ({runs})"
+            f"pilot={comparison.title}: no arm has two seeds with a finite loss "
+            f"({len(finished)} runs finished, {diverged} diverged)"
         )
     if not spread.sd:
         raise ConfigError(
@@ -125,14 +122,12 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 
 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
-    """Return the number of seeds per arm that finds the gap, as entries of `diffllm power --json`.
+    """Return entries of `diffllm power --json`: the seeds per arm that find goal.gap.
 
-    The number is given for the estimated standard deviation and for its confidence limits. Other
-    entries give the probability that a pilot of this size recommends too few seeds.
-
-    Args:
-        design: "paired" or "unpaired".
-        spread: standard deviation between the seeds of the pilot.
+    Entries with `seeds` give this number for the estimated standard deviation and for its
+    confidence limits. Entries with `too_few` give the probability that a pilot with as many seeds
+    as this pilot recommends too few seeds for goal.power. `design` is "paired" or "unpaired", and
+    `spread` the standard deviation between the seeds of the pilot.
     """
     name, test = TESTS[design]
 

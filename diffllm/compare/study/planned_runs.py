@@ -45,10 +45,8 @@ class Planned:
 def deciding_runs(study: Study, arm: str, seed: int, lr: float | None) -> list[Planned]:
     """Return the runs of one arm and seed that the study's rules compare.
 
-    This is a single run, or with `lr_sweep` one run per learning rate.
-
-    Args:
-        lr: learning rate of the arm; None for the learning rate of its config.
+    This is a single run, or with `lr_sweep` one run per learning rate. If the learning rate `lr` is
+    None, the arm's config sets the learning rate.
     """
     runs = []
     for rate in [lr] if study.lr_sweep is None else study.lr_sweep:
@@ -87,7 +85,7 @@ def config_of_planned(planned: Planned) -> TrainConfig:
     own = (f"seed={planned.seed}", f"optim.lr={planned.lr!r}")
     words = (*(word for word in planned.words if word not in own), "run.report=false")
     try:
-        if not seed_is_alone(words, planned.lr is not None):
+        if not only_init_seed_uses_seed(words, planned.lr is not None):
             return solved_config(words, planned.lr, planned.seed)
         cfg = solved_config(words, planned.lr, 0)
         follows = config_of_arm(words, planned.lr is not None)
@@ -113,8 +111,11 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
 
 
 @cache
-def seed_is_alone(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
-    """Return whether model.init_seed is the only config key that is computed from `seed`."""
+def only_init_seed_uses_seed(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
+    """Return whether no config key except model.init_seed interpolates the key `seed`.
+
+    The config of another seed is then a copy in which only these two keys change.
+    """
     plain = OmegaConf.to_container(
         config_of_arm(overrides, study_sets_lr), resolve=False, enum_to_str=True
     )
@@ -166,9 +167,9 @@ def ended_loss(path: Path) -> float | None:
 def strayed(
     run_path: Path, saved: TrainConfig, planned: TrainConfig, ignored_keys: tuple[str, ...] = FREE
 ) -> str:
-    """Describe how the saved config of a run differs from its planned config.
+    """Describe how a run's saved config differs from its planned config, or changed on resume.
 
-    Return "" if both configs are equal and the config never changed during the run.
+    Return "" if the configs differ only in `ignored_keys` and the config never changed on resume.
     """
     found = changes_to(saved, planned, ignored_keys)
     changes = {key: values for key, values in found.items() if key != "run.study"}
@@ -199,10 +200,7 @@ class ChosenRate:
 
 
 def rate_losses(out: Path) -> dict[str, float]:
-    """Return the final loss of each ended run of the learning rate grids in `out`, by run name.
-
-    The loss of a diverged run is infinite.
-    """
+    """Return final losses of the ended grid runs in `out`, by run name; infinite if diverged."""
     paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
     losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
     return {name: loss for name, loss in losses.items() if loss is not None}
@@ -218,8 +216,9 @@ def choose_all(study: Study, out: Path) -> list[ChosenRate]:
 def choose_from(study: Study, arm: str, losses_by_name: Mapping[str, float]) -> ChosenRate:
     """Choose for an arm the learning rate with the lowest mean loss over seeds.
 
-    If the best rate is the smallest or the largest of the grid, the grid is extended by one rate.
-    While runs of the grid have not ended, `lr` of the result is None and `wanted` lists these runs.
+    If the best rate is the smallest or largest of the grid, add one more rate at this end of the
+    grid, at most `lr.extend` times. While runs of the grid have not ended, `lr` of the result is
+    None and `wanted` lists these runs. `losses_by_name` has infinite losses for diverged runs.
     """
     rates = study.lr
     assert rates

@@ -49,13 +49,13 @@ class Texts:
 
 @dataclass(frozen=True)
 class RunValues:
-    """Values of a compared run in values.json.
+    """Values in values.json of a run that the rules of a study compare.
 
     `facts`, `settings` and `texts` are indices into the lists of the same names in `Values`.
-    `tokens` and `values` are the metric's curve over training tokens, and `nats` the losses of the
-    documents. `reached` maps each target value of a log-rank rule to [tokens, 1], or to [tokens, 0]
-    if the run ended before reaching the target. `positions` and `position_losses` are losses by
-    position in the document. The other fields are those of `StudyRun`.
+    `tokens` and `values` are the metric's curve over training tokens. `nats` contains the summed
+    loss of each document. `reached` maps each target value of a log-rank rule to [tokens, 1], or to
+    [tokens, 0] if the run ended before the target. `positions`, `position_losses` and
+    `position_settings` are the fields of `PositionLosses`. Other fields are those of `StudyRun`.
     """
 
     name: str
@@ -96,11 +96,11 @@ class RateValues:
 class Values:
     """Content of values.json: all measured values from which the verdict of a study is computed.
 
-    `study` is the name of the study file, and `sha256` its hash. `runs` contains the runs that the
-    rules compare; their equal properties, settings and documents are stored once, in `facts`,
-    `settings` and `texts`. `rates` contains the runs of the grid of learning rates, and `marks`
-    maps their names to `run.study`. `digests` maps the name of each planned run to the SHA-256 of
-    its config.
+    `format` is the version of the file format. `study` is the name of the study file, `sha256` the
+    hash of the study file, and `study_hash` the result of the function `study_hash`. `runs`
+    contains the runs that the rules compare. `facts`, `settings` and `texts` contain each distinct
+    value once; `runs` refers to them by index. `rates` contains the runs of the grid of learning
+    rates. `marks` and `digests` are the fields `rate_marks` and `digests` of `Evidence`.
     """
 
     format: int
@@ -146,7 +146,7 @@ def values_text(study: Study, evidence: Evidence) -> str:
                 reached={f"{level:g}": [*map(float, run.reached(level))] for level in levels},
                 positions=run.positions and run.positions.positions.tolist(),
                 position_losses=plain(run.positions.losses) if run.positions else [],
-                position_settings=run.positions.asked if run.positions else "",
+                position_settings=run.positions.settings if run.positions else "",
             )
         )
     rates = [

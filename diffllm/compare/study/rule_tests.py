@@ -49,9 +49,14 @@ NEVER = Side(1.0, 1.0, 1.0)
 class Tested:
     """A rule with its test results and, after `decide`, its verdict.
 
-    `showing` and `refuting` have the p-values of the claim and of the opposite claim. `within` is
-    the p-value for a gap within the rule's margin. `times` is given for log-rank rules, `gap` for
-    other rules. `adjusted` has the p-values after Holm's correction, such as {"showing": 0.03}.
+    `gap` is None for log-rank rules, `times` for other rules. `showing` and `refuting` contain the
+    p-values of the tests for the claim and for the opposite claim. `within` is the p-value of the
+    test that the gap is within the rule's margin. `documents` contains the lower and the upper
+    bound of the gap from the bootstrap over documents and seeds. `undocumented` names the runs
+    without losses of documents, if other runs have them: then there is no bootstrap. `chance` says
+    why accuracies near chance or near 1 cannot decide the rule, "" otherwise. `smallest` is the
+    smallest one-sided p that a permutation test can have with these seeds. `adjusted` contains the
+    p-values after Holm's correction, such as {"showing": 0.03}.
     """
 
     rule: Rule
@@ -63,13 +68,9 @@ class Tested:
     within: float | None = None
     """For differences, the larger p of the t tests and the bootstrap."""
     documents: tuple[float, float] | None = None
-    """One-sided bounds of the bootstrap over documents and seeds."""
     undocumented: Sequence[str] = ()
-    """Runs without losses of documents, if other runs have them: then there is no bootstrap."""
     chance: str = ""
-    """The reason if the rule is not decidable; empty otherwise."""
     smallest: float = 1.0
-    """Smallest one-sided p that a permutation test can have with these seeds."""
     adjusted: dict[str, float | None] = field(default_factory=dict)
     verdict: str = ""
     reason: str = ""
@@ -86,8 +87,8 @@ class Tested:
     def bounds(self) -> tuple[float, float] | None:
         """Lower and upper one-sided bounds of the gap, each with confidence 1 - alpha.
 
-        The bounds come from the t test or from the bootstrap over documents and seeds, whichever
-        are further apart. None if the gap has no standard error.
+        The bounds come from the t test. If the bootstrap over documents and seeds gives a wider
+        pair of bounds, return that pair. None if the gap has no standard error.
         """
         if self.gap is None or (by_test := self.gap.interval(1 - 2 * self.rule.alpha)) is None:
             return None
@@ -165,9 +166,10 @@ def t_tests(
 
 
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
-    """Combine two tests: each p is `factor` * choose(first p, second p), at most 1.
+    """Combine two tests: each p-value is `factor` * choose(p of `first`, p of `second`), at most 1.
 
-    A p is None if the p of either test is None. `choose` is min or max.
+    max and factor 1 test whether both alternatives hold, min and factor 2 whether one of them does.
+    A p-value is None if it is None in `first` or `second`.
     """
 
     def of(a: float | None, b: float | None) -> float | None:
@@ -253,14 +255,12 @@ def floor_or_ceiling(study: Study, own: StudyArm, base: StudyArm) -> str:
 
 
 def with_divergence(tested: Tested, upwards: int) -> Tested:
-    """Adjust the tests of a rule for diverged runs, which t tests ignore.
+    """Change the p-values of a rule for diverged runs, which t tests ignore.
 
-    An arm with a larger share of diverged runs is never shown to be better. A significantly larger
-    share (Fisher's test) can refute a claim that the arm is better. If all runs of one arm diverge
-    and no run of the other arm, the shares alone can decide the rule.
-
-    Args:
-        upwards: ABOVE if a larger metric is better, BELOW if a smaller metric is, 0 if neither is.
+    An arm with a larger share of diverged runs is never shown to be better. If this share is
+    significantly larger (Fisher's test), the claim that this arm is better can be refuted. If all
+    runs of this arm and no run of the other arm diverged, the other arm can be shown to be better.
+    `upwards` is ABOVE if larger values of the metric are better, BELOW if smaller ones are, else 0.
     """
     own, base = tested.outcome.own, tested.outcome.base
     if not own.diverged + base.diverged:
@@ -303,7 +303,11 @@ def with_diverged_rates(tested: Tested, own: Share, base: Share) -> Tested:
 
 
 def either(side: Side, divergence_p: float) -> Side:
-    """Add a test of diverged runs to `side`; each p is twice the smaller p, at most 1."""
+    """Choose between `side` and a test of diverged runs with the p-value `divergence_p`.
+
+    Return the test with the smaller p, with doubled p-values (Bonferroni for two tests), at most 1.
+    If side.p is None, return the test of diverged runs with the unchanged `divergence_p`.
+    """
     if side.p is None:
         return Side(divergence_p, divergence_p, divergence_p, diverged=True)
     if divergence_p < side.p:

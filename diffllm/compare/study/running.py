@@ -34,7 +34,8 @@ from diffllm.data.progress import track
 def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) -> int:
     """Run all runs of a study that have not ended; resume runs that have started.
 
-    The grid of learning rates, if the study has a grid, runs before the compared runs.
+    The grid of learning rates, if the study has a grid, runs before the compared runs. If the study
+    cannot run, raise ConfigError without starting runs or changing files.
 
     Args:
         out: directory of the study's runs.
@@ -43,9 +44,6 @@ def run_study(study: Study, out: Path, launcher: list[str], added: list[str]) ->
 
     Returns:
         0 if every run has ended and every arm has a learning rate, 128 + n after signal n, else 1.
-
-    Raises:
-        ConfigError: the study cannot run; nothing has been started or changed.
     """
     world = join_ranks()
 
@@ -106,7 +104,10 @@ def next_jobs(study: Study, directory: SweepDirectory, added: list[str]) -> list
 
 
 def check_study_runs(study: Study, out: Path, world_size: int) -> None:
-    """Raise ConfigError if a study cannot run, or if the runs could not decide its claim."""
+    """Raise ConfigError if the design, a planned config or an existing run in `out` is invalid.
+
+    `world_size` is the number of processes per run.
+    """
     begun = SweepDirectory(out, "study").record["runs"]
     if not begun:
         check_design(study)
@@ -126,7 +127,9 @@ def check_study_runs(study: Study, out: Path, world_size: int) -> None:
             to_stderr(f"warning: {said}")
     for path in (out / name for name in begun):
         if changes := plugin_changes(path):
-            raise ConfigError(f"{path} began with {what_differs(changes)}; choose another out=DIR")
+            raise ConfigError(
+                f"the run {path} was started with {what_differs(changes)}; choose another out=DIR"
+            )
     for planned in next_runs(study, out):
         path = out / planned.name
         run = load_run_config(path) if (path / "config.yaml").is_file() else None

@@ -104,9 +104,10 @@ def parameters_of(arm: StudyArm) -> float:
 
 
 def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
-    """Return the metric of two arms at all tokens or positions at which all runs have a value.
+    """Return the metric of two arms at the points that all runs without divergence have in common.
 
-    Diverged runs are ignored. `over` is "tokens" or "position".
+    Points are numbers of training tokens with over="tokens", and positions in the document with
+    over="position". The result contains None for the seeds of diverged runs.
     """
     runs = [run for arm in (own, base) for run in arm.runs if not run.diverged]
     if over == POSITION:
@@ -119,10 +120,10 @@ def along_runs(study: Study, over: str, own: StudyArm, base: StudyArm) -> Sides:
 
 
 def at_positions(losses: list[PositionLosses]) -> tuple[np.ndarray, list[np.ndarray]]:
-    if len({each.asked for each in losses}) > 1:
+    if len({each.settings for each in losses}) > 1:
         raise ConfigError(
-            f"trend over {POSITION}: runs were evaluated on different documents; evaluate all "
-            "runs with the same limit"
+            f"trend over {POSITION}: runs were evaluated on different documents; repeat `diffllm "
+            f"evaluate tasks=[{POSITION}]` with the same limit=N for all runs"
         )
     return common_points([(each.positions, each.losses) for each in losses])
 

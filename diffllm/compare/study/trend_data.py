@@ -21,15 +21,16 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW
 class PositionLosses(NamedTuple):
     """Losses by position in the document, from `diffllm evaluate tasks=[position]`.
 
-    Arrays (n,) have one entry per octave of positions: 1, 2-3, 4-7, ... `asked` contains the
-    evaluated documents, corpus and tokenizer as JSON, and must be equal across runs.
+    `positions` contains the first position of each octave (1, 2, 4, ...), (n,), and `losses` the
+    mean loss of each octave in nats per token, (n,). `settings` is JSON that identifies the
+    evaluated documents, the corpus and the tokenizer; `settings` must be equal across runs.
     """
 
     positions: np.ndarray
-    """First position of each octave, from 1 on: position 0 has no logarithm."""
+    """From 1 on: position 0 has no logarithm."""
     losses: np.ndarray
-    """Nats per token; NaN if not finite."""
-    asked: str
+    """NaN if not finite."""
+    settings: str
 
 
 def needs_positions(study: Study, arm: str) -> bool:
@@ -76,21 +77,23 @@ def check_evaluations(arm: str, cfg: TrainConfig) -> None:
     counted = [step for step in evaluated if step >= WINDOW * steps]
     if len(counted) < FEWEST_POINTS:
         raise ConfigError(
-            f"arm {arm}: eval.interval={interval} gives {len(counted)} evaluations after the "
-            f"first {WINDOW:.0%} of {steps} steps, but a trend over {TOKENS} needs {FEWEST_POINTS}"
+            f"arm {arm}: a trend over {TOKENS} needs at least {FEWEST_POINTS} evaluations after "
+            f"the first {WINDOW:.0%} of {steps} steps, but eval.interval={interval} gives only "
+            f"{len(counted)}; reduce eval.interval"
         )
 
 
 def check_sizes(rule: Rule, parameters: Mapping[str, float]) -> None:
-    """Raise ConfigError if model sizes of a trend rule over parameters are equal or in wrong order.
+    """Raise ConfigError if the model sizes of a trend rule over parameters are invalid.
 
-    The arms `arm` and `against` of the rule must be the largest ones.
+    The rule's arm `arm` must be larger than its smaller versions, which must differ in size. The
+    same holds for `against`. `parameters` maps each arm to its number of parameters.
     """
     for side in zip(*rule.pairs, strict=True):
         sizes = [parameters[arm] for arm in side]
         if len({*sizes}) < len(sizes) or max(sizes) > sizes[-1]:
             said = ", ".join(f"{arm} {parameters[arm]:,.0f}" for arm in side)
             raise ConfigError(
-                f"trend over {PARAMETERS}: the numbers of parameters ({said}) must differ, and "
-                f"{side[-1]} must have the most"
+                f"trend over {PARAMETERS}: the arms must have different numbers of parameters "
+                f"({said}), and {side[-1]} must be the largest arm"
             )

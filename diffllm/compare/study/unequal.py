@@ -87,16 +87,14 @@ def undeclared(arms: Mapping[str, Iterable[Values]], declared: Iterable[str]) ->
     return problems
 
 
-def differing(key: str, placed: list[tuple[str, Values]], tolerance: float) -> str:
-    """Describe how a setting differs between arms; "" if all values are equal or missing.
+def differing(key: str, runs: list[tuple[str, Values]], tolerance: float) -> str:
+    """Describe how a setting differs between arms; "" if all known values are equal.
 
-    Example: "optim.beta2: 0.95 in v2; 0.99 in half".
-
-    Args:
-        placed: name of the arm and settings, for each run.
-        tolerance: largest relative difference that counts as equal.
+    Example: "optim.beta2: 0.95 in arm_a; 0.99 in arm_b". `runs` contains the arm and the settings
+    of each run. Numbers count as equal if the largest exceeds the smallest by at most the fraction
+    `tolerance`.
     """
-    known = [(arm, values[key]) for arm, values in placed if key in values]
+    known = [(arm, values[key]) for arm, values in runs if key in values]
     numbers = [value for _, value in known if isinstance(value, int | float)]
     apart = 0.0
     if tolerance and len(numbers) == len(known):

@@ -24,9 +24,10 @@ FACTS = ("corpus", "python", "torch", "device", "ranks", "code", "compute_dtype"
 class Verdict:
     """The verdict of a study, its reasons, and the results from which it was computed.
 
-    `would_be` is the verdict that an exploratory study would have otherwise. `tested` has one entry
-    per rule and `choices` one learning rate per arm. `equal` contains the loss gaps at equal
-    tokens, parameters and FLOPs.
+    If `verdict` is "exploratory", `would_be` is the verdict without this restriction; otherwise
+    both are equal. `tested` has one entry per rule. `choices` contains the chosen learning rate of
+    each arm, and is empty unless the study has the key `lr`. `equal` contains the loss gaps at
+    equal tokens, parameters and FLOPs.
     """
 
     study: Study

@@ -167,28 +167,21 @@ def gaps_image(found: Verdict) -> Markup:
     if not gaps:
         return Markup("")
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]
-        figure = draw_rules(gaps, arm_styles(found), found.study.quantity)
+        figure = draw_gaps_of_arms(gaps, arm_styles(found), found.study.quantity)
         return to_image(figure, "Gaps of the rules")
 
 
-def draw_rules(
+def draw_gaps_of_arms(
     gaps: dict[tuple[str, str], Estimate],
     styles: list[RowStyle],
-    across: str,
+    x_label: str,
     width: float = WIDTH,
-    ends: str = BOUNDS,
+    bounds_label: str = BOUNDS,
 ) -> "Figure":
-    """Draw the gap between each compared pair of arms, with its confidence bounds.
-
-    Args:
-        gaps: gap and bounds by (arm, reference arm).
-        styles: line style of each arm.
-        across: label of the horizontal axis.
-        ends: description of the bounds, for the legend.
-    """
     by_arm = {style.label: style for style in styles}
     named = [replace(by_arm[arm], label=f"{arm} − {against}") for arm, against in gaps]
-    return draw_gaps([*gaps.values()], named, width, across, sides=("lower", "higher"), ends=ends)
+    sides = ("lower", "higher")
+    return draw_gaps([*gaps.values()], named, width, x_label, sides=sides, ends=bounds_label)
 
 
 def verdict_html(found: Verdict) -> str:

@@ -33,13 +33,12 @@ LAUNCHERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
 class ClusterLauncher:
     """Submits the jobs of a sweep with submitit, to SLURM or as processes on this machine.
 
-    `words` contains the overrides of hydra.launcher, and `settings` the resulting config.
+    `kind` is "slurm" or "local". `words` contains the overrides of hydra/launcher and
+    hydra.launcher.*, and `settings` the launcher's config with these overrides.
     """
 
     kind: str
-    """"slurm" or "local"."""
     words: list[str]
-
     settings: dict[str, Any]
 
     @classmethod

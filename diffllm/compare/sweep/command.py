@@ -24,16 +24,10 @@ def run_sweep(words: list[str], config_dirs: list[Path]) -> int:
 
     All configs are checked first. A failed run does not stop the remaining runs. The override
     run.sweep=<name> resumes an earlier sweep.
-
-    Args:
-        words: overrides from the command line.
-        config_dirs: additional config directories.
+    If a config is invalid, raise ConfigError without starting runs or changing files.
 
     Returns:
         0 if every run has ended, 128 + n after signal n, else 1.
-
-    Raises:
-        ConfigError: the sweep cannot run; no run has started and no file has changed.
     """
     world = join_ranks()
     runs, planned = world.broadcast_and_keep(
@@ -72,7 +66,10 @@ def plan_runs(words: list[str], config_dirs: list[Path], ranks: int) -> tuple[li
 
 
 def join_ranks() -> World:
-    """Initialise torch.distributed, and set environment variables that all runs inherit."""
+    """Connect to the other processes of torchrun, if any, and return rank and world size.
+
+    Also set environment variables that the processes of all runs inherit, such as PYTHONPATH.
+    """
     os.environ["PYTHONPATH"] = path_for_jobs()
     world = join(DistributedConfig())
     if world.size > 1:  # Runs rendezvous through the store of this process.

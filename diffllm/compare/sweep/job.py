@@ -47,7 +47,11 @@ class Ending(NamedTuple):
 
 @dataclass
 class Job:
-    """A run of a sweep, numbered from 1 to `total`; `words` are arguments of `diffllm train`."""
+    """A run of a sweep: run `number` (from 1 on) of `total` runs.
+
+    `path` is the run directory, `steps` the planned number of steps, and `words` are the arguments
+    of `diffllm train`. `finished` is true if the run had ended before the sweep started.
+    """
 
     number: int
     total: int
@@ -109,8 +113,7 @@ class JobProcess:
     def stop(self, number: int) -> None:
         """Send the signal `number` to the run.
 
-        The first signal lets the run save a checkpoint and stop. A second SIGINT ends the run at
-        once.
+        After the first signal, the run saves a checkpoint and stops. A second SIGINT kills it.
         """
         self.child.send_signal(number)
         self.signalled = True
@@ -157,7 +160,10 @@ class ClusterTask:
         return process.wait()
 
     def checkpoint(self, job: Job) -> Any:
-        """Let the run save before preemption or a timeout; submitit then queues the job again."""
+        """Stop the run, which saves a checkpoint, and return the submission that resumes the run.
+
+        submitit calls this method before preemption or a timeout, and queues the submission.
+        """
         from submitit.helpers import DelayedSubmission
 
         if self.process:
@@ -168,9 +174,9 @@ class ClusterTask:
 
 
 class Stops:
-    """Context manager that records SIGINT and SIGTERM, and forwards them to the running job.
+    """Context manager that records SIGINT and SIGTERM, and forwards them to the run's process.
 
-    If no job is running, SIGINT prints `message`.
+    SIGINT while no run is active prints the constructor argument `message`.
     """
 
     def __init__(self, message: str = "stopping") -> None:
@@ -205,9 +211,9 @@ class Stops:
 
 
 def path_for_jobs() -> str:
-    """Return the PYTHONPATH of child processes.
+    """Return a PYTHONPATH with which child processes import the same modules as this process.
 
-    The directory of this package and sys.path[0] precede the inherited entries.
+    The directory that contains diffllm/, then sys.path[0], precede the inherited entries.
     """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
@@ -219,8 +225,7 @@ def path_for_jobs() -> str:
 def tie_to_parent() -> None:
     """Make this process receive SIGTERM when its parent dies, and ignore SIGUSR2.
 
-    The child process calls this function before the run starts. SIGUSR2 is ignored because a
-    scheduler may send this signal to all processes of a job.
+    A scheduler may send SIGUSR2 to all processes of a job.
     """
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if LIBC:

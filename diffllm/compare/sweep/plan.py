@@ -103,7 +103,7 @@ def split_values(override: Override) -> list[str]:
 def name_run(cfg: TrainConfig, keys: list[str]) -> str:
     """Return the name of a run, made from the config values of `keys`: "diff_v1-lr0.001-seed0".
 
-    Different values give different names, but two spellings such as 0.1 and 1e-1 the same name.
+    Different values give different names. Two spellings of a value (0.1, 1e-1) give the same name.
     """
     labels, parts = short_labels(keys), []
     for key in keys:
@@ -115,7 +115,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the config value of a key, or the name of an enum; None if the key is missing."""
+    """Return the config value of a key (of an enum, the member's name); None if it is missing."""
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -245,13 +245,16 @@ def begun_runs(directory: SweepDirectory) -> dict[str, TrainConfig]:
 
 
 def check_queue(job_ids: dict[str, str]) -> None:
-    """Raise ConfigError if a run is in SLURM's queue, because new swept keys would rename it."""
+    """Raise ConfigError if a run that a new swept key renames is in SLURM's queue.
+
+    `job_ids` maps the names of these runs to the ids of their SLURM jobs.
+    """
     from diffllm.compare.sweep.cluster import in_queue
 
     for name, job_id in job_ids.items():
         if in_queue(job_id):
             fix = f"wait until job {job_id} begins, or run scancel {job_id}"
-            raise ConfigError(f"{name} is in SLURM's queue, so the run cannot be renamed; {fix}")
+            raise ConfigError(f"new swept keys would rename {name}, which SLURM has queued; {fix}")
 
 
 def words_for(cfg: TrainConfig, keys: list[str]) -> list[str]:
@@ -281,9 +284,9 @@ def check_runs(
             continue  # This run will fail with a message; the remaining runs can start.
         if any(not is_allowed(key, cfg.run.allow_changes) for key in changes):
             raise ConfigError(
-                f"the sweep {directory.path} was started with {what_differs(changes)} in "
-                f"{path.name}; choose another run.sweep, or resume with run.allow_changes=["
-                f"{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
+                f"the run {path.name} of the sweep {directory.path} was started with "
+                f"{what_differs(changes)}; choose another run.sweep, or allow the change with "
+                f"run.allow_changes=[{','.join(dict.fromkeys([*cfg.run.allow_changes, *changes]))}]"
             )
         if cfg.resume == "never" and (path / "config.yaml").is_file():
             raise ConfigError(f"{path} contains a run, but resume=never; choose another run.sweep")

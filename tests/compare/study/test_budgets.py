@@ -77,19 +77,19 @@ def test_study_rule_with_at_flops_is_decided_by_gap_at_equal_flops(tmp_path):
 
 
 def test_verdict_figure_shows_gap_of_first_rule_for_each_pair_of_arms(tmp_path, monkeypatch):
-    drawn, draw = {}, verdict_page.draw_rules
+    drawn, draw = {}, verdict_page.draw_gaps_of_arms
 
     def recorded(gaps, *others):
         drawn.update(gaps)
         return draw(gaps, *others)
 
-    monkeypatch.setattr(verdict_page, "draw_rules", recorded)
+    monkeypatch.setattr(verdict_page, "draw_gaps_of_arms", recorded)
     found = judged(tmp_path, also=f"[{LOWER.replace('at: tokens', 'at: flops')}]")
     verdict_html(found)
     assert drawn["v2", "half"].mean == found.tested[0].gap.mean != found.tested[1].gap.mean
 
 
-def test_study_rule_with_at_flops_counts_diverged_run(tmp_path):
+def test_rule_with_at_flops_reports_diverged_run_and_computes_gap_from_other_seeds(tmp_path):
     rule = LOWER.replace("at: tokens", "at: flops").replace("below: 0.0", "below: 0.1")
     found = judged(tmp_path, rule, half=[*HALF[:2], math.nan])
     assert found.tested[0].outcome.base.diverged == 1
@@ -115,7 +115,9 @@ def test_study_gap_at_equal_parameters_is_omitted_if_arms_differ_in_size(tmp_pat
     assert "| not measured: v2 has 12% more parameters |" in markdown(found)
 
 
-def test_study_run_with_unknown_flops_has_no_gap_and_raises_for_rule_with_at_flops(tmp_path):
+def test_verdict_with_unknown_flops_has_no_gap_at_equal_flops_and_rejects_rule_with_at_flops(
+    tmp_path,
+):
     sizes = {**SIZES, "v2": (10_040, None)}
     found = judged(tmp_path, sizes=sizes, unequal="[flops]")
     missing = "v2-seed0 has no curve of heldout_loss over known training FLOPs"

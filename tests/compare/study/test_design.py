@@ -33,22 +33,22 @@ def with_keys(rule, **keys):
     [
         (
             SOONER, 3, TASKS,
-            "rule.alpha=0.05 is too small: the smallest possible p of log_rank with 3 seeds per "
-            "arm is 0.05; use 4 seeds or more, or an alpha above 0.05",
+            "rule.alpha=0.05 is too small: with 3 seeds per arm, the permutation test of "
+            "kind=log_rank has p >= 0.05; use 4 seeds or more, or an alpha above 0.05",
         ),
         (
             SOONER, 4, {**TASKS, "also": f"[{SOONER}, {SOONER}, {SOONER}]"},
-            "rule.alpha=0.05 is too small: the smallest possible p of log_rank with 4 seeds per "
-            "arm is 0.014, 0.057 after Holm's correction for 4 rules; use 5 seeds or more, or at "
-            "most 3 such rules, or an alpha above 0.0571",
+            "rule.alpha=0.05 is too small: with 4 seeds per arm, the permutation test of "
+            "kind=log_rank has p >= 0.014 (0.057 after Holm's correction for 4 rules); use 5 "
+            "seeds or more, or at most 3 such rules, or an alpha above 0.0571",
         ),
         (
             LOWER, 3, {**TASKS, "also": f"[{SOONER}]"},
-            "also[0].alpha=0.05 is too small: the smallest possible p of log_rank with 3 seeds",
+            "also[0].alpha=0.05 is too small: with 3 seeds per arm, the permutation test",
         ),
         (
             with_keys(SOONER, alpha=1e-6), 2, TASKS,
-            "the smallest possible p of log_rank with 2 seeds per arm is 0.17; use a larger alpha",
+            "the permutation test of kind=log_rank has p >= 0.17; use a larger alpha",
         ),
         (
             SOONER, 8, {"metric": "eval/loss"},
@@ -66,22 +66,22 @@ def with_keys(rule, **keys):
         ),
         (
             with_keys(LOWER, margin=1e-300), 8, {"power": POWER},
-            "below 0.5; use a margin of 0.018 or more\n",
+            "at least 0.5; use a margin of 0.018 or more\n",
         ),
         (
             with_keys(LOWER, margin=0.01), 8, {"power": POWER},
-            "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: equal arms "
-            "would be found equivalent with probability 0.04, below 0.5; use 23 seeds "
-            "or more, or a margin of 0.018 or more",
+            "rule.margin=0.01 is too small for 8 seeds per arm and power.sd=0.014: the "
+            "probability of finding equal arms equivalent is 0.04, but must be at least 0.5; "
+            "use 23 seeds or more, or a margin of 0.018 or more",
         ),
         (
             ALIKE, 8, {"also": f"[{LOWER}, {LOWER}]", "power": POWER},
-            "with probability 0.32, below 0.5; use 10 seeds or more, or a margin of "
+            "is 0.32, but must be at least 0.5; use 10 seeds or more, or a margin of "
             "0.023 or more",
         ),
         (
             ALIKE.replace("0.02", "0.005"), 3, {"test": "welch", "power": "{gap: 0.01, sd: 0.014}"},
-            "probability 0.00, below 0.5; use 86 seeds or more\n",
+            "equivalent is 0.00, but must be at least 0.5; use 86 seeds or more\n",
         ),
     ],
 )  # fmt: skip

@@ -41,7 +41,7 @@ def expected():
     return recompute.expectations(RESULTS)
 
 
-def test_published_result_pages_equal_numbers_recomputed_without_diffllm(tmp_path):
+def test_numbers_on_published_result_pages_equal_recomputation_without_diffllm(tmp_path):
     found = run(RESULTS)
     assert found.returncode == 0, found.stdout + found.stderr
     assert [line.partition(":")[0] for line in found.stdout.splitlines()] == [*PAGES[1:], PAGES[0]]

@@ -91,5 +91,5 @@ def test_error_about_missing_metric_names_arm_seed_and_file(tmp_path, metric, fi
         judge(study, out)
     assert (
         str(caught.value)
-        == f"arm v2, seed 1: {out}/v2-seed1/{file} has no value of the metric {metric}"
+        == f"arm v2, seed 1: {out}/v2-seed1/{file} has no {metric}; choose another metric"
     )

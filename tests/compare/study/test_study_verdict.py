@@ -109,7 +109,7 @@ def test_claim_about_arm_whose_runs_all_diverge_is_refuted(tmp_path):
     assert found.verdict == "shown"
 
 
-def test_study_verdict_counts_diverged_run_of_arm(tmp_path):
+def test_study_verdict_reports_number_of_diverged_runs_of_arm(tmp_path):
     found = judged(tmp_path, LOWER, [4.30, 4.312, NAN])
     assert found.verdict == found.would_be == "underpowered"
     numbers = json.loads(json.dumps(found.numbers(), allow_nan=False))
@@ -176,7 +176,7 @@ def test_verdict_is_exploratory_if_study_file_was_edited_after_runs(tmp_path):
     assert found.would_be == "refuted"
 
 
-def test_verdict_would_be_not_comparable_if_arm_overrides_were_edited(tmp_path):
+def test_exploratory_verdict_names_changed_config_value_if_arm_overrides_were_edited(tmp_path):
     judged(tmp_path, LOWER, BETTER)
     found = judge_edited(tmp_path, "context_scale=0.5", "context_scale=0.25")
     assert (found.verdict, found.would_be) == ("exploratory", "not comparable")
@@ -190,7 +190,7 @@ def test_verdict_is_exploratory_if_study_has_unfinished_runs(tmp_path):
     assert [run.name for run in next_runs(found.study, tmp_path / "out")] == ["v2-seed2"]
 
 
-def test_config_of_planned_study_run_equals_loaded_config(tmp_path):
+def test_config_of_planned_study_run_equals_config_loaded_from_its_overrides(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO, lr=RATES)
     for arm in study.arms:
         (planned,) = planned_runs.deciding_runs(study, arm, 2**40, 0.3)
@@ -214,7 +214,7 @@ NOTE = "not the reference corpus: numpy 2.3.0 (reference 2.4.6)"
         ),
     ],
 )
-def test_verdict_is_not_comparable_if_corpus_packages_or_plugin_code_differ(
+def test_verdict_is_not_comparable_if_corpus_or_packages_or_plugin_code_differ(
     tmp_path, half, v2, reason
 ):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO)
@@ -231,7 +231,7 @@ def test_study_run_raises_error_if_existing_runs_used_other_plugin_code(tmp_path
     (tmp_path / "out" / "sweep.json").write_text(
         '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}'
     )
-    with pytest.raises(ConfigError, match=r"half-seed0 began with other plugin code \(plugins: "):
+    with pytest.raises(ConfigError, match=r"half-seed0 was started with other plugin code \(plug"):
         check_study_runs(study, tmp_path / "out", 1)
     with pytest.raises(ConfigError, match="arm half: global_batch_size"):
         check_study_runs(study, tmp_path / "new", 7)
@@ -253,7 +253,7 @@ def test_study_rule_accepts_any_logged_metric_and_raises_if_missing(tmp_path):
     assert found.verdict == "underpowered", "3 everywhere"
     assert found.arms[0].values == {0: 3.0, 1: 3.0, 2: 3.0}
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match="has no value of the metric hidden_kurtosis"):
+    with pytest.raises(ConfigError, match="has no hidden_kurtosis; choose another metric"):
         judged(tmp_path / "b", LOWER, HALF, metric="hidden_kurtosis")
 
 
@@ -455,7 +455,7 @@ def test_study_dry_run_estimates_time_from_pilot_until_own_runs_have_ended(tmp_p
     assert not (out / "sweep.json").exists()
 
 
-def test_study_costs_of_masked_documents_use_stated_or_measured_visible_keys(tmp_path):
+def test_study_costs_with_document_masks_use_keys_per_query_from_config_or_ended_runs(tmp_path):
     masked = "data.mask_documents=true"
 
     def cost(name, *words):

@@ -86,7 +86,7 @@ def test_trend_rule_is_decided_by_slope_of_gap_per_doubling(tmp_path, rule, boun
     assert found.reason.startswith(said)
 
 
-def test_trend_rule_is_underpowered_without_variance_or_if_only_one_arm_has_diverged_runs(tmp_path):
+def test_trend_rule_is_underpowered_if_slopes_are_equal_or_only_one_arm_has_diverged_runs(tmp_path):
     slopes = -0.01 + NOISE
     assert decided(tmp_path, TOKENS, 0 * NOISE - 0.01).verdict == "underpowered"
     for diverged in (([4], []), ([], [4]), (range(5), []), ([], range(5))):
@@ -97,7 +97,7 @@ def test_trend_rule_is_underpowered_without_variance_or_if_only_one_arm_has_dive
     assert both.gap.seeds == 4
 
 
-def test_trend_rule_uses_slopes_with_welch_test_and_on_log_scale(tmp_path):
+def test_trend_rule_compares_slopes_of_seeds_with_welch_test_and_with_log_scale(tmp_path):
     rng = np.random.default_rng(0)
     slopes, others = -0.02 + rng.normal(0, 0.002, 5), rng.normal(0, 0.002, 5)
     found = decided(tmp_path, TOKENS, slopes, others, test="welch")
@@ -157,7 +157,9 @@ def test_trend_over_parameters_is_slope_of_gaps_over_model_sizes(tmp_path):
 def test_trend_over_parameters_raises_error_for_equal_or_wrongly_ordered_model_sizes(
     tmp_path, parameters
 ):
-    with pytest.raises(ConfigError, match=r"must differ, and .* must have the most"):
+    with pytest.raises(
+        ConfigError, match=r"different numbers of parameters \(.* must be the largest arm"
+    ):
         sized(tmp_path, (0.0, 0.0, 0.0), parameters)
 
 
@@ -173,7 +175,7 @@ def test_trend_over_parameters_raises_error_for_equal_or_wrongly_ordered_model_s
         (
             "below: 0.0",
             "margin: 0.1",
-            "rule: kind=trend needs below, or above, but",
+            "rule: kind=trend must set below, or above, but",
         ),
         ("over: tokens", "over: parameters", "over=parameters needs at least 3 model sizes, but"),
         ("below", "smaller: {half: v2}, below", "rule.smaller is allowed only with over=parame"),
@@ -215,12 +217,12 @@ def test_study_with_too_few_evaluations_or_wrongly_ordered_model_sizes_does_not_
     check_study_runs(study, tmp_path / "out", 1)
     text = study.path.read_text()
     study.path.write_text(text.replace("steps=20", "steps=20, eval.interval=10"))
-    with pytest.raises(ConfigError, match="=10 gives 2 evaluations after the first 10% of 20"):
+    with pytest.raises(ConfigError, match=r"10% of 20 steps, but eval\.interval=10 gives only 2"):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
     study.path.write_text(study.path.read_text().replace("dim=32", "dim=256"))
-    with pytest.raises(ConfigError, match=r"the numbers of parameters \(v2_s "):
+    with pytest.raises(ConfigError, match=r"different numbers of parameters \(v2_s "):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
 
 
@@ -248,7 +250,9 @@ def written(tmp_path, rule, **more):
 
 
 @pytest.mark.parametrize("test", ["paired", "welch"])
-def test_verdict_page_shows_trend_over_tokens_of_deciding_loss_gap(tmp_path, test):
+def test_verdict_page_describes_change_of_loss_gap_of_first_rule_over_training_tokens(
+    tmp_path, test
+):
     difference = "{kind: difference, arm: v2, against: half, below: 0.0}"
     found = judge(written(tmp_path, difference, test=test), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)

@@ -120,7 +120,7 @@ VARIANTS = "attention=standard,gated"
         ),
     ],
 )
-def test_sweep_extends_key_with_single_value_and_keeps_names_of_ended_runs(
+def test_resumed_sweep_with_more_values_of_a_key_keeps_names_of_ended_runs(
     first: list[str], more: list[str], expected: dict[str, bool]
 ) -> None:
     pretend(planned(*first))
@@ -145,7 +145,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("there", "words", "said"), OTHER_KINDS)
-def test_run_sweep_or_study_in_directory_of_another_command_fails_without_changes(
+def test_train_or_study_command_in_directory_of_other_kind_fails_and_changes_no_file(
     workplace: Path, there: str, words: list[str], said: str
 ) -> None:
     study = study_file(workplace / "s.yaml", RULE)
@@ -257,7 +257,7 @@ def test_slurm_world_size_is_nodes_times_tasks_per_node() -> None:
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
-def test_submitit_folder_below_a_file_prints_single_error_line(
+def test_submitit_folder_whose_parent_is_a_file_prints_single_error_line(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "file").touch()
@@ -316,7 +316,7 @@ def test_sweep_with_queued_runs_raises_error_if_further_key_is_swept(squeue):
     file = Path("outputs/mine/sweep.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"jobs": {"seed0": "7_0"}}))
     squeue("7_0\n", "", 0)
-    with pytest.raises(ConfigError, match=r"seed0 is in SLURM's queue, .* scancel 7_0"):
+    with pytest.raises(ConfigError, match=r"rename seed0, which SLURM has queued; .* scancel 7_0"):
         planned("seed=0,1", VARIANTS)
     planned("seed=0,1,2")
     squeue("", "", 0)
