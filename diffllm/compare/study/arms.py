@@ -42,10 +42,9 @@ NONE = Series(np.zeros(0, np.int64), np.zeros(0))
 class Facts:
     """Properties of a run that run.json records; None if unknown.
 
-    `corpus`, `tokenizer` and `code` are hashes: of the prepared corpus, of the tokenizer and of the
-    diffllm source files. `corpus_note` describes differences from the reference corpus.
-    `heldout_tokens` is the number of held-out tokens per evaluation. `ranks` is the world size, and
-    `device` the name of the GPU or "CPU".
+    `corpus`, `tokenizer` and `code` are the hashes of the corpus, the tokenizer and the diffllm
+    source files. `corpus_note` describes differences from the reference corpus. `heldout_tokens` is
+    the number of held-out tokens per evaluation, `ranks` the world size, `device` "CPU" or a GPU.
     """
 
     parameters: float | None = None
@@ -70,7 +69,7 @@ class StudyRun:
     metric. Both are None if the run diverged. `curve` contains the logged metric over training
     tokens. `variant` names the attention variant. `facts` and `settings` are selected entries of
     run.json and of the config. `plugin_code` maps plugins to hashes of their code. `mark` is the
-    key `run.study` of the saved config: hash of the study, stage and arm. `strayed` describes
+    saved key `run.study`: the study's hash, the stage and the arm. `strayed` describes
     differences from the planned config ("" without differences). `thin` warns of too little
     held-out text ("" with enough text). `digest` is the `config_digest` of the saved config.
     """
@@ -121,7 +120,7 @@ class StudyRun:
         """Return the training tokens at which the metric first was `level` or higher, and True.
 
         If the metric stayed below `level`, return the tokens at the last logged value, and False.
-        A diverged run counts as never successful: return its planned tokens, and False.
+        A diverged run counts as below `level`: return its planned tokens, and False.
         """
         if self.diverged:
             return self.planned_tokens, False
@@ -184,11 +183,8 @@ class StudyArm:
 def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     """Extract the measured values of an ended run.
 
-    Raises ConfigError if the run did not log the study's metric.
-
-    Args:
-        planned: the entry for this run in the study's plan.
-        digest: `config_digest` of the planned config.
+    `planned` is the run's entry in the study's plan, and `digest` the `config_digest` of the
+    planned config. Raises ConfigError if the run did not log the study's metric.
     """
     sweep = study.metric == LR_SENSITIVITY
     value = run.final_loss
@@ -197,9 +193,7 @@ def read_run(run: Run, study: Study, planned: Planned, digest: str) -> StudyRun:
     curve = run.series(logged)
     where = f"arm {planned.arm}, seed {planned.seed}: {run.path}"
     if any(rule.needs_curve for rule in study.rules) and not len(curve.tokens):
-        raise ConfigError(
-            f"{where}/metrics.jsonl has no values of {logged}; choose a logged metric"
-        )
+        raise ConfigError(f"{where}/metrics.jsonl has no values of {logged}; choose another metric")
     if value is not None and not sweep:
         if (number := number_of(run, study.metric)) is None:
             file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"

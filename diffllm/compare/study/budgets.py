@@ -40,7 +40,7 @@ class EqualGaps:
     The fields `tokens`, `parameters` and `flops` contain the gaps at equal training tokens, equal
     parameters and equal training FLOPs, or as text the reason why a gap was not measured. The gap
     `flops` is interpolated at `at_flops` FLOPs per run, and `error` estimates the interpolation
-    error of this gap; both are None if unknown.
+    error of this gap; `at_flops` and `error` are None if unknown.
     """
 
     arm: str

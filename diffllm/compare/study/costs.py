@@ -47,7 +47,7 @@ def costs(study: Study, out: Path, pilot: list[Path]) -> list[Cost]:
     Time is FLOPs divided by the median FLOPs per second of the study's ended runs in `out`. If none
     has ended, the runs in `pilot` (run directories, parent directories or globs) are used instead.
     With document masks, FLOPs depend on the mean number of keys that a query attends to. If the
-    config does not determine this number, the median of the same runs is used.
+    config does not determine this number, the median over the same ended runs is used.
     """
     stages = []
     for first in first_runs(study):

@@ -93,7 +93,7 @@ def equivalent(tested: Tested) -> str:
 
 
 def not_robust(study: Study, tested: Tested, side: str, exact_tests: int) -> str:
-    """Return "", or a message if the exact test or the bootstrap contradicts a significant t test.
+    """Return "", or a message if exact test or bootstrap do not confirm a significant t test.
 
     Args:
         side: "showing" for the t test of the claim, "refuting" for that of the opposite claim.

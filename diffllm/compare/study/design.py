@@ -76,8 +76,8 @@ def check_smallest_p(study: Study, where: str, rule: Rule) -> None:
 def check_alpha_and_margin(study: Study, power: Power, where: str, rule: Rule) -> None:
     """Raise ConfigError if a rule's alpha or margin contradicts the key `power` of the study.
 
-    The alpha must equal the first rule's alpha. The margin must be at most power.gap, and so large
-    that equal arms are found equivalent with probability LEAST_POWER. Errors begin with `where`.
+    The alpha must equal the first rule's alpha. The margin must be at most power.gap, and the
+    probability to find equal arms equivalent at least LEAST_POWER. `where` is the rule's key.
     """
     if rule.alpha != study.rule.alpha:
         raise ConfigError(
@@ -130,7 +130,7 @@ def design_notes(study: Study) -> list[str]:
 
 
 def exact_note(test: str, seeds: int, tests: int, alpha: float, sides: int) -> str:
-    """Return "", or a warning if an exact test with these seeds cannot have a p below `alpha`.
+    """Return "", or a warning if an exact test with `seeds` per arm cannot have a p below `alpha`.
 
     Args:
         test: "paired" or "welch".

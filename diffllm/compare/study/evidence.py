@@ -25,9 +25,9 @@ class Evidence:
 
     All dictionaries have run names as keys. `runs` contains the ended runs that the rules compare.
     `rates` contains the final losses of ended runs in the grid of learning rates, infinite if
-    diverged. `rate_marks` contains the hash of the study, stage and arm that each run of the grid
-    saved as `run.study`. `digests` contains the `config_digest` of each run that the rules compare:
-    from the saved config if the run has ended, otherwise from the planned config.
+    diverged. `rate_marks` contains the key `run.study` that runs of the grid saved: the study's
+    hash, the stage and the arm. `digests` contains the `config_digest` of each run that the rules
+    compare: from the saved config if the run has ended, otherwise from the planned config.
     """
 
     runs: dict[str, StudyRun]

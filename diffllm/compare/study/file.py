@@ -312,7 +312,7 @@ def check_grid(where: str, grid: list[float]) -> None:
 def check_seeds(where: str, seeds: list[int], least: int) -> None:
     if len({*seeds}) < max(least, len(seeds)) or min(seeds) < 0:
         raise ConfigError(
-            f"{where}={seeds} must list at least {least} seeds >= 0 without repetition"
+            f"{where}={seeds} must list {least} or more seeds >= 0 without repetition"
         )
 
 

@@ -124,9 +124,9 @@ def power_numbers(paths: list[Path], goal: Goal) -> tuple[dict[str, Any], Pairs 
 def seeds_needed(goal: Goal, design: str, spread: SeedSpread) -> dict[str, Any]:
     """Return entries of `diffllm power --json`: the seeds per arm that find goal.gap.
 
-    Entries with `seeds` give this number for the estimated standard deviation and for its
-    confidence limits. Entries with `too_few` give the probability that a pilot with as many seeds
-    as this pilot recommends too few seeds for goal.power. `design` is "paired" or "unpaired", and
+    Keys that begin with `seeds` give this number for the estimated standard deviation and for its
+    confidence limits. Keys with `too_few` give the probability that a pilot with as many seeds as
+    this pilot recommends too few seeds for goal.power. `design` is "paired" or "unpaired", and
     `spread` the standard deviation between the seeds of the pilot.
     """
     name, test = TESTS[design]

@@ -114,7 +114,7 @@ def solved_config(overrides: tuple[str, ...], lr: float | None, seed: int) -> Tr
 def only_init_seed_uses_seed(overrides: tuple[str, ...], study_sets_lr: bool) -> bool:
     """Return whether no config key except model.init_seed interpolates the key `seed`.
 
-    The config of another seed is then a copy in which only these two keys change.
+    The config of another seed is then a copy in which at most these two keys differ.
     """
     plain = OmegaConf.to_container(
         config_of_arm(overrides, study_sets_lr), resolve=False, enum_to_str=True
@@ -142,9 +142,8 @@ def read_mark(path: Path) -> str | None:
 def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     """Return the overrides that start or resume a planned run.
 
-    Args:
-        out: directory of the study's runs.
-        digest: hash of the study, which a new run records in `run.study`.
+    `out` is the directory of the study's runs, and `digest` the hash of the study, which a new run
+    records in `run.study`.
     """
     path = out / planned.name
     if (mark := read_mark(path)) is None:
@@ -167,9 +166,9 @@ def ended_loss(path: Path) -> float | None:
 def strayed(
     run_path: Path, saved: TrainConfig, planned: TrainConfig, ignored_keys: tuple[str, ...] = FREE
 ) -> str:
-    """Describe how a run's saved config differs from its planned config, or changed on resume.
+    """Describe the differences between the saved and the planned config, outside `ignored_keys`.
 
-    Return "" if the configs differ only in `ignored_keys` and the config never changed on resume.
+    Without differences, say that the config changed when the run was resumed; "" if it did not.
     """
     found = changes_to(saved, planned, ignored_keys)
     changes = {key: values for key, values in found.items() if key != "run.study"}
@@ -200,7 +199,7 @@ class ChosenRate:
 
 
 def rate_losses(out: Path) -> dict[str, float]:
-    """Return final losses of the ended grid runs in `out`, by run name; infinite if diverged."""
+    """Return final losses of ended learning rate runs in `out` by name; infinite if diverged."""
     paths = sorted(filter(Path.is_dir, (out / RATES).glob("*")))
     losses = {f"{RATES}/{path.name}": ended_loss(path) for path in paths}
     return {name: loss for name, loss in losses.items() if loss is not None}

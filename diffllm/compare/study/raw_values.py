@@ -97,7 +97,7 @@ class Values:
     """Content of values.json: all measured values from which the verdict of a study is computed.
 
     `format` is the version of the file format. `study` is the name of the study file, `sha256` the
-    hash of the study file, and `study_hash` the result of the function `study_hash`. `runs`
+    hash of the study file, and `study_hash` the common hash of `sha256` and `digests`. `runs`
     contains the runs that the rules compare. `facts`, `settings` and `texts` contain each distinct
     value once; `runs` refers to them by index. `rates` contains the runs of the grid of learning
     rates. `marks` and `digests` are the fields `rate_marks` and `digests` of `Evidence`.

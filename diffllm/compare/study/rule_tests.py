@@ -49,8 +49,9 @@ NEVER = Side(1.0, 1.0, 1.0)
 class Tested:
     """A rule with its test results and, after `decide`, its verdict.
 
-    `gap` is None for log-rank rules, `times` for other rules. `showing` and `refuting` contain the
-    p-values of the tests for the claim and for the opposite claim. `within` is the p-value of the
+    `outcome` compares the values of both arms over seeds. `gap` is None for log-rank rules, `times`
+    for other rules. `showing` and `refuting` contain the p-values of the tests for the claim and
+    for the opposite claim. `within` is the p-value of the
     test that the gap is within the rule's margin. `documents` contains the lower and the upper
     bound of the gap from the bootstrap over documents and seeds. `undocumented` names the runs
     without losses of documents, if other runs have them: then there is no bootstrap. `chance` says
@@ -168,7 +169,7 @@ def t_tests(
 def combined(first: Side, second: Side, choose: Callable[..., float], factor: int) -> Side:
     """Combine two tests: each p-value is `factor` * choose(p of `first`, p of `second`), at most 1.
 
-    max and factor 1 test whether both alternatives hold, min and factor 2 whether one of them does.
+    With max and factor 1, both alternatives must hold; with min and factor 2, at least one of them.
     A p-value is None if it is None in `first` or `second`.
     """
 

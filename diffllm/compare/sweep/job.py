@@ -113,7 +113,7 @@ class JobProcess:
     def stop(self, number: int) -> None:
         """Send the signal `number` to the run.
 
-        After the first signal, the run saves a checkpoint and stops. A second SIGINT kills it.
+        The first signal makes the run save a checkpoint and stop; a second SIGINT stops it at once.
         """
         self.child.send_signal(number)
         self.signalled = True
@@ -174,9 +174,9 @@ class ClusterTask:
 
 
 class Stops:
-    """Context manager that records SIGINT and SIGTERM, and forwards them to the run's process.
+    """Context manager that records SIGINT and SIGTERM, and forwards them to the active run.
 
-    SIGINT while no run is active prints the constructor argument `message`.
+    If no run is active, SIGINT prints the constructor argument `message`.
     """
 
     def __init__(self, message: str = "stopping") -> None:
@@ -213,7 +213,7 @@ class Stops:
 def path_for_jobs() -> str:
     """Return a PYTHONPATH with which child processes import the same modules as this process.
 
-    The directory that contains diffllm/, then sys.path[0], precede the inherited entries.
+    The entries are the directory that contains diffllm/, sys.path[0], and the inherited entries.
     """
     package = str(Path(__file__).resolve().parents[3])
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

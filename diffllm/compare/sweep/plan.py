@@ -53,8 +53,7 @@ def split_overrides(words: list[str]) -> tuple[list[Override], list[str]]:
     Raises ConfigError for an invalid override, and for a key that a sweep sets itself.
 
     Returns:
-        The parsed overrides of runs, the last one of each key, and the launcher's overrides as
-        text.
+        The parsed overrides of runs, the last one of each key, and the launcher's overrides.
     """
     with hydra() as loader:  # glob(...) reads the loader.
         try:
@@ -115,7 +114,7 @@ def name_run(cfg: TrainConfig, keys: list[str]) -> str:
 
 
 def value_of(cfg: TrainConfig, key: str) -> Any:
-    """Return the config value of a key (of an enum, the member's name); None if it is missing."""
+    """Return the value of a config key, for an enum member its name; None if the key is missing."""
     value: Any = cfg
     for part in ["run", "choices", key] if key in GROUPS else key.lstrip("+").split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)

@@ -77,7 +77,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
             "baseline: none",
             "baseline=none is not one of the arms half, standard",
         ),
-        (SEEDS, "seeds: [0]", "seeds=[0] must list at least 2 seeds"),
+        (SEEDS, "seeds: [0]", "seeds=[0] must list 2 or more seeds"),
         (SEEDS, "seeds: [0, -1]", ">= 0 without repetition"),
         (SEEDS, "seeds: [0, true]", "seeds[1]=True must be a whole number"),
         (SEEDS, f"seeds: {[*range(1001)]}", "seeds: 1,001 are too many; at most 1,000"),
