@@ -97,13 +97,14 @@ def score(
     questions: Sequence[Question],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[list[Scored]]:
-    """Return the scores of all continuations of each question, in the order of `questions`.
+    """Compute the log-likelihood of each continuation, and whether greedy decoding yields it.
 
-    Raises ValueError if a question exceeds the model's maximum length.
+    Returns one list per question, in the order of `questions`. Raises ValueError if a question
+    exceeds the model's maximum length.
 
     Args:
         model: a model in eval mode.
-        advance: called with the number of newly scored model inputs, to show progress.
+        advance: called with the number of model inputs (see `Question.rows`) since the last call.
     """
     long = [i for i, q in enumerate(questions) if not q.single and len(q.context) >= CACHED_FROM]
     short = sorted({*range(len(questions))} - {*long})
@@ -132,7 +133,7 @@ def score_batches(
     """Return the same scores as `score`, computed in batches without a KV cache.
 
     Args:
-        advance: called with the number of newly scored model inputs, to show progress.
+        advance: called with the number of model inputs (see `Question.rows`) since the last call.
         together: whether to divide each batch between all ranks. If True, every rank must call this
             function with the same questions, and every rank receives all scores.
     """
@@ -199,9 +200,9 @@ def score_rows(
     """Score the continuations of all rows in one forward pass.
 
     Args:
-        rows: contexts and their continuations.
-        caches: KV cache of each layer with the tokens that precede every context; None without such
-            tokens.
+        rows: one tuple (context, list of its continuations) of token ids per row.
+        caches: for each layer, the KV cache of a common prefix that was removed from all contexts;
+            None if the contexts are complete.
     """
     device = model.tok_embeddings.weight.device
     inputs = [[*context, *continuations[0][:-1]] for context, continuations in rows]
@@ -220,7 +221,7 @@ def score_rows(
 
 
 def score_with_cache(model: Transformer, questions: Sequence[Question]) -> Iterator[list[Scored]]:
-    """Yield the scores of each question; the model reads the common prefix of all contexts once."""
+    """Yield the scores of each question in order; read all contexts' common prefix only once."""
     shared = common([question.context for question in questions])
     length = min(shared, *(len(question.context) - 1 for question in questions))
     device = model.tok_embeddings.weight.device
@@ -314,14 +315,14 @@ Questions = list[tuple[int, Example, Question]]
 
 
 def questions(task: Task, settings: Settings, tokenizer: Tokenizer, longest: int) -> Questions:
-    """Generate and encode the examples of a task.
+    """Generate and encode the examples of a task; omit examples of more than `longest` tokens.
 
-    Returns (index of the level of difficulty, example, encoded example) for each example of at most
-    `longest` tokens. Raises ConfigError if no example remains, or if the tokenizer cannot encode
-    the candidates of the first example of a level.
+    Returns (index of the level of difficulty, example, encoded example) for each other example.
+    Raises ConfigError if all examples are omitted, or if the tokenizer cannot encode a candidate.
+    As a sample, only the candidates of the first example of each level are checked.
 
     Args:
-        settings: the result of `Answers.settings`.
+        settings: seed, levels and number of examples per level, from `Answers.examples`.
     """
     count, seed = tokenizer.count, settings["seed"]
     kept = []
@@ -375,7 +376,7 @@ def lines_of(asked: Questions, found: Sequence[Sequence[Scored]]) -> list[Line]:
 
 
 def chance(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected accuracy of random guesses; single candidates count as 0."""
+    """Return the expected accuracy of random guesses; an example with one candidate counts as 0."""
     right = (1 / line["candidates"] for line in lines if line["candidates"] > 1)
     return sum(right) / len(lines)
 

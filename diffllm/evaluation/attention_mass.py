@@ -141,15 +141,15 @@ def clusters_of(lines: Sequence[Line], field: str) -> np.ndarray:
 def kinds_of(example: Example, question: Question, tokenizer: Tokenizer) -> list[int]:
     """Return TARGET, FILLER or SINK for each token of the context in `question`.
 
-    Tokens of the evidence are targets. They begin after the common prefix of the encoded prompt and
-    the encoded text before the evidence. They end before the common suffix of the encoded prompt
-    and the encoded text after the evidence. Raises ConfigError if the evidence contains no token.
+    The first token, an EOS, is SINK. Tokens that overlap the example's evidence are TARGET, and all
+    other tokens are FILLER. Raises ConfigError if no token overlaps the evidence.
     """
     start, end = example.evidence or (0, 0)
     kinds = [SINK, *[FILLER] * (len(question.context) - 1)]
     if 0 <= start < end <= len(example.prompt):
         texts = (example.prompt, example.prompt[:start], example.prompt[end:])
         ids, before, after = tokenizer.encode_batch(texts, threads=1)
+        # Tokens that are the same without the evidence do not overlap the evidence.
         first = 1 + common([ids, before])  # after the EOS
         last = 1 + len(ids) - common([ids[::-1], after[::-1]])
         kinds[first:last] = [TARGET] * len(kinds[first:last])
@@ -195,12 +195,13 @@ def measure_batch(
 
 
 def shares_of(maps: Maps, by_kind: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the missing weight (1 minus the sum of weights), and the shares of each kind of token.
+    """Return the last map's missing weight (B, h), and a dict with values (B, h, 3) of each map.
 
-    The missing weight (B, h) is 0 for the difference map of differential attention. The shares (B,
-    h, 3) of each attention map are relative to the sum of |weight|; a map without weight has shares
-    of 0. The key EFFECTIVE has the shares of the last map. For differential attention, the key
-    SIGNED has the sums of the signed weights of the difference map.
+    The missing weight is 1 minus the sum of weights, or 0 for a difference map, whose weights need
+    not sum to 1. The values are the shares of target, filler and sink in the sum of |weight|, in
+    which missing weight counts for the sink; a map of zeros has shares of 0. The last map has the
+    key EFFECTIVE. For differential attention, the key SIGNED has sums of the difference map's
+    signed weights instead of shares.
 
     Args:
         maps: attention weights of one query (B, h, T), by name of the map; the last map multiplies
@@ -230,10 +231,8 @@ def rounded(values: Tensor) -> list[Any]:
 def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray, list[int]]:
     """Select the head with the largest mean share in each layer.
 
-    Returns the shares of the selected heads (n, L), and the index of each layer's selected head.
-
-    Args:
-        shares: share of each example, layer and head.
+    `shares` contains the share of each example, layer and head. Returns the shares of the selected
+    heads (n, L), and the index of each layer's selected head.
     """
     layers = [np.array(layer) for layer in zip(*shares, strict=True)]
     heads = [int(layer.mean(0).argmax()) for layer in layers]
@@ -243,7 +242,7 @@ def best_heads(shares: Sequence[Sequence[Sequence[float]]]) -> tuple[np.ndarray,
 
 @dataclass(frozen=True)
 class Sample:
-    """The clusters of all examples, and the values of the fields that group the examples."""
+    """The cluster number of each example, and by field name the field's value in each example."""
 
     clusters: np.ndarray
     """For each example, the number of its group of dependent examples, (n,)."""
@@ -262,19 +261,20 @@ class Sample:
         """Return the score sum(values) / sum(totals) over all examples and layers.
 
         The score contains a 95% interval from a bootstrap over clusters of examples. It also
-        contains the ratio for each layer, with an interval, and for each value of the fields in
-        `groupings`.
+        contains the same quotient for each layer, with such an interval, and the quotient for each
+        value of each field in `groupings`, without an interval.
 
         Args:
+            name: name of the score.
             values: numerator of each example and layer, (n, L).
             totals: denominator of each example and layer, (n, L); None for ones.
             chance: expected score of a uniform attention map.
-            limits: smallest and largest possible value.
+            limits: smallest and largest possible score, stored as "range"; None if unlimited.
             more: additional fields of the score.
         """
         totals = np.ones_like(values) if totals is None else totals
         top, bottom = (np.column_stack((each.mean(1), each)) for each in (values, totals))
-        intervals = of_columns(summed(top, self.clusters), summed(bottom, self.clusters))
+        intervals = of_columns(group_sums(top, self.clusters), group_sums(bottom, self.clusters))
         value, *layers = ratios(top, bottom)
         layer = [str(i) for i in range(len(layers))]
         parts: dict[str, Any] = {"by_layer": dict(zip(layer, layers, strict=True))}
@@ -293,8 +293,8 @@ class Sample:
         return NamedScore(name, value, intervals[0], len(values), chance, more)
 
 
-def summed(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Sum the rows of `columns` (n, K) with equal number in `groups` (n,); return (groups, K)."""
+def group_sums(columns: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return the sum of the rows of `columns` (n, K) for each group number in `groups` (n,)."""
     return np.stack([np.bincount(groups, column) for column in columns.T], -1)
 
 

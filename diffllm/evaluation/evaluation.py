@@ -67,17 +67,19 @@ class Asked:
 
 @dataclass(frozen=True)
 class NamedScore:
-    """A score of an evaluation, with a 95% confidence interval over examples or documents."""
+    """A score of an evaluation, and its 95% confidence interval (None if not estimated).
+
+    `of` is the name of the score, such as a level of difficulty. `examples` is the number of scored
+    examples, documents or sequences. `chance` is the expected value of a random guess; None if not
+    defined. `more` contains further fields for the results file.
+    """
 
     of: str
-    """Name within the evaluation: a level, a range of positions or a number of bits."""
     value: float
     interval: tuple[float, float] | None = None
     examples: int = 0
     chance: float | None = None
-    """Expected value of a guess."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the score, as JSON values."""
 
 
 class Evaluation(ABC):

@@ -1,6 +1,6 @@
 """Held-out loss of a model, and the file with the loss of each held-out document.
 
-Training imports only this module of `diffllm.evaluation`.
+`diffllm.training` imports no other module of `diffllm.evaluation`, and thus no other evaluation.
 """
 
 import io
@@ -36,11 +36,11 @@ def heldout_loss(
     device: torch.device,
     documents: Callable[[Tensor], Documents] | None = None,
 ) -> tuple[float, DataError | None]:
-    """Compute the mean held-out loss over all ranks, in nats per token.
+    """Return the mean held-out loss over all ranks in nats per token, and the error of this rank.
 
-    Every rank must call this. If reading `batches` fails on this rank, the function continues with
-    empty batches, because sharded ranks need the same number of forward passes. The second returned
-    value is this error, or None.
+    Every rank must call this. If reading `batches` fails on this rank, the returned error is the
+    DataError, otherwise None. After an error, this rank continues with empty batches, because a
+    sharded model (FSDP) needs the same number of forward passes on all ranks.
 
     Args:
         batches: inputs and targets of this rank, each (b, T) int64 with b <= shape[0].
@@ -80,7 +80,10 @@ def next_batch(batches: Iterator[T], empty: T) -> tuple[T, DataError | None]:
 
 @dataclass
 class DocumentSums:
-    """Sum the losses of each of `count` documents; several ranks may read parts of one document."""
+    """For each of `count` documents, the sum of token losses over all added batches.
+
+    `documents` finds the documents in a batch of inputs, as in `heldout_loss`.
+    """
 
     model: nn.Module
     count: int
@@ -119,7 +122,8 @@ class DocumentSums:
 class DocumentLosses:
     """Losses of all held-out documents of a run, in the order of the held-out split.
 
-    Each array has one entry per document.
+    Entries per document: sum of token losses (`nats`), number of predicted `tokens`, size of the
+    text in `bytes`, hash of the text (`texts`), and index of the data source (`sources`).
     """
 
     nats: np.ndarray
@@ -139,7 +143,7 @@ class DocumentLosses:
         return float(self.nats.sum() / self.tokens.sum())
 
     def of_source(self, index: int) -> "DocumentLosses | None":
-        """Select the documents of the mixture's source number `index`; None without documents."""
+        """Return the losses of data source number `index`; None if the source has no documents."""
         mine = self.sources == index
         own = {f.name: getattr(self, f.name)[mine] for f in fields(self)}
         return DocumentLosses(**own) if mine.any() else None

@@ -78,8 +78,8 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     for name, found in now.items():
         if facts.get(name, found) != found:
             raise ConfigError(
-                f"the {name} of {run}/config.yaml has changed since training: its hash is now "
-                f"{found[:12]}, and was {str(facts[name])[:12]}"
+                f"the {name} named in {run}/config.yaml has changed since training: the {name}'s "
+                f"hash was {str(facts[name])[:12]} and is now {found[:12]}"
             )
     return data
 
@@ -91,12 +91,14 @@ def own_corpus(run: Path, cfg: TrainConfig) -> str:
 
 
 class HeldoutSequence(NamedTuple):
-    """Inputs and targets of one sequence of the held-out split."""
+    """Inputs and targets of one held-out sequence, (1, T) int64 each, and its document boundaries.
+
+    Targets are negative for tokens that are only context. `documents` contains the boundaries; None
+    if data.mask_documents is false.
+    """
 
     inputs: Tensor
-    """(1, T) int64."""
     targets: Tensor
-    """(1, T) int64; negative for tokens that are only context."""
     documents: Documents | None
 
 
@@ -118,7 +120,7 @@ def first_sequences(
 
 
 def sequences_for(tokens: int, seq_len: int) -> int:
-    """Return the number of sequences that contain at least `tokens` tokens."""
+    """Return how many sequences of `seq_len` tokens contain at least `tokens` tokens together."""
     return math.ceil(tokens / seq_len)
 
 

@@ -1,10 +1,10 @@
 """Attention maps (weights of queries on keys) of a layer as tensors, and figures of these maps.
 
-For each head, a figure shows the attention maps, and lambda or the gate if the variant has one. All
-maps of a figure use the same colours: red above zero, blue below.
+For each head, a figure shows the attention maps and, if the variant has them, the values of lambda,
+gate or sink. All maps of a figure use the same colours: red above zero, blue below.
 
-Shapes: B batch, T tokens (queries before keys), h heads of an attention map (n_heads / 2 for DIFF
-V1).
+Shapes: B batch, T tokens, h heads of an attention map: n_heads, or n_heads / 2 for DIFF V1. Maps
+are (B, h, T, T): the axis of queries, then the axis of keys.
 """
 
 import math
@@ -60,11 +60,7 @@ class LayerMaps:
 
 @torch.no_grad()
 def layer_maps(model: Transformer, tokens: Tensor, layer: int) -> LayerMaps:
-    """Compute the attention maps of layer number `layer`, counted from 0.
-
-    Args:
-        tokens: token ids (B, T) int64; each row is one document.
-    """
+    """Compute the attention maps of layer number `layer` (from 0) for B documents `tokens`."""
     return attention_maps(*next(islice(attention_inputs(model, tokens), layer, None)))
 
 
@@ -106,11 +102,13 @@ def attention_inputs(
 def attention_maps(
     attention: Attention, x: Tensor, rope: Rope, mask: Tensor | None = None
 ) -> LayerMaps:
-    """Compute the attention maps of a module, and lambda, the gate or the sink for each query.
+    """Compute the attention maps of a module, and its lambda, gate or sink value for each query.
+
+    A sink value is 1 minus the sum of the weights. A variant has at most one of the three values.
 
     Args:
         x: normalised input of the module, (B, T, D).
-        mask: attention mask; None for causal attention over all T tokens.
+        mask: boolean, True for visible keys; None for causal attention over all T tokens.
     """
     q, k, _ = attention.project(x, rope)
     shown: Aux = {}
@@ -181,9 +179,9 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
 
 
 def heads_per_row(n_heads: int, height: float, width: float) -> int:
-    """Return the number of heads per row that makes a figure about 1.4 times as wide as high.
+    """Return the number of heads in each row of a figure about 1.4 times as wide as high.
 
-    `height` and `width` are the size of the maps of one head in inches.
+    The number divides `n_heads`. Each head occupies `height` and `width` inches of the figure.
     """
     divisors = [n for n in range(1, n_heads + 1) if n_heads % n == 0]
     return min(divisors, key=lambda n: abs(math.log(1.4 * n_heads * height / n / (n * width))))

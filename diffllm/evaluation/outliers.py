@@ -36,9 +36,9 @@ NUMBERS = (*(f"top_{k}" for k in TOP), "median", "rms", "kurtosis")
 
 
 class Spread:
-    """Running statistics of values: percentiles and largest values of |x|, RMS and kurtosis.
+    """Running statistics of values x: percentiles and largest values of |x|, RMS and kurtosis of x.
 
-    Percentiles are computed from a histogram of |x| with 512 bins per octave.
+    Percentiles come from a histogram of |x| with 512 bins per factor of 2 (error at most 0.1%).
     """
 
     def __init__(self) -> None:
@@ -113,12 +113,12 @@ class LayerOutliers:
         self.share: defaultdict[str, Mean] = defaultdict(Mean)
 
     def add_states(self, x: Tensor, context: Tensor, v: Tensor) -> None:
-        """Add the states of one layer for one batch to the statistics.
+        """Add the hidden states, attention outputs and values of one batch to the statistics.
 
         Args:
-            x: output of the transformer block, (B, T, D).
-            context: output of each attention head before the output projection, (B, T, h, width).
-            v: value vectors, (B, T, value heads, width).
+            x: hidden states, which are the outputs of the transformer block, (B, T, D).
+            context: outputs of attention heads before the output projection, (B, T, h, value_dim).
+            v: value vectors, (B, T, value heads, value_dim).
         """
         self.hidden.add(x)
         self.over_channels.add(kurtosis(x).expand(x.shape[:2]))
@@ -182,13 +182,14 @@ def measure_outliers(
 ) -> list[dict[str, Any]]:
     """Run the model on all sequences, and return a dict of statistics for each layer.
 
-    - `hidden`: statistics of the outputs of the transformer block.
-    - `logits`: statistics of q k / sqrt(head_dim) for visible keys, by name of the attention map.
-    - `sinks`: the signed weight on the first visible token, and its share of the sum of |weight|,
-      by name of the attention map. Both are means over heads, sequences, and queries that see
-      several keys.
-    - `context_rms`: RMS of the attention output per head before the output projection.
-    - `context_over_value_rms`: this RMS divided by the RMS of the values.
+    - `hidden`: statistics, as in `Spread`, of the outputs of the transformer block.
+    - `logits`: by attention map, statistics as in `Spread` of q k / sqrt(head_dim), without masked
+      keys.
+    - `sinks`: by attention map, "weight" is the signed weight on the first visible key, and "share"
+      is the share of |weight| on this key. Both are means over heads, sequences and queries,
+      without queries that see a single key and thus have no choice.
+    - `context_rms`: mean RMS of the output of an attention head before the output projection.
+    - `context_over_value_rms`: mean, min and max of this RMS divided by the RMS of the values.
 
     Raises CheckpointError if the output of a layer is not finite.
 

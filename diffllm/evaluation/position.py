@@ -37,11 +37,11 @@ class Position(Evaluation):
     - position: the index of the token in its document, from 0.
     - distance: the number of tokens since the previous occurrence of the same token in the
       document, or "none" for the first occurrence.
-    - span: "repeated" if the token and the two tokens before it occurred earlier in the document,
-      in the same order. "first" if the two tokens before it did not occur earlier in this order.
-      Other tokens have no span.
+    - span: "repeated" if the three consecutive tokens that end with this token also occur earlier
+      in the document. "first" if even the first two of these three tokens do not occur earlier as
+      consecutive tokens. Other tokens have no span.
 
-    If training used data.mask_documents, tokens of the document do not attend to the EOS before it.
+    With data.mask_documents, tokens do not attend to the EOS before the document, as in training.
     """
 
     name = "position"
@@ -80,10 +80,10 @@ class Position(Evaluation):
     def scores(self, settings: Settings, lines: Sequence[Line]) -> list[NamedScore]:
         found = []
         for kind in ("all", "position", "distance", "span"):
-            for name in sorted({name for line in lines for name in line[kind]}, key=bin_order):
+            for name in sorted({name for line in lines for name in line[kind]}, key=bin_sort_key):
                 own = [line[kind][name] for line in lines if name in line[kind]]
                 nats, tokens = np.array(own).T
-                word, start = bin_order(name)
+                word, start = bin_sort_key(name)
                 level = {} if word else {"level": {kind: start}}
                 found.append(
                     NamedScore(
@@ -162,7 +162,7 @@ def octave(number: int) -> str:
     return f"{low}-{2 * low - 1}"
 
 
-def bin_order(name: str) -> tuple[int, float]:
-    """Return a key that sorts bins: ranges of numbers, then other names, and "first" last."""
+def bin_sort_key(name: str) -> tuple[int, float]:
+    """Return a sort key: bins such as "8-15" by number, then other names, and "first" last."""
     start = name.partition("-")[0]
     return (0, int(start)) if start.isdigit() else (1, name == "first")

@@ -64,15 +64,12 @@ def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
 def quantised(
     model: Transformer, weights: Rounding | None = None, activations: Rounding | None = None
 ) -> Iterator[None]:
-    """In this context, round the weight matrices of all transformer blocks and their inputs.
+    """Context manager: round weight matrices and the inputs of these matrices until its exit.
 
-    The matrices of experts and of linear layers are rounded, except layers in KEPT. Inputs of
-    experts are rounded before w1 and w3, and before w2 after multiplication by the router's weight.
-    The original weights are restored exactly on exit.
-
-    Args:
-        weights: rounding of the matrices; None leaves the matrices unchanged.
-        activations: rounding of the inputs; None leaves the inputs unchanged.
+    The matrices are those of all experts and linear layers in transformer blocks, except layers
+    named in KEPT. The input of an expert's matrix w2 contains the router's weight as a factor. The
+    original weights are restored exactly on exit. If `weights` is None, the matrices are not
+    rounded; if `activations` is None, the inputs are not rounded.
     """
     with ExitStack() as stack:
         if weights is not None:
@@ -156,7 +153,8 @@ class Quantise(Evaluation):
         sequences = [each for each in first if bool((each.targets >= 0).any())]
         if not sequences:
             raise DataError(
-                f"the first {asked} held-out sequences contain no target token; increase limit"
+                f"no token of the first {asked} held-out sequences counts in the loss; "
+                f"set limit above {asked}"
             )
         found: list[Line] = []
         with track(self.name, len(ARMS) * len(sequences)) as advance:
@@ -194,10 +192,12 @@ def loss_lines(
     sequences: Sequence[HeldoutSequence],
     advance: Callable[[int], None],
 ) -> list[Line]:
-    """Compute the loss of each sequence in nats, and return a dict for each sequence.
+    """Return a dict for each sequence with its summed loss, "nats", and its number of "tokens".
+
+    Raises CheckpointError if a loss is not finite.
 
     Args:
-        arm: name of the active rounding, for the dicts and for the error.
+        arm: name of the current setting in ARMS, which the dicts and the error contain.
         advance: called with 1 after each sequence, to show progress.
     """
     found = []

@@ -68,13 +68,14 @@ def merge(into: Stats, new: Stats) -> Stats:
 
 
 def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
-    """Combine statistics over micro-batches and ranks; all ranks receive the same results.
+    """Combine each statistic over ranks by mean, RMS, minimum or maximum (`Metric.combine`).
 
-    Every rank must call this.
+    All ranks receive the same results. Every rank must call this.
 
     Args:
         stats: float32 tensor (layers,) or (layers, heads) of each statistic, already merged over
-            the micro-batches of this rank.
+            the micro-batches of this rank by `merge`.
+        micro_batches: number of micro-batches per rank, to convert merged sums to means.
     """
     reduced: Stats = {}
     for op, kinds in OPS.items():
@@ -99,19 +100,18 @@ def reduce_stats(stats: Stats, micro_batches: int) -> Stats:
 def expert_load(counts: Tensor) -> Stats:
     """Return the largest and the smallest load of an expert in each of L layers, (L,) float32 each.
 
-    The load of an expert is its number of tokens, divided by the mean over the layer's experts.
-
-    Args:
-        counts: tokens of the global batch for each layer and expert, (L, E) int64.
+    The load of an expert is its number of tokens in the global batch, an entry of `counts` (L, E)
+    int64, divided by the mean over the layer's experts.
     """
     load = counts / counts.float().mean(1, keepdim=True)
     return {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1)}
 
 
 def named_values(stats: Stats) -> dict[str, float]:
-    """Return all values by name, such as "lambda_01/layer_03" for head 1 of layer 3.
+    """Return all values by name, such as "context_rms/layer_03" or "lambda_head_01/layer_03".
 
-    If a statistic has fewer layers than others, its values belong to the last layers.
+    Layers and heads are numbered from 0. A statistic with fewer layers than others belongs to the
+    last layers: in some models with experts, the first layers have no experts.
 
     Args:
         stats: tensor (layers,) or (layers, heads) of each statistic.

@@ -142,9 +142,9 @@ class Display:
             self.print(f"{line}  ETA {duration(eta_s)}")
 
     def evaluate(self, done: int, total: int) -> None:
-        """Show the progress of a held-out evaluation in the progress bar, or every 30 s in a line.
+        """Show that a held-out evaluation has processed `done` of `total` tokens.
 
-        `done` and `total` are numbers of tokens.
+        On a terminal, update the progress bar; otherwise print a line every 30 s.
         """
         now = time.monotonic()
         began, said = self.evaluating = self.evaluating or (now, now)

@@ -20,44 +20,55 @@ class Section:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the report. Title and caption may contain placeholders such as {smoothing}."""
+    """A figure of the report, which replaces placeholders such as {smoothing} in title and caption.
+
+    `mark` is the y value of a horizontal line (None: no line), and `log` selects a logarithmic y
+    axis. If `folded` is true, the figure is hidden until a reader opens "More figures".
+    """
 
     title: str
     caption: str = ""
     mark: float | None = None
-    """Value at which a line is drawn."""
     folded: bool = False
     log: bool = False
 
 
 @dataclass(frozen=True)
 class Curve(Plot):
-    """A plot of a metric over training tokens, or of its largest value over the layers."""
+    """A plot against training tokens: of a metric, or of a layer metric's maximum over all layers.
+
+    If `smooth` is true, a moving average is drawn. If `clip` is true, the range of the y axis
+    ignores the first steps and spikes.
+    """
 
     smooth: bool = False
     clip: bool = False
-    """The scale ignores the first steps and spikes."""
 
 
 @dataclass(frozen=True)
 class Layers(Plot):
-    """A plot of a metric over the layers, at the end of training."""
+    """A plot of the last logged value of a metric in each layer; the x axis is the layer index.
+
+    If `uniform` is true, a line shows 1/√n, the RMS under uniform attention over n tokens.
+    """
 
     uniform: bool = False
-    """Whether to draw a line at 1/√n, the RMS under uniform attention over a whole sequence."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of report.csv: a metric, reduced over steps and layers and then over seeds."""
+    """A column of report.csv with a value of a metric.
+
+    `steps` selects the last or all logged steps of a run. `of` is the reduction over these steps
+    and over layers, and `seeds` the reduction over the runs with different seeds. The report has
+    the same column with `title` and `unit` in its header, in percent if `percent` is true. If
+    `title` is empty, the report has no such column.
+    """
 
     steps: Literal["last", "all"]
-    """"last": the last logged value, as in summary.json; "all": the values of all logged steps."""
     of: Literal["min", "max", "median"]
-    """Reduction over these steps and over layers."""
     seeds: Literal["mean", "min", "max"]
     title: str = ""
-    """Header in the report's table; empty if the column is only in report.csv."""
     unit: str = ""
     percent: bool = False
 

@@ -93,11 +93,10 @@ class StepProfiler:
 
 
 class Device(NamedTuple):
-    """Data sheet figures of a GPU model."""
+    """A GPU model: its name, dense bf16 FLOP/s from the data sheet, and usable memory in GiB."""
 
     name: str
     peak_flops: float
-    """Dense bf16 matrix FLOP/s."""
     memory_gib: float
     """GiB that the driver makes available to a process."""
 

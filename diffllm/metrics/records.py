@@ -33,7 +33,7 @@ LARGEST = 1e40
 
 
 def read_summary(run: Path) -> dict[str, Any] | None:
-    """Read a run's summary.json; return None if the run has not ended or has diverged."""
+    """Read the summary.json of a run that ended without divergence; return None for other runs."""
     found = read_ending(run)
     return None if found is None or found.get("stopped") else found
 
@@ -58,8 +58,8 @@ def stopped_text(ending: dict[str, Any]) -> str:
 def read_record(file: Path) -> dict[str, Any] | None:
     """Read a JSON file of a run or sweep, such as run.json; return None if the file is missing.
 
-    Floats that are not finite or exceed LARGEST become None. Raises CheckpointError if the file
-    cannot be read, or if a field has the wrong type.
+    Floats become None if they are not finite or too large for later statistics (LARGEST). Raises
+    CheckpointError if the file cannot be read, or if a field in FIELDS has the wrong type.
     """
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         content = read_json(file)

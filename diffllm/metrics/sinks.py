@@ -33,8 +33,8 @@ def check_installed(cfg: MetricsConfig) -> None:
 class EventFiles:
     """TensorBoard event files of a run; after an error, training continues without event files.
 
-    TensorBoard hides values of steps after `last_step` that an earlier process of the run has
-    logged.
+    `last_step` is the step from which the run resumes, or 0. TensorBoard will hide the values that
+    an earlier process of the run logged for later steps.
     """
 
     def __init__(self, directory: Path, last_step: int):
@@ -65,11 +65,11 @@ class EventFiles:
 
 
 class MetricsFile:
-    """The file metrics.jsonl: one JSON object per line, complete after every write.
+    """The file metrics.jsonl: one JSON object per line, without an incomplete last line.
 
-    Lines of steps after `last_step` are removed from an existing file. If the disk is full, new
-    lines are kept in memory and written later. Raises CheckpointError if the file cannot be
-    created.
+    `last_step` is the step from which the run resumes, or 0; lines of later steps are removed. If
+    writing fails, for example on a full disk, new lines are kept in memory and written later.
+    Raises CheckpointError if the file cannot be created.
     """
 
     def __init__(self, path: Path, last_step: int = 0):
@@ -107,7 +107,7 @@ class MetricsFile:
             line = self.waiting[0]
             try:
                 if self.file.write(line) != len(line):
-                    raise OSError("only a part of the line was written")
+                    raise OSError("a line was written only in part; the disk may be full")
             except OSError as error:
                 with contextlib.suppress(OSError):
                     self.file.truncate(self.size)  # remove an incomplete line

@@ -1,15 +1,15 @@
 """Count spikes of loss and gradient norm by three definitions; see docs/spikes.md.
 
-The two published definitions compare a value with the mean of the previous finite values. The third
-definition removes the trend and counts events. It fits a line to the values of the previous n
-steps, and computes the distance d between the value of step t and the line:
+Two published definitions compare a value with the mean of previous finite values. The third
+definition removes the trend, and counts spikes that are close to each other as one event. For the
+value at step s, it fits a line to the values of n previous steps, and computes a distance d:
 
-    d = (value - line) / sqrt(1 + h),   h = 1 / n + (t - mean step)^2 / sum (step - mean step)^2
+    d = (value - line) / sqrt(1 + h),   h = 1 / n + (s - mean step)^2 / sum (step - mean step)^2
 
-If values vary around a line with normal noise, d divided by the root mean square of m previous
-distances is Student's t with m degrees of freedom. `as_normal` converts t to a normal deviate, so
-that a constant threshold has the same rate of false alarms at all steps. NaN and infinity are
-always spikes.
+If values vary around a line with normal noise, the quotient of d and the root mean square of m
+previous distances follows Student's t distribution with m degrees of freedom. `as_normal` converts
+the quotient to a standard normal deviate, so that a threshold of SIGMAS has the same rate of false
+alarms at all steps. NaN and infinity are always spikes.
 """
 
 import math
@@ -24,21 +24,19 @@ WINDOW128_SIGMAS = 6.0
 
 @dataclass
 class SpikeCounter:
-    """Count the spikes of a series of values, such as the losses of all steps.
+    """Counter of the spikes in a series of values, such as the losses of all steps.
 
-    A finite value is a spike if it exceeds the mean of the previous finite values by more than
-    `sigmas` standard deviations. At most `window` previous values are used. NaN and infinity are
-    always spikes.
+    A finite value is a spike if it exceeds the mean of the last `window` finite values before it by
+    more than `sigmas` population standard deviations. If `two_sided` is true, values as far below
+    the mean are spikes, too. If `inclusive` is true, a distance of exactly `sigmas` is enough. The
+    first `least` finite values are no spikes. NaN and infinity are always spikes.
     """
 
     window: int
     least: int
-    """Number of values that the window must contain before a finite value can be a spike."""
     sigmas: float
-    """Distance from the window's mean that makes a spike, in population standard deviations."""
     two_sided: bool = False
     inclusive: bool = False
-    """Whether a distance of exactly `sigmas` is a spike."""
 
     def __post_init__(self) -> None:
         self.values: deque[float] = deque(maxlen=self.window)
@@ -69,10 +67,10 @@ class SpikeCounter:
         return bool(deviation > bound or (self.inclusive and deviation == bound > 0))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number ("total") and share ("score") of spikes among all values.
+        """Return the number of spikes ("total"), and their share of all values ("score").
 
-        `rolling_total` and `rolling_score` describe the last `window` values. `judged` is the
-        number of values without the first `least` finite values, which cannot be spikes.
+        `rolling_total` and `rolling_score` are the same for the last `window` values. `judged` is
+        the number of values that could be spikes: all but the first `least` finite values.
         """
         rolling = sum(self.recent)
         return {
@@ -124,15 +122,15 @@ COUNTS = ("seen", "judged", "total", "in_a_row", "last")
 
 
 class EventCounter:
-    """Count spike events of a series; a spike is a value far above the trend of earlier values.
+    """Counter of spike events in a series; spikes at most APART steps apart are one event.
 
-    Spikes at most APART steps apart are one event. The trend is a line, fitted by least squares to
-    the previous values without spikes and without drops of the same size. The distance of a value
-    from the line is compared with the root mean square of previous distances. In this root mean
-    square, spikes are ignored, and the distance of a drop is limited.
+    A value is a spike if it is more than SIGMAS above a line, and a drop if it is more than SIGMAS
+    below. The line is fitted to previous values, except spikes and drops. SIGMAS is in multiples of
+    the root mean square of previous distances from the line, corrected by `as_normal`. The root
+    mean square excludes spikes, and counts each drop as a distance of SIGMAS.
 
     Args:
-        log: whether to use logarithms, for gradient norms; values of 0 and below are then ignored.
+        log: True for gradient norms: use logarithms of values, and ignore values of 0 or below.
     """
 
     def __init__(self, log: bool = False) -> None:
@@ -170,10 +168,10 @@ class EventCounter:
         return False
 
     def _exclude(self, spike: bool) -> bool:
-        """Exclude the current value from the fitted line: a spike if `spike`, otherwise a drop.
+        """Exclude a spike (`spike` is True) or a drop (False) from the fitted line; return `spike`.
 
-        Count an event if the last spike was more than APART steps ago. After more than APART
-        consecutive excluded values, remove all fitted values. Return `spike`.
+        A spike is a new event if the last spike was more than APART steps ago. More than APART
+        consecutive excluded values mean a new level; then restart the line without earlier values.
         """
         self.in_a_row += 1
         if self.in_a_row > APART:
@@ -220,10 +218,8 @@ class EventCounter:
 def as_normal(t: float, degrees: int) -> float:
     """Convert a value of Student's t to the standard normal deviate with the same tail probability.
 
-    Approximation of D. L. Wallace (Annals of Mathematical Statistics 30, 1959).
-
-    Args:
-        degrees: degrees of freedom of t.
+    `degrees` are the degrees of freedom of t. Approximation of D. L. Wallace (Annals of
+    Mathematical Statistics 30, 1959).
     """
     size = math.sqrt(degrees * math.log1p(t * t / degrees))
     return math.copysign((8 * degrees + 1) / (8 * degrees + 3) * size, t)

@@ -99,9 +99,10 @@ def unfailing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def result() -> Iterator[None]:
-    """In this context, a failed write to stdout raises UserError; later failures are ignored.
+    """Context manager that raises UserError if a write to stdout inside the context fails.
 
-    If the reader of stdout, such as `head`, exits, the context ends without an error.
+    Failures after the context are ignored. If the reader of stdout, such as `head`, has exited, the
+    next write leaves the context without an error.
     """
     never_fail()
     given = getattr(sys.stdout, "stream", sys.stdout)

@@ -332,7 +332,8 @@ METRICS: list[Metric] = [
 def add_metric(metric: Metric) -> Metric:
     """Add the metric of a plugin to the table of metrics, and its section if the section is new.
 
-    Adding a metric twice has no effect. Raises ConfigError if an existing metric has the name.
+    Adding an equal metric again has no effect. Raises ConfigError if a different metric has this
+    name, or a pattern that matches the name, such as `eval/loss/*`.
     """
     if metric in METRICS:
         return metric
@@ -352,8 +353,8 @@ def add_metric(metric: Metric) -> Metric:
 def metric_of(name: str) -> Metric:
     """Return the metric with the given name, such as "train/loss".
 
-    `name` may also be a statistic, such as "context_rms". Raises ConfigError if no metric
-    matches.
+    `name` may lack the final "/*" of the metric's name: "context_rms" returns the metric of all
+    layers, "context_rms/*". Raises ConfigError if no metric has the name.
     """
     for metric in METRICS:
         if name == metric.quantity or metric.covers(name):

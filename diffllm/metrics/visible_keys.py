@@ -10,13 +10,13 @@ from diffllm.core.typed import made
 class VisibleKeys:
     """Number of attention queries, and of the keys that they see, summed over ranks since step 0.
 
-    Both numbers are 0 unless attention is masked at document boundaries.
+    `logged_keys` and `logged_queries` are the two numbers at the last call of `log`. All numbers
+    are 0 if documents are not masked, because `seq_len` then determines the visible keys.
     """
 
     keys: int = 0
     queries: int = 0
     logged_keys: int = 0
-    """The value of `keys` at the last logged step."""
     logged_queries: int = 0
 
     @property
@@ -39,7 +39,10 @@ class VisibleKeys:
 
     @classmethod
     def of(cls, values: Any) -> "VisibleKeys":
-        """Restore the counts from a dict of the fields; raises ValueError for impossible counts."""
+        """Restore the counts from a dict with one entry per field.
+
+        Raises ValueError for wrong types, negative counts, or fewer keys than queries.
+        """
         found = made(cls, values)
         rises = 0 <= found.logged_keys <= found.keys
         if not rises or not 0 <= found.logged_queries <= found.queries <= found.keys:
@@ -54,9 +57,9 @@ def expected_visible_keys(documents: dict[int, int], seq_len: int, whole: bool) 
 
     Args:
         documents: for each length in tokens, EOS included, the number of documents of this length.
-        whole: whether only documents above seq_len are cut (packing best_fit, without padding).
-            Otherwise a stream of documents is cut every seq_len tokens, with equal probability at
-            every token of a document.
+        whole: True for the packing best_fit, which cuts only documents of more than `seq_len`
+            tokens; padding is not counted. False for a stream that is cut every `seq_len` tokens,
+            where each token of a document is equally likely to begin a sequence.
     """
     keys = 0.0
     for length, number in documents.items():

@@ -144,10 +144,11 @@ class WandbRun:
             abandon_service()
 
     def finish(self, summary: dict[str, Any] | None = None, exit_code: int = 0) -> None:
-        """Send all queued metrics and finish the wandb run within FINISH_SECONDS.
+        """Send all queued metrics and finish the wandb run; give up after FINISH_SECONDS.
 
         Args:
-            exit_code: 0 for a finished run; any other number for a failed run.
+            summary: values for the summary of the run in wandb; None adds none.
+            exit_code: 0, or another number if the run failed.
         """
         if not self.working:
             return

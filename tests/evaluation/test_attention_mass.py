@@ -176,7 +176,7 @@ def line(heads, **facts):
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_attention_mass_intervals_resample_clusters_and_scores_include_best_head_of_each_layer(
+def test_attention_mass_scores_have_cluster_bootstrap_interval_and_best_head_of_each_layer(
     monkeypatch,
 ):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))

@@ -93,7 +93,7 @@ def test_evaluate_command_reuses_stored_result_unless_settings_or_version_change
     assert asked == ["icl", "mqar", "icl", "mqar", "icl"]
 
 
-def test_evaluate_command_on_sweep_prints_table_with_mean_and_gap_of_each_variant(
+def test_evaluate_command_on_sweep_prints_mean_over_seeds_and_gap_to_baseline_of_each_variant(
     tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = tmp_path / "sweep"
@@ -273,7 +273,7 @@ def test_evaluate_command_names_invalid_line_of_examples_file(
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
-def test_evaluate_command_uses_requested_task_level_or_prints_error(
+def test_evaluate_command_evaluates_requested_task_level_and_rejects_invalid_level_or_task(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]

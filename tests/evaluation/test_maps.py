@@ -89,7 +89,7 @@ def test_attention_maps_are_causal_with_rows_that_sum_to_1(variant):
             torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-12)
 
 
-def test_rows_of_clamped_attention_map_sum_to_1_or_0():
+def test_diff_v1_clamped_attention_weights_of_query_sum_to_1_or_to_0_if_all_were_negative():
     model = float64_model("diff_v1_clamped")
     whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
@@ -113,7 +113,7 @@ def test_difference_map_equals_map_1_minus_lambda_times_map_2():
 
 @torch.no_grad()
 @pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
-def test_layer_maps_equal_maps_of_inputs_in_forward_pass(variant, index):
+def test_layer_maps_equal_maps_computed_from_layer_input_recorded_in_forward_pass(variant, index):
     model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
@@ -156,7 +156,7 @@ def test_layer_maps_by_query_contains_lambda_gate_or_sink(variant):
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-12)
 
 
-def test_negative_share_and_entropy_of_known_attention_maps():
+def test_share_of_negative_weights_and_entropy_of_small_attention_maps_equal_exact_values():
     weights = torch.tensor([[1.0, 0, 0], [0.25, 0.75, 0], [-0.5, 0.25, 0.25]])
     assert negative_share(weights).mean() == pytest.approx(0.5 / 3)
     assert negative_share(torch.zeros(3, 3)).tolist() == [0, 0, 0]

@@ -189,6 +189,6 @@ def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
     assert least <= covered / 400 <= 0.98
 
 
-def test_document_bootstrap_returns_none_for_seven_documents() -> None:
+def test_document_bootstrap_returns_none_for_7_documents_and_interval_for_8_documents() -> None:
     assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
     assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

@@ -54,7 +54,7 @@ def test_display_prints_about_one_screen_of_loss_lines_above_progress_bar():
     assert max(gaps) <= STEPS // 20 + 10
 
 
-def test_display_prints_line_of_step_with_heldout_evaluation_above_progress_bar():
+def test_display_prints_line_above_progress_bar_for_each_step_with_heldout_loss():
     display, screen = on_terminal()
     shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())
@@ -86,7 +86,9 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_progress_stages_share_a_line_on_terminal_and_print_lines_elsewhere(monkeypatch, capsys):
+def test_stage_names_replace_each_other_on_terminal_and_are_separate_lines_in_other_output(
+    monkeypatch, capsys
+):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)

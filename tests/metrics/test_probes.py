@@ -138,7 +138,7 @@ def test_measuring_attention_maps_adds_statistics_without_changing_loss(variant)
     assert model(tokens, tokens, probe=POSITIONS).stats == {}
 
 
-def test_each_measurement_is_due_at_steps_of_its_configured_interval():
+def test_statistics_probes_evaluations_and_checkpoints_are_due_at_their_configured_intervals():
     words = ["log_interval=4", "diagnostics.interval=3", "diagnostics.probe_interval=6", "steps=14"]
     words += ["eval.interval=7", "eval.suites_interval=10", "checkpoint.interval=9"]
     words += ["distributed.check_interval=5", "profile.steps=[12,13]"]

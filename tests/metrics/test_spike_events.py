@@ -174,7 +174,7 @@ RATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("definition", DEFINITIONS)
-def test_gradient_spikes_added_to_runs_are_found_at_recorded_rates(definition):
+def test_gradient_norm_spikes_added_to_runs_are_found_at_expected_rates(definition):
     for factor, rates in RATES.items():
         found = share_found(NOISE["0.4 nats"], definition, float(factor), "grad")
         assert found == rates[definition]

@@ -128,7 +128,7 @@ def alternating(count):
         (-50.0, False, True),
     ],
 )
-def test_spike_threshold_is_6_sigma_above_mean_or_with_olmo2_7_sigma_on_both_sides(
+def test_spike_is_6_sigma_above_mean_or_7_sigma_above_or_below_mean_in_olmo2_definition(
     value, window128, olmo2
 ):
     found = counted([*alternating(128), value])
@@ -176,7 +176,7 @@ def test_spikes_of_loss_and_gradient_norm_are_counted_separately():
     }
 
 
-def test_judged_steps_exclude_first_128_finite_losses_but_spike_score_divides_by_all_steps():
+def test_first_128_finite_losses_are_not_judged_but_count_in_divisor_of_spike_score():
     monitor, series = SpikeMonitor(), [NAN, *alternating(130), INF, 1.0]
     for i, value in enumerate(series):
         monitor.update(value, 1.0)

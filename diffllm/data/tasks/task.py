@@ -207,7 +207,7 @@ class Task(ABC):
 
 TASKS: dict[str, Task] = {}
 REMOVED = ("induction", "noisy_kv", "phonebook")
-REPLACED = "was removed; use needle, mqar, icl or a task of your own (docs/evaluation.md)"
+INSTEAD = "use needle, mqar, icl or a task of your own (docs/evaluation.md)"
 FORMER = {"mqar": ("pairs", "words"), "needle": ("asked", "words")}
 """Settings of tasks in earlier versions, which configs of old runs may contain."""
 T = TypeVar("T", bound=type[Task])

@@ -15,7 +15,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.tasks import VERSION
-from diffllm.data.tasks.task import FORMER, REMOVED, REPLACED, TASKS, Level
+from diffllm.data.tasks.task import FORMER, INSTEAD, REMOVED, TASKS, Level
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class SyntheticConfig(DataConfig):
 
     def check_current(self) -> None:
         if self.task in REMOVED:
-            raise ConfigError(f"data.task={self.task} {REPLACED}")
+            raise ConfigError(f"data.task={self.task} was removed; {INSTEAD}")
         known = TASKS[self.task].settings(USUAL)
         for key, value in self.level.items():
             if key not in known:
