@@ -162,9 +162,8 @@ def score_batches(
 def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list[list[T]]:
     """Split items into groups of similar length, so that a batch of a group needs little padding.
 
-    Args:
-        length: returns the length of an item in tokens.
-        most: maximum number of tokens of a group, including padding.
+    `length` returns the number of tokens of an item. A group has at most `most` tokens, including
+    padding.
     """
     return grouped(
         sorted(items, key=length), lambda batch, item: length(item) * (len(batch) + 1) <= most
@@ -174,9 +173,8 @@ def by_length(items: Sequence[T], length: Callable[[T], int], most: int) -> list
 def grouped(items: Sequence[T], joins: Callable[[list[T], T], bool]) -> list[list[T]]:
     """Split items into groups of consecutive items.
 
-    Args:
-        joins: called with the current group and the next item; returns whether the item belongs to
-            the group.
+    `joins` receives the current group and the next item; it returns whether the item belongs to the
+    group.
     """
     groups: list[list[T]] = []
     for item in items:

@@ -149,11 +149,8 @@ def checksum(first: Mapping[str, Any], lines: Iterable[str]) -> str:
 def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dict[int, Lines]:
     """Read the first line of each results file of a run, by step and by name of the evaluation.
 
-    Skip files that cannot be read, and append their paths to the list `problems[reason]`.
-
-    Args:
-        step: read only the results of this checkpoint; 0 reads all checkpoints, in increasing
-            order.
+    Read only the checkpoint at `step`, or all checkpoints in increasing order if `step` is 0. Skip
+    files that cannot be read, and append their paths to the list `problems[reason]`.
     """
     found: dict[int, dict[str, Line]] = {}
     wanted = f"{step:08d}" if step else "[0-9]" * 8

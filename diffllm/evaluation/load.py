@@ -127,10 +127,8 @@ def sequences_for(tokens: int, seq_len: int) -> int:
 def pass_settings(subject: Subject, asked: Asked, version: int) -> Settings:
     """Return the settings of an evaluation that runs the model on `first_sequences`.
 
-    The settings are the version, the number of sequences and the hash of the corpus.
-
-    Args:
-        version: version of the evaluation; stored results of other versions are not reused.
+    The settings are the version of the evaluation, the number of sequences and the hash of the
+    corpus. Stored results with other settings are not reused.
     """
     return {
         "version": version,

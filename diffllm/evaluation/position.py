@@ -101,10 +101,7 @@ class Position(Evaluation):
 def token_nats(subject: Subject, texts: Sequence[Sequence[int]], eos_id: int) -> list[list[float]]:
     """Run the model on a batch of texts; return the loss of each token of each text in nats.
 
-    The model reads an EOS before each text.
-
-    Args:
-        texts: token ids of each text.
+    A text is a sequence of token ids. The model reads an EOS before each text.
     """
     targets = padded(texts, -1, torch.device("cpu"))
     inputs = padded([[eos_id, *text[:-1]] for text in texts], eos_id, torch.device("cpu"))

@@ -46,10 +46,8 @@ class Rounding:
 def rounded(x: Tensor, bits: int, dims: int | tuple[int, ...]) -> Tensor:
     """Round x to one of 2^bits - 1 multiples of a scale; return the same shape and dtype.
 
-    Rounding is computed in float32. Values whose scale is 0 become 0.
-
-    Args:
-        dims: dimensions of x whose values share a scale.
+    Rounding is computed in float32. Values along the dimensions `dims` of x share a scale. Values
+    whose scale is 0 become 0.
     """
     most = 2 ** (bits - 1) - 1
     wide = x.float()

@@ -112,9 +112,6 @@ def named_values(stats: Stats) -> dict[str, float]:
 
     Layers and heads are numbered from 0. A statistic with fewer layers than others belongs to the
     last layers: in some models with experts, the first layers have no experts.
-
-    Args:
-        stats: tensor (layers,) or (layers, heads) of each statistic.
     """
     if not stats:
         return {}

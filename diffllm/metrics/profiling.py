@@ -41,8 +41,7 @@ class StepProfiler:
 
     The step before the first traced step is the profiler's warm-up.
 
-    Args:
-        say: called with a text that contains the path of the trace.
+    `say` is called with a text that contains the path of the trace.
     """
 
     def __init__(self, cfg: ProfileConfig, directory: Path, rank: int, say: Callable[[str], None]):

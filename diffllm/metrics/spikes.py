@@ -246,11 +246,7 @@ class SpikeMonitor:
         }
 
     def update(self, loss: float, grad_norm: float, skipped: bool = False) -> None:
-        """Process the loss and gradient norm of the next optimizer step.
-
-        Args:
-            skipped: whether the update of this step was skipped.
-        """
+        """Process the loss and gradient norm of the next optimizer step."""
         self.skipped_total += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.longest_skip = max(self.longest_skip, self.skipped_in_a_row)
