@@ -131,7 +131,6 @@ def draw(layer: LayerMaps, heads: list[int], labels: list[str], title: str) -> "
     Queries run downwards and keys to the right.
 
     Args:
-        heads: indices of the heads.
         labels: one label per token, without line breaks.
     """
     from matplotlib.figure import Figure
