@@ -86,7 +86,7 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     assert not isinstance(sys.stderr, Copied)
 
 
-def test_stage_name_replaces_previous_name_on_terminal_and_adds_line_in_file(monkeypatch, capsys):
+def test_stage_name_replaces_previous_name_on_terminal_and_adds_line_otherwise(monkeypatch, capsys):
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "Console", lambda **_: terminal)
