@@ -35,11 +35,12 @@ def diverged_more(own: Share, base: Share) -> bool:
 
 
 def p_more(own: Share, base: Share) -> float:
-    """Return the one-sided p-value of "runs of `own` diverge more often than runs of `base`".
+    """Return the p-value of the alternative "runs of `own` diverge more often than `base`".
 
-    The test is Fisher's exact test, with one exception. If all runs of `own` and no run of `base`
-    diverged, return the smaller p-value of Barnard's test (1945): the largest probability of this
-    outcome under any common probability of divergence.
+    The null hypothesis is an equal probability of divergence. The test is Fisher's exact test, with
+    one exception. If all runs of `own` and no run of `base` diverged, return the p-value of
+    Barnard's test (1945), which is smaller. This p-value is the largest probability of this outcome
+    over all values of the equal probability.
     """
     n, m = own.runs, base.runs
     if own.diverged == n and not base.diverged and n and m:
@@ -52,12 +53,15 @@ def p_more(own: Share, base: Share) -> float:
 
 @dataclass(frozen=True)
 class ArmComparison:
-    """Gap in final loss between the runs of two variants, and their shares of diverged runs."""
+    """Gaps in final loss between two variants, own minus base, and their shares of diverged runs.
+
+    `paired` is the gap over seeds with finite losses of both variants; None without such a seed.
+    `welch` is the gap over all finite losses; None if a variant has no finite loss. `correlation`
+    is Pearson's correlation of the losses over common seeds, or None if it cannot be computed.
+    """
 
     paired: Gap | None
-    """Gap over the seeds with finite losses in both arms; None without such a seed."""
     welch: Gap | None
-    """Gap over all finite runs of both arms; None if an arm has no finite run."""
     correlation: float | None
     own: Share
     base: Share
@@ -85,7 +89,7 @@ class ArmComparison:
 
     @property
     def p_diverged(self) -> float:
-        """Two-sided p-value of Fisher's exact test of "both variants diverge equally often"."""
+        """Two-sided p-value of Fisher's exact test of equal probabilities of divergence."""
         if not self.own.diverged and not self.base.diverged:
             return 1.0
         from scipy.stats import fisher_exact

@@ -53,11 +53,7 @@ class DrawnGaps:
         return low, high
 
     def p(self, bound: float, side: int) -> float:
-        """Return the one-sided p-value of "the gap is below `bound`" or "the gap is above `bound`".
-
-        Args:
-            side: -1 for "below", 1 for "above".
-        """
+        """Return the p-value of the alternative gap < bound (side=-1) or gap > bound (side=1)."""
         from scipy.special import ndtri, stdtr
 
         beyond = int((side * (self.draws - bound) <= 0).sum())
@@ -91,15 +87,16 @@ def drawn_gaps(
 ) -> DrawnGaps:
     """Resample documents and seeds `draws` times; return the loss gap of each draw, own minus base.
 
-    A draw takes n - 1 of n documents, and n - 1 of n seeds, with replacement. The variance of a
-    mean is then unbiased (Rao and Wu, 1988). All runs of a draw use the same documents.
+    A draw takes D - 1 of D documents and S - 1 of S seeds, with replacement. The variance between
+    draws then estimates the variance of the mean gap without bias (Rao and Wu, 1988). All runs of
+    a draw use the same documents.
 
     Args:
         own, base: (seeds, documents), loss in nats, summed over the tokens of each document.
         tokens: (documents,), number of tokens of each document.
         paired: whether row i of `own` and row i of `base` have the same seed. A draw then takes the
             same seeds from both arrays.
-        log: whether to compute gaps of the logarithm of the loss.
+        log: whether to take the logarithm of each run's loss before the mean over seeds.
     """
     sides = [np.asarray(side, np.float64) for side in (own, base)]
     weights = np.asarray(tokens, np.float64)
@@ -141,12 +138,9 @@ def of_columns(
 ) -> list[Interval]:
     """Return the 95% bootstrap interval over documents of each of K weighted means.
 
-    Mean k is the sum of `sums[:, k]` divided by the sum of `weights[:, k]`, such as nats per token.
-    All means of a draw use the same documents. An interval is None if all weights in a draw are 0,
-    or if fewer than LEAST_OF_ONE documents have a weight above 0.
-
-    Args:
-        sums, weights: (documents, K).
+    Mean k is the sum of `sums[:, k]` divided by the sum of `weights[:, k]`, such as nats per token;
+    both have shape (documents,). All means of a draw use the same documents. An interval is None if
+    all weights in a draw are 0, or if fewer than LEAST_OF_ONE documents have a weight above 0.
     """
     there = (weights > 0).any(1)
     if there.sum() < LEAST_OF_ONE:

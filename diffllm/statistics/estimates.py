@@ -104,7 +104,7 @@ class Rate:
 
     @property
     def low(self) -> float:
-        """Lower end of the exact 95% Poisson interval of the rate (Garwood, Biometrika, 1936)."""
+        """Lower end of the exact 95% Poisson interval of events per 1000 steps (Garwood, 1936)."""
         from scipy.special import gammaincinv
 
         low = float(gammaincinv(self.count, (1 - CONFIDENCE) / 2)) if self.count else 0.0
@@ -145,9 +145,9 @@ class Times:
 
     @property
     def median(self) -> float | None:
-        """Kaplan-Meier median of the tokens until a run reaches its target loss.
+        """Kaplan-Meier estimate of the median number of tokens until a run reaches the target loss.
 
-        None if the estimate is that fewer than half of the runs reach this loss.
+        None if the estimated share of runs that ever reach this loss is below one half.
         """
         if not self.count:
             return None

@@ -21,9 +21,10 @@ FEWEST = 3
 class Gap:
     """Difference of two means over seeds, own minus base, for a t test.
 
-    `error` is the standard error and `df` the degrees of freedom; both are None if a mean has a
-    single seed. If the values do not vary between seeds, the confidence interval is one point and
-    every p-value is 1.
+    `seeds` and `base_seeds` are the numbers of values in the two means. `error` is the standard
+    error of `mean` and `df` its degrees of freedom; both are None if a mean has one value. If the
+    values do not vary between seeds, `zero_variance` is True. The confidence interval is then one
+    point, and every p-value is 1, because no t test is possible.
     """
 
     mean: float
@@ -31,7 +32,6 @@ class Gap:
     base_seeds: int
     error: float | None = None
     df: float | None = None
-    """Degrees of freedom: pairs - 1, or Welch and Satterthwaite's."""
     zero_variance: bool = False
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float] | None:
@@ -54,7 +54,7 @@ class Gap:
         return self.estimate.high
 
     def p_below(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p-value of "the gap is below `bound`"; None for a single seed."""
+        """Return the p-value of the alternative "the gap is below `bound`"; None for one seed."""
         if self.error is None or self.df is None:
             return None
         if self.zero_variance:
@@ -64,12 +64,12 @@ class Gap:
         return float(stdtr(self.df, (self.mean - bound) / self.error))
 
     def p_above(self, bound: float = 0.0) -> float | None:
-        """Return the one-sided p-value of "the gap is above `bound`"; None for a single seed."""
+        """Return the p-value of the alternative "the gap is above `bound`"; None for one seed."""
         return replace(self, mean=-self.mean).p_below(-bound)
 
     @property
     def p(self) -> float | None:
-        """Two-sided p-value of "the gap is not 0"; None for a single seed."""
+        """Two-sided p-value of the null hypothesis "the gap is 0"; None for a single seed."""
         below, above = self.p_below(), self.p_above()
         return None if below is None or above is None else min(1.0, 2 * min(below, above))
 
@@ -99,9 +99,6 @@ def welch(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> Gap | None:
     """Return the mean of `own` minus the mean of `base`, for Welch's t test of independent samples.
 
     Return None if `own` or `base` is empty.
-
-    Args:
-        own, base: value of each run by seed, such as the final loss.
     """
     first, second = in_seed_order(own), in_seed_order(base)
     sizes = len(first), len(second)
@@ -123,9 +120,6 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
     """Return Pearson's correlation of `own` and `base` over their common seeds.
 
     Return None with fewer than FEWEST common seeds, or if all values of one variant are equal.
-
-    Args:
-        own, base: value of each run by seed, such as the final loss.
     """
     first, second = common_seeds(own, base)
     if len(first) < FEWEST:
@@ -140,8 +134,9 @@ def seed_correlation(own: Mapping[Seed, float], base: Mapping[Seed, float]) -> f
 class Equivalence:
     """Result of two one-sided tests of whether a gap is within ±margin (Schuirmann, 1987).
 
-    `low` and `high` are the ends of the gap's confidence interval at level 1 - 2 alpha. `inside`
-    states whether this interval is within ±margin.
+    `p` is the larger p-value of both tests; the null hypothesis is a gap outside of ±margin. `low`
+    and `high` are the ends of the gap's confidence interval at level 1 - 2 alpha, where alpha is
+    the level of each test. `inside` states whether this interval is within ±margin.
     """
 
     p: float

@@ -23,7 +23,7 @@ Array = np.ndarray
 
 
 def sign_flip(differences: Array) -> float:
-    """Return the p-value of "the mean is above 0" by random signs of paired differences.
+    """Return the p-value of the alternative "the mean is above 0", by random signs of differences.
 
     Args:
         differences: (n,), own minus base for each seed. To test against a bound other than 0,
@@ -33,7 +33,7 @@ def sign_flip(differences: Array) -> float:
 
 
 def label(own: Array, base: Array) -> float:
-    """Return the p-value of "`own` has the larger mean" by exchanging values between two samples.
+    """Return the p-value of the alternative "`own` has the larger mean", by exchange of values.
 
     Args:
         own, base: (n,) and (m,), values of two independent samples.
@@ -64,8 +64,7 @@ def share_as_large(values: Array, assignments: Array) -> float:
     """Return the share of weighted sums of `values` that are at least as large as the first sum.
 
     Args:
-        values: (n,).
-        assignments: (count, n), weights of the values in each sum. Row 0 gives the observed sum.
+        assignments: (count, n), weights of the n values in each sum. Row 0 gives the observed sum.
     """
     sums = assignments @ values
     enough = sums[0] - ROUNDING * np.abs(values).sum()

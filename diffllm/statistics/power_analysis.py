@@ -45,9 +45,10 @@ def paired_power(gap: float, sd: float, seeds: int, alpha: float = ALPHA, sides:
 
 
 def welch_df(seeds: int) -> np.ndarray:
-    """Return SLICES equally probable values of the degrees of freedom in Welch's test.
+    """Return SLICES evenly spaced quantiles of the degrees of freedom that Welch's test estimates.
 
-    Both samples have `seeds` values and the same true variance.
+    The estimate depends on the two sample variances, so it varies between samples. Both samples
+    have `seeds` values and the same true variance.
     """
     from scipy.special import betaincinv
 
@@ -65,13 +66,14 @@ def slice_midpoints() -> np.ndarray:
 def t_power(
     noncentrality: float, df: float, critical_dfs: np.ndarray, alpha: float, sides: int
 ) -> float:
-    """Return the power of a t test: the probability that its statistic exceeds the critical value.
+    """Return the power of a t test: the probability that the test finds a gap.
 
     Args:
-        noncentrality: true gap, in standard errors.
-        df: degrees of freedom of the statistic.
-        critical_dfs: equally probable degrees of freedom of the critical value; the result is the
-            mean power over them.
+        noncentrality: true gap, divided by its true standard error.
+        df: degrees of freedom of the t statistic.
+        critical_dfs: equally probable estimates of the degrees of freedom, (n,). The test computes
+            its critical value from one estimate. The result is the mean power over all estimates.
+        alpha: level of the test.
         sides: 1 or 2, for a one-sided or a two-sided test.
     """
     from scipy.special import nctdtr, stdtrit
@@ -115,10 +117,11 @@ def two_tests_power(
     """Return the probability that two one-sided t tests show equivalence if the true gap is 0.
 
     Args:
-        margin_in_errors: margin of equivalence, in true standard errors of the gap.
+        margin_in_errors: margin of equivalence, divided by the true standard error of the gap.
         df: degrees of freedom of the estimated standard error.
-        critical_dfs: equally probable degrees of freedom of the critical value; the result is the
-            mean over them.
+        critical_dfs: equally probable estimates of the degrees of freedom, (n,). The tests compute
+            their critical value from one estimate. The result is the mean over all estimates.
+        alpha: level of each one-sided test.
     """
     from scipy.special import chdtri, ndtr, stdtrit
 
@@ -160,15 +163,15 @@ def chance_of_less(
     wanted: float,
     less: float,
 ) -> float | None:
-    """Return the probability that a pilot recommends so few seeds that the power is below `less`.
+    """Return the probability that a study, planned from a pilot, has a power below `less`.
 
-    The pilot estimates the standard deviation between seeds. It recommends the fewest seeds with
-    the power `wanted` for `scale` times this estimate. Return None if the power `less` needs more
-    than MOST_SEEDS seeds.
+    The pilot estimates the standard deviation between seeds. The study has the fewest seeds whose
+    power would be `wanted` if the true standard deviation were `scale` times the estimate. Return
+    None if even MOST_SEEDS seeds do not give the power `less`.
 
     Args:
         power: power for a standard deviation and a number of seeds.
-        pilot: true standard deviation, and degrees of freedom of the pilot's estimate.
+        pilot: `sd` is the true standard deviation, `df` the degrees of freedom of the estimate.
     """
     from scipy.special import chdtr
 

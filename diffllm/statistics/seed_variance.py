@@ -32,8 +32,8 @@ class SeedSpread:
     def upper(self) -> float:
         """Upper one-sided 80% confidence limit of the standard deviation.
 
-        A study that is planned with this limit reaches its power with 80% confidence (Browne,
-        Statistics in Medicine 14, 1995).
+        If the number of seeds of a study is computed from this limit, the study has at least the
+        planned power with a probability of 80% (Browne, Statistics in Medicine 14, 1995).
         """
         from scipy.special import chdtri
 
@@ -41,12 +41,9 @@ class SeedSpread:
 
 
 def pooled(arms: Sequence[Mapping[Seed, float]]) -> SeedSpread | None:
-    """Return the standard deviation between seeds, pooled over variants.
+    """Return the standard deviation between the seeds of each variant in `arms`, pooled over arms.
 
     Return None if no variant has two seeds.
-
-    Args:
-        arms: for each variant, the value of each run by seed, such as the final loss.
     """
     samples = [in_seed_order(arm) for arm in arms if len(arm) > 1]
     if not samples:
@@ -71,22 +68,21 @@ def pooled_variance(samples: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
 class Pairs:
     """Standard deviation of the differences between runs of equal seed from two variants.
 
-    `correlation` is the correlation of the variants over seeds, and `seeds` the number of common
-    seeds.
+    `correlation` is Pearson's correlation of the variants over seeds, pooled over variants; None
+    without any variance. `seeds` is the number of common seeds.
     """
 
     differences: SeedSpread
     correlation: float | None
-    """Pearson's correlation of arms over seeds, pooled over arms; None without any variance."""
     seeds: int
 
 
 def pairs(arms: Sequence[Mapping[Seed, float]]) -> Pairs | None:
-    """Return the standard deviation of the differences between two variants at equal seeds.
+    """Return the standard deviation of the differences between variants at equal seeds.
 
-    The differences are pooled over all pairs of variants. Also return the correlation of the
-    variants over seeds. Return None with fewer than two variants, or with fewer than two seeds that
-    all variants have.
+    The standard deviation is pooled over all pairs of variants. Also return the pooled correlation
+    of the variants over seeds, and the number of common seeds. Only seeds that all variants have
+    are used. Return None with fewer than two such seeds, or with fewer than two variants.
 
     Args:
         arms: for each variant, the value of each run by seed, such as the final loss.

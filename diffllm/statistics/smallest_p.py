@@ -24,10 +24,11 @@ def smallest_p(test: str, own_seeds: int, base_seeds: int, sides: int = 1) -> fl
 
 
 def seeds_for_p(test: str, alpha: float, tests: int = 1, sides: int = 1) -> int | None:
-    """Return the fewest seeds per variant, at least 2, with a smallest p-value below alpha.
+    """Return the fewest seeds per variant, at least 2, that permit a p-value below alpha.
 
     The p-value is multiplied by `tests`, as in Holm's correction for this number of tests. Return
-    None if no number of seeds is enough, because the test draws at most DRAWS permutations.
+    None if no number of seeds is enough: a test draws at most DRAWS permutations, so its p-value is
+    at least `sides` / (1 + DRAWS). `test` and `sides` are as in `smallest_p`.
     """
     n = 2
     while (p := smallest_p(test, n, n, sides)) * tests >= alpha:

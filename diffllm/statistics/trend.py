@@ -88,12 +88,13 @@ def gap_trend(
 def common_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]], window: float = 0.0
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the x values (n,) at which all curves are finite, and the y values (n,) of each curve.
+    """Return the x values (n,) that all curves contain, and the y values (n,) of each curve there.
 
-    Ignore x below `window` times the largest common x.
+    Points whose y is not finite are ignored.
 
     Args:
         curves: arrays (x, y) of each curve.
+        window: share of the largest common x; points at smaller x are ignored.
     """
     finite = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     common = reduce(np.intersect1d, (x for x, _ in finite)) if finite else np.zeros(0)

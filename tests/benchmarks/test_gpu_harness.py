@@ -144,7 +144,7 @@ def test_full_flops_count_all_keys_and_causal_flops_count_visible_keys():
     assert full == pytest.approx(products + maps)
 
 
-def test_benchmark_plain_llama_loss_equals_diffllm_with_standard_attention():
+def test_loss_of_plain_llama_model_equals_loss_of_diffllm_model_with_standard_attention():
     cfg = tiny("attention=standard", "model.init_std=0.2").model
     model, plain = build_model(cfg), PlainLlama(cfg)
     with torch.no_grad():

@@ -41,7 +41,7 @@ def test_benchmark_summary_compares_speeds_of_frameworks_within_same_round():
     assert ["diffllm / LitGPT", "1.75 (1.50 to 2.00)"] in lines
 
 
-def test_benchmark_skips_framework_that_is_not_installed_and_prints_single_line(
+def test_benchmark_skips_framework_that_is_not_installed_and_prints_reason_in_one_line(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(peers, "PEERS", tmp_path)

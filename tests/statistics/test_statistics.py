@@ -181,7 +181,7 @@ def test_standard_deviation_between_seeds_is_pooled_over_arms():
     assert (low, high) == pytest.approx((math.sqrt(10 / 20.483), math.sqrt(10 / 3.247)), abs=1e-3)
 
 
-def test_standard_deviation_of_pairs_equals_paired_differences():
+def test_pairs_returns_standard_deviation_of_paired_differences():
     own, base = by_seed(OWN), by_seed(BASE)
     found = pairs([own, base])
     assert found.differences.sd == pytest.approx(np.subtract(OWN, BASE).std(ddof=1))
@@ -329,7 +329,7 @@ T_TABLE = {2: 12.706, 3: 4.303, 4: 3.182, 6: 2.571, 10: 2.262}
         (list(range(10)), 4.5, math.sqrt(82.5 / 9)),
     ],
 )
-def test_confidence_interval_of_mean_is_t_times_standard_error(values, mean, deviation):
+def test_half_width_of_confidence_interval_is_t_times_standard_error(values, mean, deviation):
     found = estimate(values)
     half = T_TABLE[len(values)] * deviation / math.sqrt(len(values))
     assert found.mean == pytest.approx(mean)

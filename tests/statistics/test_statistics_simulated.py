@@ -143,7 +143,7 @@ def test_power_of_t_tests_rises_with_gap_and_seeds():
     assert welch_power(1e-12, SD, 3, sides=1) == pytest.approx(0.05, abs=0.02)
 
 
-def test_holm_correction_limits_comparisons_with_false_gap_to_5_percent():
+def test_holm_correction_limits_probability_of_any_false_gap_to_5_percent():
     """Eight equal arms are compared with the same base, so their gaps are correlated."""
     rng, draws = np.random.default_rng(0), 400
     false = 0

@@ -66,7 +66,7 @@ def test_gap_trend_of_single_seed_has_slope_without_confidence_interval():
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], [1.0, 2.0, 2.0], [0.0, 1.0, 2.0]])
-def test_line_fit_raises_for_two_different_x_or_x_of_zero(x):
+def test_line_fit_raises_for_fewer_than_three_different_x_or_x_equal_to_zero(x):
     with pytest.raises(ValueError, match="at least 3 different x"):
         fit_line(np.array(x), np.zeros(len(x)))
 

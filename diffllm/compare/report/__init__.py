@@ -13,8 +13,7 @@ def write_report(
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: attention variant that other variants are compared with; None selects `standard`,
-            or the first variant if no run has `standard`.
+        baseline: variant to compare others with; None selects `standard`, or else the first.
         out: directory of both files; None selects the closest directory that contains all `paths`.
     """
     from diffllm.compare.report.comparison import read
@@ -32,8 +31,7 @@ def comparison_text(paths: list[Path], baseline: str | None = None) -> str:
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: attention variant that other variants are compared with; None selects `standard`,
-            or the first variant if no run has `standard`.
+        baseline: variant to compare others with; None selects `standard`, or else the first.
     """
     from diffllm.compare.report.comparison import read
     from diffllm.compare.report.page import whole_text

@@ -1,7 +1,4 @@
-"""Compare runs: group the runs that differ only in the seed, and measure loss gaps to a baseline.
-
-Runs that differ only in the seed are one row of the report.
-"""
+"""Compare runs: group runs that differ only in the seed, and measure loss gaps to a baseline."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,21 +25,22 @@ from diffllm.statistics.gap_tests import holm
 
 @dataclass
 class Comparison:
-    """Content of a report: its rows, evaluation scores and notes.
+    """Content of a report about several runs.
 
-    A row is a set of runs that differ only in the seed. The rows of a group can be compared.
+    A row is a set of runs that differ only in the seed. A group is a set of rows whose losses can
+    be compared. `baseline` is the attention variant that other variants are compared with, or None
+    without a comparison. `differences` lists the keys that prevent a comparison between groups.
+    `score_notes` are those `notes` that also apply to the evaluation scores in `evaluated`.
     """
 
     title: str
     rows: list[Row]
     baseline: str | None
     differences: list[str] = field(default_factory=list)
-    """Keys that make rows incomparable."""
     groups: list[Group] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     evaluated: list[Evaluated] = field(default_factory=list)
     score_notes: list[str] = field(default_factory=list)
-    """Notes that also apply to `evaluated`."""
 
 
 def read(
@@ -56,10 +54,8 @@ def read(
 
     Args:
         paths: run directories, directories that contain runs, or globs.
-        baseline: attention variant that other variants are compared with; None selects `standard`,
-            or the first variant if no run has `standard`.
-        step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
-            checkpoint of each run.
+        baseline: variant to compare others with; None selects `standard`, or else the first.
+        step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
     found = find_runs(paths)
     runs: list[Run] = []
@@ -89,10 +85,8 @@ def compare(
     Raises ConfigError if no run has the attention variant `baseline`.
 
     Args:
-        baseline: attention variant that other variants are compared with; None selects `standard`,
-            or the first variant if no run has `standard`.
-        step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
-            checkpoint of each run.
+        baseline: variant to compare others with; None selects `standard`, or else the first.
+        step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
     runs = sorted(runs, key=lambda run: str(run.path))
     keys = distinguish(runs)
@@ -136,11 +130,12 @@ def choose_baseline(wanted: str | None, rows: list[Row]) -> str | None:
 
 
 def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
-    """Return the report row that `row` is compared with, or None.
+    """Return the row of `rows` that `row` is compared with, or None if there is no such row.
 
-    The result has the attention variant `baseline`, and the values of `row` for all keys outside
-    of `model.attention`. Of several such rows, choose the row without overrides of attention. The
-    result can be `row` itself. Return None if the config of `row` changed during training.
+    The result has the attention variant `baseline`, and agrees with `row` in all config keys
+    outside of `model.attention`. If several rows qualify, return the row whose `model.attention`
+    keys have the defaults of the variant. The result can be `row` itself. If the config of `row`
+    changed during training, return None, because the loss then belongs to no single config.
     """
     if baseline is None or row.runs[0].changes:
         return None
@@ -149,20 +144,21 @@ def baseline_row(row: Row, rows: list[Row], baseline: str | None) -> Row | None:
     alike["attention"] = baseline
     found = [other for other in rows if alike.items() <= other.keys.items()]
     same = [other for other in found if sizes.items() <= other.keys.items()]
-    found = same or [other for other in found if all(of_one_size(row, other, k) for k in sizes)]
+    found = same or [o for o in found if all(sizes_comparable(row, o, key) for key in sizes)]
     if len(found) > 1:
         found = [other for other in found if not overrides(other.runs[0])]
     return found[0] if found else None
 
 
-def of_one_size(row: Row, other: Row, match: str) -> bool:
-    """Return whether the matching of parameters or FLOPs permits a comparison of two report rows.
+def sizes_comparable(row: Row, other: Row, match: str) -> bool:
+    """Return whether two report rows can be compared, given their values of the key `match`.
 
-    Both rows must be matched to the same variant, or one row must be matched to its own variant,
-    which does not change the size of its model.
+    The key gives a model as many parameters or FLOPs as the variant that it names. Rows with equal
+    values of the key can be compared. A row whose value is its own variant can be compared with
+    every row, because its model keeps the default size.
 
     Args:
-        match: the key model.match_params_to or model.match_flops_to.
+        match: "model.match_params_to" or "model.match_flops_to".
     """
     own, theirs = row.keys[match], other.keys[match]
     return own == theirs or own == row.keys["attention"] or theirs == other.keys["attention"]

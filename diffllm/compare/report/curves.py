@@ -78,13 +78,13 @@ def smoothed(series: Series, points: int) -> Series:
 
 
 def at_end(row: Row, quantity: str) -> Band | None:
-    """Return the mean and range over seeds of a metric that is logged per layer, by layer index.
+    """Return the mean and range over seeds of a metric that is logged per layer; x is the layer.
 
-    Use the last step that all finished runs of the row logged (all runs if no run has finished).
-    Return None without a common step.
+    The values are from the last step at which all finished runs of the row logged the metric. If no
+    run has finished, all runs are used. Return None if there is no such step.
 
     Args:
-        quantity: name of the metric without "/layer_00".
+        quantity: name of the metric without the suffix "/layer_00".
     """
     runs = row.finished or row.runs
     logged = [(run.layers(quantity), run.by_layer(quantity)) for run in runs]
@@ -101,7 +101,8 @@ def at_end(row: Row, quantity: str) -> Band | None:
 def envelope(band: Band) -> tuple[Array, Array, Array]:
     """Divide a band into at most `POINTS` intervals of x, for drawing.
 
-    Returns the first x, the minimum and the maximum of each interval, (intervals,) each.
+    Returns three arrays (intervals,), with the first x, the minimum of `band.low` and the maximum
+    of `band.high` in each interval.
     """
     n = len(band.x)
     starts = np.linspace(0, n, min(n, POINTS), endpoint=False).astype(int)
@@ -131,12 +132,13 @@ def rows_of_gaps(rows: list[Row]) -> list[Row]:
 
 
 def seed_noise(rows: list[Row]) -> Series | None:
-    """Return half the width of the noise floor of loss gaps, over training tokens.
+    """Return half the width of the noise floor of loss gaps, as a curve over training tokens.
 
-    The noise floor is the range of 95% of the gaps between variants of equal expected loss. Half of
-    this range is t s sqrt(2 / n): s is the standard deviation between seeds pooled over rows, n the
-    smallest number of seeds per row, and t the quantile of Student's distribution. Return None if
-    no row has two seeds.
+    The noise floor is the interval around 0 with 95% of the gaps between variants of equal expected
+    loss. Half its width is t s sqrt(2 / n). Here s is the standard deviation between seeds, pooled
+    over rows with at least two seeds, and n is the smallest number of seeds of these rows. t is the
+    97.5% quantile of Student's distribution with the degrees of freedom of s. Return None if no row
+    has two seeds.
     """
     curves = [[run.series(LOSS) for run in row.runs] for row in rows if len(row.runs) > 1]
     if not curves:
@@ -227,8 +229,8 @@ def last_common(curves: Iterable[Series]) -> float | None:
 def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
     """Return the loss gap of a row to its baseline after equal tokens, training FLOPs or seconds.
 
-    Return None if the row has no gap, or if a run does not record the unit of `budget`. Seconds on
-    different machines are not compared.
+    Return None if the row has no gap, or if a run did not record its FLOPs or step times. Also
+    return None for seconds on different machines, and if the runs have no common range of costs.
     """
     if row.gap is None or row.baseline is None:
         return None
@@ -252,8 +254,9 @@ def equal_gap(row: Row, budget: Budget) -> EqualGap | None:
 def read_curve(curve: Series, at: float) -> tuple[float, float]:
     """Interpolate a loss curve at x = `at`, linearly in log x; return the loss and its error.
 
-    The error is estimated as the largest error of the same interpolation at the two neighbouring
-    points. It is 0 at a point of the curve, and infinite if both neighbours are end points.
+    To estimate the error, interpolate the loss at each of the two neighbouring points without this
+    point, and take the larger difference from the true loss. This is not possible at the ends of
+    the curve: if both points are ends, the error is infinite. At a point of the curve, it is 0.
     """
     x, y = np.log(curve.tokens), curve.values
     place = int(np.searchsorted(x, np.log(at) * (1 - 1e-12)))

@@ -56,8 +56,7 @@ def evaluations(rows: Sequence[Row], step: int) -> tuple[list[Evaluated], list[s
     """Return the scores of all evaluations of the runs in a report, and notes about skipped runs.
 
     Args:
-        step: step of the checkpoints whose evaluations are shown; 0 selects the newest evaluated
-            checkpoint of each run.
+        step: step of the evaluated checkpoints to show; 0 selects the newest of each run.
     """
     problems: dict[str, list[str]] = {}
     by_run = {run.path: all_results(run.path, problems, step) for row in rows for run in row.runs}
@@ -103,7 +102,7 @@ def gathered(
     if not (lines := score_lines(newest_scores, bases, unit)):
         return None, note
     parts = [
-        {seeds: scores_by_fact(scores) for seeds, scores in own.items()} for own in newest_scores
+        {seeds: subgroup_scores(scores) for seeds, scores in own.items()} for own in newest_scores
     ]
     equal, loss = [], loss_of_all([run for own in found for run in own.values()])
     if loss is not None:
@@ -149,10 +148,11 @@ def independent_examples(score: Line) -> float:
     return finite(score.get("independent", score.get("examples"))) or 0
 
 
-def scores_by_fact(scores: Lines) -> Lines:
-    """Return the scores of subgroups of examples, by name of the subgroup.
+def subgroup_scores(scores: Lines) -> Lines:
+    """Return the scores of subgroups of an evaluation's examples, by name of the subgroup.
 
-    The name "512, depth 0.25" refers to the key 0.25 in the field `by_depth` of the score "512".
+    A score can have fields such as `by_depth`: the scores of examples by depth of the needle. The
+    name "512, depth 0.25" refers to the key 0.25 in the field `by_depth` of the score "512".
     """
     return {
         f"{of}, {key.removeprefix('by_')} {value}": {"value": part, "range": score.get("range")}
@@ -244,9 +244,9 @@ def limited(cell: ScoreCell, limits: tuple[float, float]) -> ScoreCell:
 
 
 def over_examples(cell: ScoreCell, examples: float) -> ScoreCell:
-    """Add Wilson's interval over examples to an accuracy that does not vary between seeds.
+    """Add Wilson's interval of an accuracy that was measured on `examples` independent examples.
 
-    Return other scores unchanged.
+    An accuracy that varies between seeds is returned unchanged, as it has an interval over seeds.
     """
     mean = cell.mean
     varies = mean.low is not None and not mean.all_equal

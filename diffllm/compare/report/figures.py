@@ -251,7 +251,6 @@ def draw_gaps(
     """Draw gaps with their intervals from top to bottom; an arrow shows a gap beyond the scale.
 
     Args:
-        gaps: at least one gap.
         styles: style of each gap, with its label and colour.
         across: label of the horizontal axis.
         hollow: for each gap, whether its mean is drawn as a ring; empty draws no rings.
@@ -295,9 +294,10 @@ def draw_gaps(
 
 
 def scale_limits(gaps: list[Estimate]) -> tuple[float, float]:
-    """Return axis limits that contain 0 and the intervals of all gaps, except outliers.
+    """Return the limits of an axis that contains 0, all mean gaps, and intervals of gaps.
 
-    Intervals of gaps with fewer seeds than another gap are ignored.
+    Only gaps with the most seeds contribute their intervals, because fewer seeds give wider ones.
+    Outliers above OUTLYING times the median absolute value of these gaps are outside of the axis.
     """
     most = max(gap.seeds for gap in gaps)
     bounds = [

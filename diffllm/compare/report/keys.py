@@ -1,7 +1,4 @@
-"""Find the config keys and the entries of run.json that differ between runs.
-
-Some of these differences prevent a comparison of the runs.
-"""
+"""Find the config keys and the entries of run.json that differ between runs."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -72,13 +69,13 @@ class Keys:
     """Config keys and entries of run.json that differ between runs.
 
     `swept` lists the keys that distinguish the rows of a report. A difference in an `incomparable`
-    key prevents a comparison. `values` contains, for each run, the values by key.
+    key prevents a comparison. `values` contains, for each run, the values by key; the value is None
+    for a key that the run's attention variant does not have.
     """
 
     swept: list[str]
     incomparable: list[str]
     values: list[dict[str, Any]]
-    """Values by key, per run; None for a key that the run's variant does not have."""
 
 
 def distinguish(runs: list[Run]) -> Keys:
@@ -106,14 +103,14 @@ def distinguish(runs: list[Run]) -> Keys:
         hidden |= {
             key
             for key in keys
-            if known and not decides([fact], key, known) and not differs(key, unknown)
+            if known and not determine([fact], key, known) and not differs(key, unknown)
         }
     names = {key for each in values for key in each} - hidden
     differing = {key for key in names if differs(key, values)}
     follow = {
         fact
         for fact, causes in CAUSES.items()
-        if fact in differing and decides(differing.intersection(causes), fact, values)
+        if fact in differing and determine(differing.intersection(causes), fact, values)
     }
     overridden = {key for run in runs for key in overrides(run)}
     differing = {k for k in differing if not k.startswith(ATTENTION)} | overridden
@@ -137,13 +134,13 @@ def deciding_values(run: Run) -> dict[str, Any]:
 
 
 def count_targets_as_matched(values: list[dict[str, Any]]) -> None:
-    """Set model.match_params_to of a run to its own variant if other runs have this value.
+    """Count the runs of a variant V as matched to V if runs of other variants are matched to V.
 
-    Apply the same rule to model.match_flops_to. Variants with runs that are already matched remain
-    unchanged.
+    If another run has model.match_params_to=V, set this key to V in all runs of variant V. Do the
+    same for model.match_flops_to. If a run of V already has a value of the key, change no run of V.
 
     Args:
-        values: for each run, the values by key; changed in place.
+        values: for each run, the config values by key; changed in place.
     """
     unmatched = [each for each in values if not any(each[match] for match in MATCHES)]
     for match in MATCHES:
@@ -177,11 +174,11 @@ def differs(key: str, values: list[dict[str, Any]]) -> bool:
     return len({shown_value(each.get(key)) for each in values}) > 1
 
 
-def decides(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
-    """Return whether `key` differs between runs, but is equal in runs with equal values of `keys`.
+def determine(keys: Collection[str], key: str, values: list[dict[str, Any]]) -> bool:
+    """Return whether `key` differs between runs, and `keys` determine its value.
 
-    Args:
-        values: values of each run by key.
+    `values` contains the values of each run by key. `keys` determine the value of `key` if all runs
+    with equal values of `keys` also have equal values of `key`.
     """
     seen: dict[str, set[str]] = {}
     for each in values:

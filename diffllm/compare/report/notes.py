@@ -203,9 +203,10 @@ def speed_notes(runs: list[Run]) -> list[str]:
 
 
 def setting_of(run: Run, key: str) -> Any:
-    """Return the value of `key` in run.json or, if the file lacks the key, in the config.
+    """Return the value of `key` in run.json or, if run.json lacks the key, in the config.
 
-    For an imported model, "corpus" is "unknown", and the config keys of the corpus are None.
+    The corpus of a model from `diffllm import` is not known. For such a run, return "unknown" for
+    the key "corpus", and None for config keys of the corpus, such as data.source.
     """
     if "imported" in run.facts and key in ("corpus", *CORPUS):
         return "unknown" if key == "corpus" else None

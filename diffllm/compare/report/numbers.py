@@ -11,7 +11,6 @@ from diffllm.statistics.estimates import Estimate
 MISSING = "–"
 SMALL = 0.01
 TINY = 1e-3
-"""If mean and interval are below this value, both have two significant digits."""
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -72,7 +71,11 @@ def in_words(estimate: Estimate, signed: bool = False, digits: int = 4) -> str:
 
 
 def digits_for(estimate: Estimate) -> int:
-    """Return the number of decimals for printing a mean and its interval."""
+    """Return the number of decimals with which a mean and its interval are printed.
+
+    The number is 3, or 4 for a mean below SMALL (0.01). If mean and interval are below TINY
+    (0.001), the number gives two significant digits.
+    """
     known = [x for each in (estimate.mean, estimate.low, estimate.high) if (x := finite(each))]
     if known and (widest := max(map(abs, known))) < TINY:
         return 1 - math.floor(math.log10(widest))
@@ -80,9 +83,11 @@ def digits_for(estimate: Estimate) -> int:
 
 
 def with_interval(estimate: Estimate, signed: bool = False, digits: int = 0) -> str:
-    """Format a mean with its interval, such as "-0.200 (-0.313 to -0.088)".
+    """Format a mean with its interval, if any, such as "-0.200 (-0.313 to -0.088)".
 
-    If `digits` is 0, the size of the values determines the number of decimals.
+    Args:
+        signed: whether positive numbers have a plus sign.
+        digits: number of decimals; 0 selects the result of `digits_for`.
     """
     digits = digits or digits_for(estimate)
     mean, interval = fixed(estimate.mean, digits, signed), in_words(estimate, signed, digits)

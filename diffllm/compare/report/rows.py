@@ -1,7 +1,4 @@
-"""Rows of a report, groups of comparable rows, and labels.
-
-A row is a set of runs that differ only in the seed.
-"""
+"""Rows of a report (sets of runs that differ only in the seed), groups of rows, and labels."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,7 +12,7 @@ from diffllm.compare.report.keys import (
     ATTENTION,
     CHANGED,
     Keys,
-    decides,
+    determine,
     overrides,
     shown_value,
     value_text,
@@ -46,41 +43,41 @@ class EqualGap:
 
 @dataclass
 class Row:
-    """Runs that differ only in the seed, and statistics over these runs."""
+    """Runs that differ only in the seed, and statistics over these runs.
+
+    `keys` contains the keys that distinguish rows, with this row's values. `incomparable` lists the
+    keys that prevent a comparison of rows. `differing` contains this row's values of both. `values`
+    contains the cells of report.csv by column.
+
+    `loss` is the final held-out loss. `gap` is `loss` minus the loss of the row `baseline` over
+    common seeds. Both are in nats per token. `against` is the baseline row even if no seed is
+    common; `gap` and `baseline` are then None. `outcome` contains the tests of the gap, and
+    `p_holm` its p-value after Holm's correction over all gaps. `documents` is the gap with an
+    interval over documents and seeds; if this is None, `no_documents` is the reason. `trend` is the
+    trend of the gap over training tokens. `equal` contains the gaps after equal tokens, FLOPs or
+    seconds. `diverged` is the number of diverged runs.
+    """
 
     label: str
     """"diff_v2", "diff_v2 lr=0.001" or, if that is too long, "B: diff_v2"."""
     keys: dict[str, Any]
-    """Swept keys and values; `attention` first."""
     runs: list[Run]
     """Sorted by seed."""
     differing: dict[str, Any] = field(default_factory=dict)
-    """Values of all swept and incomparable keys."""
     loss: Estimate | None = None
-    """Final held-out loss, nats per token."""
     gap: Estimate | None = None
-    """Loss minus the baseline's, paired over common seeds, nats per token."""
     values: dict[str, Any] = field(default_factory=dict)
-    """All columns of the CSV, in order."""
     baseline: "Row | None" = None
-    """The row that `gap` is measured from; None without a gap."""
     is_baseline: bool = False
     against: "Row | None" = None
-    """The baseline row, also without common seeds and so without a gap."""
     outcome: ArmComparison | None = None
     documents: Estimate | None = None
-    """The gap with its interval over documents and seeds."""
     no_documents: str = ""
-    """The reason if `documents` is missing."""
     p_holm: float | None = None
-    """p value of the gap, corrected over all gaps of the comparison."""
     diverged: int = 0
-    """Number of runs that ended without a finite loss."""
     group: str = ""
     trend: Trend | None = None
-    """Trend of the gap over tokens, from evaluations during training."""
     equal: dict[str, EqualGap] = field(default_factory=dict)
-    """Gaps at equal cost, by name of the budget."""
     incomparable: list[str] = field(default_factory=list)
 
     @property
@@ -287,15 +284,16 @@ def label(row: Row, rows: list[Row], shown_together: set[str], inside: bool = Fa
 def keys_of_model_choice(runs: list[Run], keys: Keys) -> set[str]:
     """Return the differing keys that `model=<choice>` sets, such as model.dim for `model=mini`.
 
-    Return an empty set for fewer than two keys, or if runs of different choices have equal values.
+    A label shows `model=<choice>` instead of these keys. Return an empty set for fewer than two
+    keys, or if all these keys have equal values for two choices.
     """
     values = [
         {**each, "choice": run.cfg.run.choices["model"]}
         for each, run in zip(keys.values, runs, strict=True)
     ]
     of_model = (k for k in keys.swept if k.startswith("model.") and not k.startswith(ATTENTION))
-    found = {key for key in of_model if decides(["choice"], key, values)}
-    return found if len(found) > 1 and decides(found, "choice", values) else set()
+    found = {key for key in of_model if determine(["choice"], key, values)}
+    return found if len(found) > 1 and determine(found, "choice", values) else set()
 
 
 def distinguishing(
@@ -303,11 +301,11 @@ def distinguishing(
 ) -> dict[str, str]:
     """Return the keys that distinguish the group of `row` from other groups, with values as text.
 
-    Such a key has one value within each group, and different values between groups.
+    All rows of a group agree in such a key, and at least two groups differ.
 
     Args:
-        shown_together: keys that depend on the choice of `model`; if any, the result also contains
-            this choice.
+        shown_together: keys that `model=<choice>` sets. Unless empty, the result also contains the
+            key "model" with this choice.
     """
     found = {"model": row.runs[0].cfg.run.choices["model"]} if shown_together else {}
     for key in sorted({*keys.incomparable, *keys.swept} - {"attention"}, key=telling):

@@ -42,13 +42,14 @@ class Series(NamedTuple):
 
 
 class Metrics:
-    """The content of metrics.jsonl, as one column per metric.
+    """The content of metrics.jsonl, as one array per metric.
 
-    Damaged lines, and lines whose step does not increase, are skipped and counted.
+    A line is skipped if it is damaged, or if its step is not above the previous step. `skipped` is
+    the number of skipped lines.
 
     Args:
-        lines: the numbers of each line, such as {"step": 1, "tokens": 512, "train/loss": 2.1}; None
-            for a damaged line. A number that is None becomes NaN.
+        lines: one dict per line, such as {"step": 1, "tokens": 512, "train/loss": 2.1}; None for a
+            damaged line. The value None, from null in the file, is stored as NaN.
     """
 
     def __init__(self, lines: Iterable[dict[str, Any] | None]):
@@ -78,18 +79,21 @@ class Metrics:
 
 @dataclass(eq=False)
 class Run:
-    """Content of a run directory, as read for a report."""
+    """Content of a run directory, as read for a report.
+
+    `facts` is the content of run.json. `summary` is the content of summary.json; None until the run
+    has reached its last step. `changes` describes changes of the config during training, such as
+    "steps 40 to 80 after step 40". `gave_up` is True if training stopped because too many updates
+    in a row were skipped.
+    """
 
     path: Path
     cfg: TrainConfig
     facts: dict[str, Any]
     summary: dict[str, Any] | None
-    """Content of summary.json; None until the run has reached its last step."""
     metrics: Metrics
     changes: list[str] = field(default_factory=list)
-    """Config changes, such as "steps 40 to 80 after step 40"."""
     gave_up: bool = False
-    """True if too many updates in a row were skipped."""
 
     @property
     def variant(self) -> str:
@@ -147,12 +151,12 @@ class Run:
         return Series(self.metrics.tokens[places], values)
 
     def by_layer(self, quantity: str) -> Series:
-        """Return a metric that is logged per layer, as one array (n steps, L layers).
+        """Return a metric that is logged per layer, at the steps with a value for every layer.
 
-        The shape is (0, 0) if no step logged all layers.
+        `values` has shape (steps, layers), or (0, 0) if there is no such step.
 
         Args:
-            quantity: name of the metric without "/layer_00".
+            quantity: name of the metric without the suffix "/layer_00".
         """
         columns = [
             self.metrics.columns[f"{quantity}/layer_{layer:02d}"] for layer in self.layers(quantity)
@@ -190,10 +194,10 @@ def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) 
 
 
 def with_visible_keys(facts: dict[str, Any], metrics: Metrics, seq_len: int) -> dict[str, Any]:
-    """Return `facts`, the content of run.json, with flops_per_token corrected for masked documents.
+    """Correct flops_per_token in `facts`, the content of run.json, for masked documents.
 
-    The number of keys that a query can attend to is logged only with data.mask_documents. The
-    content is returned unchanged for other runs.
+    With data.mask_documents, a token attends only to tokens of the same document. The correction
+    uses their mean number, which such runs log. For other runs, return `facts` unchanged.
     """
     tokens, keys = keys_seen(metrics)
     whole, each = flops_facts(facts)
@@ -261,7 +265,8 @@ def find_runs(named: list[Path]) -> Found:
         found = [place for directory in below for place in search(directory)]
         if not any(map(is_run, found)):
             raise ConfigError(
-                f"{path} contains no run directory (with config.yaml and metrics.jsonl)"
+                f"{path} is not a run directory and contains none; a run directory contains "
+                "config.yaml and metrics.jsonl"
             )
         directories += below
         searched += found
@@ -316,7 +321,7 @@ def is_run(path: Path) -> bool:
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
     """Return `path` and the directories below it, at most `depth` levels deep.
 
-    Hidden directories, and directories inside of runs or unreadable directories, are omitted.
+    Hidden directories are omitted. Run directories and unreadable directories are not searched.
     """
     if is_run(path) or not depth or not os.access(path, os.R_OK | os.X_OK):
         return [path]

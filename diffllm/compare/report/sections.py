@@ -199,8 +199,6 @@ class Figures:
         """Return a list with a figure of the curves, or [] if all values are 0 or missing.
 
         Args:
-            plot: settings of the figure from the table of metrics.
-            caption: text below the figure.
             how: further arguments of `draw_curves`.
         """
         values = finite_values(bands)
@@ -224,9 +222,10 @@ def finite_values(bands: Bands) -> np.ndarray:
 
 
 def top_of(bands: Bands) -> float:
-    """Return the upper end of a linear axis for losses.
+    """Return the upper end of a linear axis for losses, or infinity without a finite loss.
 
-    Ignore high values of the first steps and of spikes, so that all curves are readable.
+    The axis omits high values in the first 20% of training, and the highest 5% of later values,
+    such as spikes. Small differences between the other values are then visible.
     """
     found = [band for band in bands if band is not None]
     end = max((band.x[-1] for band in found), default=0)

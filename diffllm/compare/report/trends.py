@@ -11,9 +11,10 @@ from diffllm.statistics.trend import FEWEST_POINTS, WINDOW, Trend, common_points
 
 
 def row_trend(row: Row, base: Row) -> Trend | None:
-    """Return the trend of the loss gap between two rows over training tokens, from common seeds.
+    """Return the trend over training tokens of the loss of `row` minus the loss of `base`.
 
-    Return None if the runs have fewer than FEWEST_POINTS evaluations at common tokens.
+    Only runs of common seeds are used. Return None without a common seed, or if all these runs were
+    evaluated at fewer than FEWEST_POINTS common numbers of tokens.
     """
     own, theirs = row.measured, base.measured
     seeds = sorted(own.keys() & theirs.keys())
@@ -45,9 +46,10 @@ def trend_sentence(own: str, base: str, trend: Trend) -> str:
 
 
 def direction(trend: Trend) -> str:
-    """Return a verb for the trend: "grows", "shrinks", "crosses 0" or "shows no trend".
+    """Return a verb for the change of the absolute gap: "grows", "shrinks" or "crosses 0".
 
-    Without a confidence interval, return "moves", or "stays" if the gap is constant.
+    If the confidence interval of the slope contains 0, return "shows no trend". If there is no
+    interval, because of a single seed, return "moves", or "stays" for a constant gap.
     """
     slope = trend.slope.estimate
     if slope.low is None or slope.all_equal:
@@ -66,10 +68,10 @@ def seeds_text(slope: Gap) -> str:
 
 
 def trend_sentences(rows: Sequence[Row]) -> list[str]:
-    """Return one sentence for each gap about its trend over training tokens.
+    """Return one sentence per loss gap about its trend over training tokens.
 
-    For more than NAMED gaps, return only a sentence about the trend with the largest slope. Trends
-    that survive Holm's correction have priority.
+    For more than NAMED gaps, return one sentence about the trend with the largest absolute slope.
+    If trends survive Holm's correction over all trends, only these are considered.
     """
     found = [(row, row.baseline, row.trend) for row in rows if row.trend and row.baseline]
     if len(found) <= NAMED:

@@ -162,7 +162,9 @@ def backwards(texts: list[str], number: int) -> list[str]:
     ],
     ids=["loss", "signs", "small", "logs", "facts", "flops", "metrics", "clock", "order", "odd"],
 )  # fmt: skip
-def test_commands_on_corrupted_run_directories_exit_with_0_or_2(kept, tmp_path, monkeypatch, forge):
+def test_commands_on_corrupted_run_directories_succeed_or_report_error_with_exit_code_2(
+    kept, tmp_path, monkeypatch, forge
+):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     for number, run in enumerate(sorted(Path("s").iterdir())):

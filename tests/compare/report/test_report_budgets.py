@@ -66,7 +66,7 @@ KEYS = {5: 20.0, 10: 4.0, 15: 10.0, 20: 6.0}
 PER_KEY = {"standard": 1e4, "gated": 3e4}
 
 
-def test_training_flops_of_masked_documents_use_logged_visible_keys(tmp_path):
+def test_training_flops_with_document_mask_use_logged_number_of_visible_attention_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

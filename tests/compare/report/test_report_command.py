@@ -80,7 +80,7 @@ def test_find_runs_returns_run_with_several_paths_only_once(swept):
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
-def test_report_of_runs_without_nearby_common_directory_needs_out_argument(
+def test_report_needs_out_argument_if_common_directory_is_more_than_one_level_above_runs(
     swept, tmp_path, monkeypatch, capsys
 ):
     for name in ("a/x", "b/y", "b/z"):
@@ -153,8 +153,11 @@ def test_report_command_accepts_baseline_and_output_directory(swept, capsys):
         (["nowhere"], ["nowhere: no such directory"]),
         (["cmp1", "nowhere*"], ["nowhere*: no such directory"]),
         (["cmp1/standard-seed0/config.yaml"], ["config.yaml: no such directory"]),
-        (["cmp1/standard-seed0/checkpoints"], ["checkpoints contains no run"]),
-        (["cmp1", "cmp2/gated-seed0/check*"], ["check* contains no run"]),
+        (
+            ["cmp1/standard-seed0/checkpoints"],
+            ["checkpoints is not a run directory and contains none"],
+        ),
+        (["cmp1", "cmp2/gated-seed0/check*"], ["check* is not a run directory"]),
         (["cmp1", "out=cmp1/standard-seed0/config.yaml"], ["config.yaml", "out=DIR"]),
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
     ],

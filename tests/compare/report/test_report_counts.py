@@ -171,7 +171,7 @@ def test_spike_rate_sums_spikes_and_tested_steps_over_seeds(tmp_path):
     assert gated.values["loss_events"] == 0
 
 
-def test_sweep_output_names_diverged_runs(tmp_path, capsys):
+def test_terminal_output_of_sweep_lists_diverged_runs(tmp_path, capsys):
     jobs = []
     for number, loss in enumerate((4.0, math.nan, None)):
         path = tmp_path / f"run{number}"

@@ -104,7 +104,7 @@ def test_report_page_and_csv_contain_evaluation_scores_and_gaps(runs: Path) -> N
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_report_uses_newest_evaluated_step_and_skips_runs_without_this_step(runs: Path) -> None:
+def test_report_skips_run_whose_newest_evaluated_step_differs_from_other_runs(runs: Path) -> None:
     run = runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)

@@ -65,7 +65,7 @@ def test_comparison_text_contains_mean_losses_loss_gaps_and_notes(swept, tmp_pat
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
 
 
-def test_report_page_contains_generated_text_command_commit_and_duration(tmp_path):
+def test_report_page_contains_command_and_commit_and_duration_and_text_generated_by_model(tmp_path):
     more = {"sample": "def f(<b>):\n\x1b[31mreturn\x07 1", "seconds": 243.4}
     command = "python train.py attention=gated data.sample_prompt='a <b>'"
     facts = {"command": command, "git": {"commit": "0123456789abcdef", "dirty": True}}

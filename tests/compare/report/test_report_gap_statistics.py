@@ -75,7 +75,7 @@ def gap_cells(found):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_report_begins_with_number_of_gaps_that_survive_holm_correction(four, shown):
+def test_report_states_how_many_gaps_survive_holm_correction(four, shown):
     expected = "1 of 3 gaps survive Holm's correction at 0.05; better: gated."
     assert holm_sentence(four.rows) == expected
     assert shown.index(holm_sentence(four.rows)) < shown.index("Gap to standard at the end")

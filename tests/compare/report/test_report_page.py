@@ -160,7 +160,7 @@ def test_table_of_runs_shows_seed_and_tokens_of_each_run():
     assert '<th scope="col">Seed</th>' in listed
 
 
-def test_figure_legend_of_more_than_ten_curves_lists_attention_variants():
+def test_legend_of_figure_with_more_than_ten_curves_lists_variants_instead_of_rows():
     names = [(name, rate) for name in ("standard", "gated") for rate in range(12)]
     rows = [Row(f"{name} lr={rate}", {"attention": name}, []) for name, rate in names]
     styles = row_styles(rows)
@@ -291,7 +291,7 @@ def test_loss_gap_curve_is_paired_by_seed():
     assert curves.gap_band(base) is None
 
 
-def test_layer_figure_uses_finished_runs_or_else_last_common_step():
+def test_layer_figure_uses_last_common_step_of_finished_runs_or_of_all_runs_if_none_finished():
     row = CASES["four variants"]().rows[0]
     row.runs[0].summary = None
     row.runs[0].metrics = Metrics(sample.lines_of(row.runs[0])[:5])

@@ -63,7 +63,7 @@ def said(comparison, *parts):
     return [note for note in comparison.notes if all(part in note for part in parts)]
 
 
-def test_config_of_run_fixture_equals_composed_config():
+def test_config_of_sample_run_equals_config_loaded_from_same_overrides():
     words = ("attention=diff_v2", "seed=7", "optim.lr=1e-3")
     assert config(words) == load_config([*TINY, *words])
 
@@ -386,7 +386,7 @@ def test_loss_of_heldout_sample_is_not_compared_with_loss_of_whole_split(tmp_pat
     assert values == {"5000", "12345678901"}
 
 
-def test_eval_tokens_above_heldout_size_is_comparable_to_whole_split(tmp_path):
+def test_loss_with_eval_tokens_above_heldout_size_is_comparable_to_loss_of_whole_split(tmp_path):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
     whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
     assert compare([whole, more]).differences == []
@@ -396,7 +396,7 @@ def test_eval_tokens_above_heldout_size_is_comparable_to_whole_split(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["steps=40", "optim.lr=0.5", "attention=diff_v1"])
-def test_additional_run_with_different_key_changes_no_existing_gap(tmp_path, override):
+def test_adding_run_with_other_config_value_does_not_change_gaps_of_other_rows(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     before = compare(runs)
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
@@ -640,8 +640,7 @@ def test_run_without_recorded_plugin_hash_has_separate_row(tmp_path):
 # Runs whose config changed during training
 
 
-def change(path, step, **made):
-    """Write a change of the config after a step into a run."""
+def write_config_change(path, step, **made):
     (path / "changes.jsonl").write_text(json.dumps({"step": step, "changes": made}) + "\n")
 
 
@@ -649,7 +648,7 @@ def test_run_with_config_changed_during_training_has_separate_row_without_gap(tm
     paths = sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]})
     before = compare(loaded(paths))
     extended = write_run(tmp_path / "b", "attention=diff_v2", "seed=0", loss=1.0)
-    change(extended, 10, steps=[10, 20])
+    write_config_change(extended, 10, steps=[10, 20])
     after = compare(loaded([*paths, extended]))
     assert labels(after) == ["standard", "diff_v2", "diff_v2 changed"]
     assert [row.gap for row in after.rows[:2]] == [row.gap for row in before.rows]
@@ -661,17 +660,19 @@ def test_run_with_config_changed_during_training_has_separate_row_without_gap(tm
 
 
 @pytest.mark.parametrize(("step", "gap"), [(10, None), (0, -0.1)])
-def test_runs_whose_config_changed_after_first_step_have_no_gap(tmp_path, step, gap):
+def test_runs_with_config_changed_after_first_step_have_no_loss_gap_to_baseline(
+    tmp_path, step, gap
+):
     paths = sweep(tmp_path, {"standard": [4.0], "diff_v2": [3.9]})
     for path in paths:
-        change(path, step, **{"optim.lr": [1e-3, 2e-3]})
+        write_config_change(path, step, **{"optim.lr": [1e-3, 2e-3]})
     found = compare(loaded(paths))
     assert gaps(found) == {"standard": None, "diff_v2": gap}
     assert len(said(found, "its config changed during training")) == (0 if gap else 2)
 
 
 @pytest.mark.parametrize("text", ["{", "[]\n", '{"step": 3}\n', '{"step": 3, "changes": [1]}\n'])
-def test_load_run_raises_for_damaged_changes_file(tmp_path, text):
+def test_load_run_raises_checkpoint_error_if_changes_jsonl_is_damaged(tmp_path, text):
     path = write_run(tmp_path / "a", "attention=standard")
     (path / "changes.jsonl").write_text(text)
     with pytest.raises(
