@@ -194,7 +194,7 @@ class DataConfig(TextConfig):
             )
 
     def check_current(self) -> None:
-        """Raise ConfigError for settings that only runs of older versions may have."""
+        """Raise ConfigError for old settings, with which runs can be read but not trained."""
 
     def check_mixture(self) -> None:
         check_sizes(len(self.sources), len(self.curriculum))
@@ -228,8 +228,8 @@ class DataConfig(TextConfig):
             # Shares and numbers of tokens compare only if the run's length is known.
             of_one_unit = (former.at <= 1) == (point.at <= 1)
             if of_one_unit and point.at <= former.at:
-                limit = f"{former.at:g}, the value of the previous point" if i else "0"
-                raise ConfigError(f"{where}.at={point.at:g} must be above {limit}")
+                previous = f"data.curriculum[{i - 1}].at=" if i else ""
+                raise ConfigError(f"{where}.at={point.at:g} must be above {previous}{former.at:g}")
 
 
 def check_sizes(sources: int, points: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from diffllm.core.bounds import check_counts, check_rank
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.sequences import Batch, StreamSequences
-from diffllm.data.streams import Stream, document_ends, end_behind, spans
+from diffllm.data.streams import Stream, document_end, document_ends, spans
 from diffllm.data.tokenizer import Tokenizer
 
 BLOCK = 2**22
@@ -59,9 +59,9 @@ class HeldoutDocuments:
         """Yield this rank's batches of the concatenated documents, cut into sequences of `seq_len`.
 
         A batch is (inputs, targets, document index of each target), (batch_size, seq_len) int64
-        each. Over all ranks, every token except context is a target exactly once; context and
-        padding have target -1. The input before the first token is an EOS. Every rank gets the
-        same number of batches, so the last batches may contain padding.
+        each. Over all ranks, each document token except context is a target exactly once. The
+        first input of the concatenation is an EOS. Context and padding have target -1; padding has
+        document index 0. Every rank gets the same number of batches; missing sequences are padding.
         """
         check_rank(rank, world_size)
         rounds = self.rounds(seq_len, batch_size, world_size)
@@ -121,8 +121,8 @@ class HeldoutDocuments:
         """Return the text size and the text hash of each held-out document, (n,) int64 each.
 
         The size is the number of UTF-8 bytes of the predicted tokens. The hash is the first 8 bytes
-        of the SHA-256 of the whole text. Each rank computes every world_size-th document; the
-        values of all other documents are 0.
+        of the SHA-256 of the text with context. A rank computes documents rank, rank + world_size,
+        ...; other entries are 0, so that the sums over all ranks are complete.
         """
         check_rank(rank, world_size)
         sizes, hashes = np.zeros((2, len(self)), dtype=np.int64)
@@ -147,17 +147,17 @@ def heldout_documents(
 ) -> HeldoutDocuments:
     """Choose documents from the held-out split `stream`; by default all documents.
 
-    Documents are chosen at positions spread evenly over the stream, independent of their lengths.
-    The choice is deterministic, and a larger choice contains every smaller choice. Raises
+    Documents are chosen at positions spread evenly over the stream, independent of their lengths,
+    until a limit is reached. With a higher limit, the same documents and more are chosen. Raises
     ConfigError unless `tokens` and `most` are positive.
 
     Args:
-        tokens: stop when the chosen documents have this many tokens in total.
-        most: maximum number of documents.
-        whole: do not cut a document at evaluation if the document fits in one sequence.
+        tokens: limit of the total number of tokens; the document that reaches it is included.
+        most: limit of the number of documents.
+        whole: in the batches of the result, do not cut a document that fits in one sequence.
     """
     if tokens is not None and not tokens > 0:
-        raise ConfigError(f"tokens={tokens} must be positive")
+        raise ConfigError(f"heldout_documents: tokens={tokens} must be above 0, or None for all")
     check_counts(least=1, most=1 if most is None else most)
     tokens = len(stream) if tokens is None else min(tokens, len(stream))
     if most is None and tokens == len(stream):
@@ -169,10 +169,10 @@ def heldout_documents(
     found: dict[int, int] = {}
     for number in itertools.count():
         place = int(len(stream) * (number * GOLDEN % 1))
-        start = end_behind(stream, eos_id, place - 1) % len(stream) if place else 0
+        start = document_end(stream, eos_id, place - 1) % len(stream) if place else 0
         while start in found:
             start = found[start] % len(stream)
-        found[start] = end_behind(stream, eos_id, start)
+        found[start] = document_end(stream, eos_id, start)
         tokens -= found[start] - start
         if tokens <= 0 or len(found) == most:
             break
@@ -208,11 +208,11 @@ def heldout_batches(
     world_size: int = 1,
     eos_id: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield this rank's batches of at most `sequences` sequences, spread evenly over `stream`.
+    """Choose at most `sequences` sequences, evenly spread over `stream`, and yield them in batches.
 
-    A batch is (inputs, targets), (m, T) int64 each, with m <= batch_size and T = seq_len. Ranks
-    share the sequences without overlap; the last batch of a rank may be smaller, and a rank may get
-    no batch. If `eos_id` is given, a document that fits in one sequence is not cut.
+    Each sequence is in a batch of exactly one rank. A batch is (inputs, targets), (m, seq_len)
+    int64 each; m is `batch_size`, or less in the last batch of a rank. A rank may get no batch. If
+    `eos_id` is given, a document that fits in one sequence is not cut.
 
     Raises DataError if the stream is shorter than a sequence, ConfigError for an invalid rank or a
     count below 1.

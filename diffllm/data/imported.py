@@ -10,7 +10,7 @@ from diffllm.core.atomic_directories import build_once
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.shards import LARGEST_SHARE, LEAST_TOKENS, MANIFEST, Manifest, Shard, Split
-from diffllm.data.streams import JoinedTokens, check_range, end_behind, spans, token_counts
+from diffllm.data.streams import JoinedTokens, check_range, document_end, spans, token_counts
 from diffllm.data.text.file_index import (
     FileFacts,
     check_unchanged,
@@ -71,7 +71,10 @@ class FilesStream:
 
 @dataclass(frozen=True)
 class ImportedData(TokenData):
-    """Corpus of token files, read in place; only tokenizer and manifest are in the cache."""
+    """Corpus of the token files `paths`; the cache contains only their tokenizer and manifest.
+
+    `indexes` maps the path of each index file to its size and hash at preparation.
+    """
 
     paths: tuple[str, ...]
     indexes: dict[str, FileFacts]
@@ -128,34 +131,36 @@ def prepare_tokens(cfg: DataConfig, cache_dir: Path) -> TokenData:
 
     def build(directory: Path) -> None:
         write_tokenizer(located(str(cfg.tokenizer)), directory)
-        manifest = counted(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
+        manifest = manifest_of(paths, fingerprints, tokenizer, cfg.heldout_fraction, corpus)
         manifest.save(directory)
 
     build_once(directory, build)
     return ImportedData(directory, tuple(map(str, paths)), facts)
 
 
-def counted(
+def manifest_of(
     paths: Sequence[Path],
     fingerprints: Sequence[str],
     tokenizer: Tokenizer,
     fraction: float,
     corpus_hash: str,
 ) -> Manifest:
-    """Count the tokens and documents of token files, and hold out the last documents.
+    """Count tokens and documents of token files, and return the manifest of the corpus.
 
-    The held-out documents have about `fraction` of the tokens, or more if the corpus is small.
-    Raises DataError if no document begins in this last part of the tokens.
+    The documents that begin in the last `fraction` of all tokens are held out. For a small corpus,
+    the fraction is larger, to reach the minimum size of the held-out split. Raises DataError if no
+    document begins there. `fingerprints` contains one hash per file, which the manifest stores.
     """
     files = [open_tokens(path, tokenizer.vocab_size, tokenizer.eos_id) for path in paths]
     whole = JoinedTokens(files)
     length = len(whole)
     share = max(fraction, min(LARGEST_SHARE, LEAST_TOKENS / max(length, 1)))
-    cut = end_behind(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
+    cut = document_end(whole, tokenizer.eos_id, max(0, int(length * (1 - share)) - 1))
     if cut >= length:
         raise DataError(
             f"{', '.join(map(str, paths[:3]))}: no document begins in the last {share:.2%} of the "
-            f"tokens, so none can be held out; increase data.heldout_fraction={fraction}"
+            "tokens, so no document can be held out; increase "
+            f"data.heldout_fraction={fraction} to more than {share:.4g}"
         )
     counts = token_counts(whole.tokens, cut, length, tokenizer.vocab_size)
     splits: dict[str, Split] = {}

@@ -86,7 +86,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch; raise DataError for unreadable data or a dead process."""
+        """Return the next micro-batch; raise DataError if its data or a loader process fails."""
         if not self._ahead:
             if self.failed:
                 raise self.failed
@@ -116,7 +116,10 @@ class TrainLoader:
         except (RuntimeError, OSError, EOFError) as error:  # OSError, EOFError: broken pipe
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
-            raise DataError(f"a data loader process died: {error}") from error
+            raise DataError(
+                "a data loader process died, perhaps because memory ran out; resume with a lower "
+                f"data.num_workers: {error}"
+            ) from error
         if isinstance(batch, DataError):
             raise batch
         inputs, targets = batch

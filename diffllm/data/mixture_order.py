@@ -1,10 +1,11 @@
 """Choose the source of each sample in a mixture, for weights that may change during a run.
 
-A run is divided into segments with constant weights, and each segment into blocks of samples. At
-the start of a block, each source has provided its share of the earlier samples, rounded by largest
-remainders. Within a block, the sources alternate evenly by the algorithm of R. Tijdeman ("The
-chairman assignment problem", Discrete Mathematics 32, 1980): with K sources, after any number of
-samples, the count of a source differs from its share by at most 1 - 1/(2K - 2).
+A run is divided into segments with constant weights, and each segment into blocks of samples. The
+samples of a segment before a block are divided among the sources in proportion to the weights, and
+rounded by the method of largest remainders. Within a block, the sources alternate evenly by the
+algorithm of R. Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980). If a
+source provides a fraction w of the samples of a block with K > 1 sources, then the number of its
+samples among the first n of the block differs from w * n by at most 1 - 1/(2K - 2).
 
 Only integer arithmetic is used, so the order is equal on every platform.
 """
@@ -51,20 +52,21 @@ class Segment:
         return min(max(1 << wanted.bit_length(), SHORTEST), LONGEST)
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return how many samples of the run come from each source before a block of samples.
+        """Return how many samples each source provides before a position in this segment.
 
-        The block starts `samples` samples after the start of this segment.
+        The position is `samples` samples after the start of the segment. The counts include the
+        samples of all earlier segments of the run.
         """
         shares = shared_out(samples, self.weights)
         return tuple(a + b for a, b in zip(self.before, shares, strict=True))
 
 
 class MixtureOrder:
-    """Maps the number of a sample in a mixture to the source that provides the sample.
+    """Maps the index of a sample in a mixture to the source that provides the sample.
 
     Args:
-        segments: pairs (number of the first sample, weight of each source), in ascending order.
-        before: number of samples of each source before the first segment; default 0.
+        segments: pairs (index of the first sample, weight of each source), in ascending order.
+        before: count of samples that a resumed run read earlier from each source; () for a new run.
     """
 
     def __init__(
@@ -79,10 +81,9 @@ class MixtureOrder:
         self._starts = [segment.start for segment in self.segments]
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source index of each sample, and the sample's number within that source.
+        """Return the source index of each sample, and the index of the sample within that source.
 
-        `samples`, (n,), contains sample numbers of the mixture. Both results are (n,). All numbers
-        count from 0.
+        `samples`, (n,), contains sample indices of the mixture. Both results are (n,).
         """
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for i, sample in enumerate(samples.tolist()):
@@ -97,9 +98,10 @@ class MixtureOrder:
         return (here + before).tolist()
 
     def reaches(self, source: int, most: float) -> int | None:
-        """Return the sample number, rounded down, at which `source` has provided `most` samples.
+        """Return the number of samples of the mixture until `source` has provided `most` samples.
 
-        Returns None if the source never provides `most` samples.
+        The number is computed from the weights and rounded down. Returns None if the source never
+        provides `most` samples.
         """
         ends = [*self._starts[1:], math.inf]
         for segment, end in zip(self.segments, ends, strict=True):
@@ -174,15 +176,16 @@ def shared_out(samples: int, weights: Sequence[int]) -> list[int]:
 
 
 def laid_out(counts: Sequence[int]) -> np.ndarray:
-    """Spread the samples of each source evenly over a block, by Tijdeman's algorithm.
+    """Choose a source for each position of a block, evenly mixed by Tijdeman's algorithm.
 
-    The block contains `counts[k]` samples of source k. Returns the source index at each position of
-    the block, (sum(counts),) int16.
+    The block contains `counts[k]` samples of source k. Returns the source index at each position,
+    (sum(counts),) int16.
 
-    Let K be the number of sources, and w a source's share of the block. The source's n-th sample is
-    allowed from the first position p (counted from 1) at which w * p - (n - 1) >= 1 / (2K - 2). Its
-    deadline is the first position at which w * p - (n - 1) >= 1 - 1 / (2K - 2). Each position gets
-    the allowed sample with the earliest deadline.
+    Let K > 1 be the number of sources in the block, w the fraction of the block from one of them,
+    and count samples n and positions p from 1. The earliest position of the source's n-th sample is
+    the first p with w * p - (n - 1) >= 1 / (2K - 2). Its latest position is the first p with
+    w * p - (n - 1) >= 1 - 1 / (2K - 2). Of the remaining samples whose earliest position is
+    reached, each position gets the sample with the smallest latest position.
     """
     size, used = sum(counts), [k for k, count in enumerate(counts) if count]
     parts = max(2 * len(used) - 2, 1)
@@ -242,12 +245,13 @@ def limited(
 ) -> Segments:
     """Return the segments of `plan` from sample `first` on, with a maximum for each source.
 
-    When a source reaches its maximum, its weight goes to the other sources. Raises ConfigError if
-    all sources reach their maximum before sample `last`, the end of the run.
+    When a source reaches its maximum, its weight becomes 0, and the other sources keep their
+    proportions. Raises ConfigError if all sources reach their maximum before the run has read
+    `last` samples.
 
     Args:
-        before: number of samples of each source before `first`.
-        most: maximum number of samples of each source.
+        before: number of samples of each source before sample `first` of the run.
+        most: maximum number of samples of each source, including `before`; inf for no maximum.
     """
     plan = from_sample(plan, first)
     spent: set[int] = set()
@@ -322,7 +326,10 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless `state` is empty or a valid data position of a checkpoint."""
+    """Raise ValueError unless `state`, a checkpoint's data position, has valid keys and values.
+
+    An empty `state` is valid.
+    """
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

@@ -56,7 +56,7 @@ class ShuffledSequences:
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return the factor from a loss in nats per token to bits per byte; None if unknown."""
+        """Return `bits`, which is the same for every `sample`."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
@@ -77,7 +77,8 @@ class ShuffledSequences:
             )
         if (sample := state["epoch"] * count + state["sample"]) >= MOST_SAMPLES:
             raise CheckpointError(
-                f"the sample number {sample} of the checkpoint must be below {MOST_SAMPLES}"
+                f"the checkpoint is invalid: its sample number {sample} must be below "
+                f"{MOST_SAMPLES}; resume from another checkpoint"
             )
         return int(sample)
 
@@ -217,7 +218,8 @@ class MixedSequences:
             place.check()
         except ValueError as error:
             raise CheckpointError(
-                f"the checkpoint has an invalid data position (loop.data): {error}"
+                f"the checkpoint has an invalid data position, the entry loop.data of state.json: "
+                f"{error}; resume from another checkpoint"
             ) from error
         sample = place.sample
         former: Segments = [(int(start), tuple(weights)) for start, *weights in place.weights]
@@ -235,10 +237,11 @@ class MixedSequences:
 
 
 def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float | None:
-    """Return the factor from a loss in nats per token to bits per byte, over several splits.
+    """Return the factor that converts the mean loss over several splits to bits per byte of text.
 
-    `tokens[i]` is the number of tokens read from `splits[i]`. Returns None if no predicted token
-    was read, or if a split that was read has an unknown text size.
+    The loss is in nats per predicted token. `tokens[i]` is the number of tokens read from
+    `splits[i]`, including context tokens and repetitions. Returns None if no predicted token was
+    read, or if the text size of a split is unknown from which predicted tokens were read.
     """
     read = [
         (count * split.share_predicted, split.bits_per_byte(1.0))

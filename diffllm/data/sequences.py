@@ -53,9 +53,10 @@ class StreamSequences:
 
 
 def sequences_in(stream: Stream, seq_len: int) -> int:
-    """Return how many sequences of `seq_len` inputs and targets a stream contains.
+    """Return how many sequences a stream contains: (len(stream) - 1) // seq_len.
 
-    Raises DataError if the stream is too short, ConfigError if `seq_len` is below 1.
+    The last target of a sequence is the first input of the next. Raises DataError if the stream is
+    shorter than `seq_len` + 1 tokens, ConfigError if `seq_len` is below 1.
     """
     check_counts(least=1, seq_len=seq_len)
     n = (len(stream) - 1) // seq_len
@@ -68,11 +69,11 @@ def sequences_in(stream: Stream, seq_len: int) -> int:
 
 
 class PackedSequences:
-    """Sequences of whole documents and padding, as listed in a packing plan.
+    """Sequences of whole documents, pieces of documents longer than a sequence, and padding.
 
-    Within a sequence, documents are in corpus order. The input before a document's first token is
-    an EOS, so every token except context is a target exactly once. Padding has EOS as input and -1
-    as target.
+    `plan` lists the documents and pieces of each sequence, which are in corpus order. An EOS is the
+    input before a document's first token, so every token of `stream` except context is a target
+    exactly once. Padding has EOS as input and -1 as target.
     """
 
     def __init__(self, stream: Stream, eos_id: int, seq_len: int, plan: PackingPlan) -> None:

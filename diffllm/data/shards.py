@@ -38,10 +38,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts and shard files of one split of a corpus, training or held-out documents.
+    """Counts and shard files of the training split or the held-out split of a corpus.
 
-    `tokens` includes one EOS per document. `bytes` is the UTF-8 size of the text without prompts,
-    or 0 if unknown.
+    `tokens` includes context tokens and one EOS per document. `predicted` is the number of tokens
+    without context; None: all tokens are predicted. `bytes` is the UTF-8 size of the text of the
+    predicted tokens, or 0 if unknown.
     """
 
     documents: int
@@ -49,7 +50,6 @@ class Split:
     bytes: int
     shards: list[Shard]
     predicted: int | None = None
-    """Predicted tokens, whose text has `bytes` bytes; None: all tokens."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Convert a loss in nats per token to bits per byte; None if the text size is unknown."""

@@ -1,7 +1,7 @@
 """Streams of tokens that are read from files.
 
-Files are not memory-mapped: a truncated file or a failing disk would then kill the process before a
-checkpoint is saved.
+Files are not memory-mapped. If a mapped file is truncated or its disk fails, an access kills the
+process, which then cannot save a checkpoint; a failed read raises an error instead.
 """
 
 import os
@@ -66,23 +66,23 @@ class FileArray:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, place: Any) -> Any:
-        """Read the number at an index, or the numbers of a slice or of an array of indices.
+    def __getitem__(self, index: Any) -> Any:
+        """Read the number at an index, or the numbers of a slice start:stop or of an index array.
 
-        The step of a slice is ignored. Raises DataError for an index outside the file, or if the
-        file has changed since opening.
+        `index` is an int, a slice without step, or an int array (k,); negative indices count from
+        the end. Raises DataError for an index outside the file, or if the file has changed.
         """
-        if isinstance(place, slice):
-            start, stop, _ = place.indices(self._count)
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self._count)
             return self._read(start, max(start, stop))
-        if isinstance(place, np.ndarray):
-            least, most = int(place.min(initial=self._count)), int(place.max(initial=0))
-            if 0 <= least <= most < min(self._count, least + 64 * len(place)):  # nearby: one read
-                return self._read(least, most + 1)[place - least]
-            return np.array([self[int(i)] for i in place], self.dtype)
-        start = place + self._count * (place < 0)
+        if isinstance(index, np.ndarray):
+            least, most = int(index.min(initial=self._count)), int(index.max(initial=0))
+            if 0 <= least <= most < min(self._count, least + 64 * len(index)):  # nearby: one read
+                return self._read(least, most + 1)[index - least]
+            return np.array([self[int(i)] for i in index], self.dtype)
+        start = index + self._count * (index < 0)
         if not 0 <= start < self._count:
-            raise self._unusable(f"index {place} is outside its {self._count} numbers")
+            raise self._unusable(f"index {index} is outside its {self._count} numbers")
         return self._read(start, start + 1)[0]
 
     def _read(self, start: int, stop: int) -> np.ndarray:
@@ -151,9 +151,10 @@ def as_targets(stream: Stream, start: int, tokens: np.ndarray) -> np.ndarray:
 def token_counts(
     read: Callable[[int, int], np.ndarray], start: int, stop: int, vocab_size: int
 ) -> np.ndarray:
-    """Return how often each token id occurs in [start, stop), (vocab_size,) int64.
+    """Count each token id at positions `start` to `stop` - 1 of a stream, (vocab_size,) int64.
 
-    `read(a, b)` must return the token ids in [a, b); negative ids are not counted.
+    `read(a, b)` must return the token ids at positions a to b - 1. Negative ids, which mark
+    context tokens, are not counted.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(start, stop, BLOCK):
@@ -175,12 +176,13 @@ def document_ends(
         yield stop, begin + 1 + np.flatnonzero(stream.tokens(begin, stop) == eos_id)
 
 
-def end_behind(stream: Readable, eos_id: int, place: int) -> int:
-    """Return the end of the document that contains the token at `place`.
+def document_end(stream: Readable, eos_id: int, position: int) -> int:
+    """Return the end of the document that contains the token at `position`.
 
-    The end is the position after the next EOS, or the length of the stream if no EOS follows.
+    The end is the position after the first EOS at or after `position`, or the length of the stream
+    if there is no such EOS.
     """
-    found = (ends for _, ends in document_ends(stream, eos_id, place, STEP) if len(ends))
+    found = (ends for _, ends in document_ends(stream, eos_id, position, STEP) if len(ends))
     return int(next(found, [len(stream)])[0])
 
 
@@ -190,10 +192,10 @@ def check_range(start: int, stop: int, length: int) -> None:
 
 
 def spans(ends: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Split the range [start, stop) of several concatenated arrays into one range per array.
+    """Split the range [start, stop) of a concatenation of arrays into one range per array.
 
-    `ends[i]` is the end of array i in the concatenation. Yields (i, start, stop) for each array
-    that overlaps the range, where start and stop are positions in array i.
+    `ends[i]` is the end of array i in the concatenation. Yields (i, a, b) for each array that
+    overlaps the range: the overlap is the range [a, b) of array i.
     """
     number = int(np.searchsorted(ends, start, side="right"))
     while start < stop:

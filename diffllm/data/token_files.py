@@ -1,9 +1,12 @@
 """Token files of other libraries: Megatron and datatrove.
 
-Megatron's indexed dataset: NAME.bin contains the tokens. NAME.idx contains the magic MMIDIDX and
-two zeros, the version (uint64) 1, a code of the token type (uint8), the number of sequences and the
-number of document positions (uint64 each), then the lengths of sequences (int32), their positions
-in bytes (int64), the first sequence of each document, then the number of sequences (int64).
+Megatron's indexed dataset: NAME.bin contains the tokens. NAME.idx contains, in this order:
+
+- 9 bytes: "MMIDIDX" and two zeros; the version, 1 (uint64); a code of the token type (uint8)
+- number of sequences S (uint64); number of documents, plus 1 (uint64)
+- (S,) int32: length of each sequence in tokens
+- (S,) int64: position of each sequence in NAME.bin, in bytes
+- (documents + 1,) int64: index of the first sequence of each document, then S
 
 Datatrove's token files, which Nanotron reads: NAME.ds contains the tokens, NAME.ds.index the ends
 of documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per
@@ -81,7 +84,10 @@ class WithEnds:
         while start < stop:
             end = self.end_of(document)
             if not document <= start < end <= len(self):
-                raise DataError(f"{self.path}: the documents in its index file are not contiguous")
+                raise DataError(
+                    f"{self.path}: its index file has gaps or overlaps between documents; create "
+                    "both files again"
+                )
             last = min(stop, end - 1)  # the token at end - 1 is the added EOS
             if start < last:
                 place = len(out) - (stop - start)
@@ -95,10 +101,11 @@ Tokens = TokenFile | WithEnds
 
 
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
-    """Open a Megatron (.bin) or datatrove (.ds) token file, with an EOS after every document.
+    """Open a Megatron (.bin) or datatrove (.ds) file as tokens with an EOS after every document.
 
-    If no document in the file ends with `eos_id`, each read adds the missing EOS. Raises DataError
-    for an unusable file, or if only some documents end with `eos_id`.
+    If no document in the file ends with `eos_id`, the method `tokens` of the result inserts the
+    EOS; the file does not change. Raises DataError for an unusable file, or if only some documents
+    end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
@@ -141,7 +148,10 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     # Compare only a sample of sequences: comparing all sequences would take too long.
     contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
     if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
-        raise DataError(f"{index}: the documents of this index are not contiguous in {path.name}")
+        raise DataError(
+            f"{index}: this index has gaps or overlaps between documents of {path.name}; create "
+            "both files again"
+        )
 
     def end_of(document: Any) -> Any:
         last = firsts[document + 1] - 1  # -1 for empty documents at the beginning

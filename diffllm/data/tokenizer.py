@@ -100,10 +100,10 @@ class Tokenizer:
         ]
 
     def _parts(self, text: str) -> list[str]:
-        """Cut a long text into parts which, encoded separately, have the ids of the whole text.
+        """Cut a long text into parts whose token ids, concatenated, are the ids of the whole text.
 
-        Each cut is between two characters that are not adjacent in any vocabulary piece. A text is
-        returned whole if the text is short or if the model normalises text.
+        Each cut is between two characters that are not adjacent in any vocabulary piece. Returns
+        [text] if the text is short, or if the model changes characters before encoding.
         """
         if len(text) <= 2 * PART:
             return [text]
@@ -134,10 +134,10 @@ class Tokenizer:
 
     @cached_property
     def pieces_hash(self) -> str:
-        """SHA-256 of the vocabulary in order and of the token ids of a fixed text.
+        """One SHA-256 of all vocabulary pieces, ordered by token id, and of an encoded fixed text.
 
-        Tokenizers with equal hashes encode text equally. The model file is not hashed, because
-        repeated training on the same text can write different files.
+        The token ids of the fixed text show how the model normalises text. The model file is not
+        hashed, because repeated training on the same text can write different files.
         """
         processor = self._processor
         facts = (
@@ -172,8 +172,9 @@ class FastTokenizer(Tokenizer):
         vocabulary = self._fast.get_vocab()
         self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
         if self.vocab_size > 2**24:
-            raise DataError(f"{path}: token id {self.vocab_size - 1} must be below {2**24}")
-        self.eos_token = end_of_document(path, vocabulary)
+            largest = self.vocab_size - 1
+            raise DataError(f"{path}: the largest token id, {largest}, must be below {2**24}")
+        self.eos_token = find_eos(path, vocabulary)
         self.eos_id = int(vocabulary[self.eos_token])
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
@@ -192,11 +193,12 @@ class FastTokenizer(Tokenizer):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
+def find_eos(path: Path, vocabulary: dict[str, int]) -> str:
     """Return the EOS token of the tokenizer.json file `path`.
 
-    The EOS is `eos_token` in the tokenizer_config.json of the same directory, else one of
-    USUAL_ENDS. Raises DataError if `vocabulary`, which maps tokens to ids, lacks this token.
+    The EOS is `eos_token` in the tokenizer_config.json of the same directory. If that key or file
+    is missing, the EOS is the first token of USUAL_ENDS that `vocabulary`, a map of tokens to ids,
+    contains. Raises DataError if `vocabulary` does not contain the EOS.
     """
     config = path.with_name(FAST_CONFIG)
     try:
@@ -211,15 +213,16 @@ def end_of_document(path: Path, vocabulary: dict[str, int]) -> str:
         if isinstance(name, str) and name in vocabulary:
             return name
     raise DataError(
-        f"{path}: no token {' or '.join(map(repr, named))} to end a document; "
-        f'name an existing token in {FAST_CONFIG} next to this file: {{"eos_token": "..."}}'
+        f"{path}: the vocabulary contains no EOS {' or '.join(map(repr, named))}; set the EOS to a "
+        f'token of the vocabulary in {FAST_CONFIG} next to this file: {{"eos_token": "..."}}'
     )
 
 
 def located(name: str | Path) -> Path:
-    """Return the path of the tokenizer file for a file, directory or hub repository (owner/name).
+    """Return the tokenizer file that `name` denotes: a file, or a directory with a tokenizer file.
 
-    Downloads the tokenizer of a hub repository. Raises DataError if there is no usable file.
+    If there is no such path, `name` is a hub repository (owner/name), whose tokenizer is downloaded
+    first. Raises DataError if there is no usable file.
     """
     path = Path(name).expanduser()
     path = tokenizer_in(path) if path.is_dir() else path

@@ -70,7 +70,8 @@ def identity_in(stat: os.stat_result) -> str:
 def settled_identity(path: Path) -> str:
     """Return the size, times and inode of a file as one string.
 
-    Waits until the last write is 50 ms ago, so that the next write changes the times of the file.
+    The function first waits until 50 ms have passed since the last write: file systems store times
+    with a limited resolution, so a write soon after another may leave the times unchanged.
     """
     while 0 <= (age := time.time() - path.stat().st_ctime) < TICK:
         time.sleep(TICK - age)

@@ -303,7 +303,7 @@ def test_hub_dataset_name_that_is_a_local_path_is_refused(
             opened(make_config(source="hub", dataset=name))
 
 
-def test_no_module_trusts_remote_code_of_datasets() -> None:
+def test_data_modules_never_set_trust_remote_code_for_hub_datasets() -> None:
     sources = [path.read_text() for path in Path(diffllm.__file__).parent.glob("data/**/*.py")]
     assert any("load_dataset" in source for source in sources)
     assert not any("trust_remote_code" in source for source in sources)
@@ -336,7 +336,7 @@ def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_corpus_identity_differs_from_older_versions_only_for_files_with_byte_order_mark(
+def test_corpus_identity_equals_older_diffllm_versions_unless_a_file_has_a_byte_order_mark(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     def of_before(cfg: DataConfig, path: Path) -> str:

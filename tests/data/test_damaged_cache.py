@@ -157,7 +157,7 @@ def test_invalid_value_in_cached_json_record_raises_error_with_file_and_cause(
 
 
 @pytest.mark.parametrize("facts", [7, [1, "", "", True, None], [1, "", "", True]])
-def test_file_index_with_values_of_wrong_type_is_ignored(
+def test_cached_hashes_of_corpus_files_are_ignored_if_values_have_the_wrong_type(
     kept: DataConfig, tmp_path: Path, facts: object
 ) -> None:
     cache = shutil.copytree(kept.cache_dir, tmp_path / "cache")

@@ -95,13 +95,13 @@ def test_tokenizer_config_json_determines_the_eos_token(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("tokenizer_config.json", '{"eos_token": "<none>"}', "no token '<none>' to end a document"),
-        ("tokenizer_config.json", '{"eos_token": {"content": []}}', r"no token \[\] to end a doc"),
+        ("tokenizer_config.json", '{"eos_token": "<none>"}', "contains no EOS '<none>'; set"),
+        ("tokenizer_config.json", '{"eos_token": {"content": []}}', r"contains no EOS \[\]; set"),
         ("tokenizer_config.json", "[" * 100_000, "not a valid tokenizer config"),
         ("tokenizer_config.json", "[]", "not a valid tokenizer config"),
         ("tokenizer.json", "{}", "not a valid tokenizer.json"),
-        ("tokenizer.json", NO_END, ": no token .* to end a document"),
-        ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216 must be below"),
+        ("tokenizer.json", NO_END, "the vocabulary contains no EOS "),
+        ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216, must be below"),
         ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
     ],
 )

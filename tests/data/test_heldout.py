@@ -100,7 +100,7 @@ def test_heldout_document_that_fits_in_a_sequence_is_not_cut_if_whole_is_true(
     assert min(used[:-1]) < 32
 
 
-def test_heldout_batches_with_eos_id_do_not_cut_documents(make_stream: MakeStream) -> None:
+def test_heldout_batches_with_eos_id_cut_only_overlong_documents(make_stream: MakeStream) -> None:
     stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
     for rank in range(2):
         for inputs, targets in heldout_batches(stream, 10, 3, 40, rank, 2, eos_id=EOS):

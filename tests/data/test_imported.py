@@ -126,7 +126,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_empty_documents_in_token_file_index_are_not_counted_if_eos_is_stored(
+def test_empty_documents_of_token_file_are_counted_only_if_the_file_contains_no_eos(
     make: Make, tmp_path: Path, name: str, ended: bool
 ) -> None:
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
@@ -196,7 +196,7 @@ def test_edited_token_file_index_changes_corpus_hash_and_invalidates_open_stream
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_token_file_with_noncontiguous_documents_gives_all_tokens_or_an_error(
+def test_read_of_token_file_with_invalid_document_ends_is_complete_or_raises_data_error(
     ends: list[int],
 ) -> None:
     content = np.arange(9, dtype=np.int32)
@@ -212,7 +212,7 @@ def test_token_source_reads_diffllm_shards_without_a_copy(make: Make, prepared: 
     assert data.directory == prepared.directory.absolute()
 
 
-def test_token_source_reads_shards_that_an_older_version_deduplicated(
+def test_token_source_ignores_skipped_duplicates_in_manifest_of_older_diffllm_version(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")
@@ -239,7 +239,7 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
 @pytest.mark.parametrize(
     ("name", "suffix", "damage", "said"),
     [
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "not contiguous|ends at token"),
+        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "gaps or overlaps|ends at token"),
         damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"),
         damaged(NAMES[0], ".idx", lambda p: p.unlink(), "idx: unusable .No such file"),
         damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes, which are not 61 numbers of 8"),

@@ -90,7 +90,7 @@ def test_all_tokens_of_shard_without_loss_mask_are_predicted(
     assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
 
 
-def test_manifest_without_mask_keys_loads_as_stream_without_loss_masks(
+def test_token_shards_without_mask_keys_in_manifest_are_read_without_loss_masks(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
     make_stream(drawn()[0])
@@ -203,7 +203,7 @@ def test_held_out_split_without_predicted_tokens_is_refused(
         heldout_tokens(opened(tmp_path / "stream"), EOS)
 
 
-def test_corpus_hashes_that_ranks_compare_depend_on_loss_masks(
+def test_token_hash_that_is_compared_between_ranks_depends_on_loss_masks(
     masked: TokenStream, tmp_path: Path
 ) -> None:
     facts = []

@@ -158,7 +158,7 @@ def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:
 def test_mixture_refuses_state_with_invalid_values(make: Make, key: str, value: Any) -> None:
     state = make().state(24)
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
-    with pytest.raises(CheckpointError, match=r"invalid data position \(loop\.data\)"):
+    with pytest.raises(CheckpointError, match=r"invalid data position, the entry loop\.data"):
         make().sample_of(forged)
     check_place(state)
     with pytest.raises(ValueError):  # noqa: PT011

@@ -130,7 +130,7 @@ def test_weight_of_mixture_source_at_epoch_limit_goes_to_other_sources():
     assert limited([(0, (1.0,))], 0, 100, [0], [100]) == [(0, (1.0,))]
 
 
-def test_from_sample_removes_mixture_segments_before_the_given_sample():
+def test_mixture_segments_before_a_sample_are_removed_and_its_own_segment_starts_there():
     plan = [(0, (1.0, 0.0)), (100, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 150) == [(150, (0.5, 0.5)), (200, (0.0, 1.0))]
     assert from_sample(plan, 100) == plan[1:]

@@ -52,7 +52,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     return root
 
 
-def test_packages_corpus_of_this_environment_is_the_reference_corpus(
+def test_corpus_of_installed_packages_has_the_reference_hash(
     make_config: MakeConfig,
 ) -> None:
     corpus = opened(make_config(source="packages"))

@@ -194,7 +194,7 @@ def test_packed_documents_have_separate_attention_with_document_masks(
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
-def test_packing_uses_best_fit_for_all_document_pieces_in_a_window(
+def test_each_packing_window_is_packed_by_best_fit_over_all_its_document_pieces(
     window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
@@ -362,7 +362,7 @@ def test_mixture_sources_are_packed_separately(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_number_of_steps_from_epochs_counts_packed_sequences(
+def test_number_of_steps_for_given_epochs_is_computed_from_packed_sequences(
     corpus_file: Path, tmp_path: Path
 ) -> None:
     data = config(

@@ -117,7 +117,7 @@ def test_killed_preparation_process_raises_and_keeps_finished_parts(
     undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
     dying(5, signal.SIGKILL)
     with pytest.raises(
-        DataError, match=r"was killed, perhaps because memory ran out, while .*\.jsonl"
+        DataError, match=r"was killed, perhaps because memory ran out; files in progress: .*\.jsonl"
     ):
         prepare(corpus, PrepareConfig(processes=1))
     partial = partial_of(corpus)

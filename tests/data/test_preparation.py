@@ -73,7 +73,7 @@ def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData)
     assert stored == asdict(manifest)
 
 
-def test_held_out_documents_are_independent_of_order_and_include_all_duplicates(
+def test_held_out_documents_are_independent_of_document_order_and_keep_duplicates_together(
     tmp_path: Path, make_config: MakeConfig
 ) -> None:
     texts = sample_documents(100)

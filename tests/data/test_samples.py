@@ -70,7 +70,7 @@ def test_permute_equals_stored_results_of_former_versions() -> None:
     assert large.tolist() == [767138975145, 822644210034, 182445646350]
 
 
-def test_bits_per_nat_of_corpus_uses_mean_bytes_per_token(
+def test_bits_per_nat_of_corpus_equals_tokens_per_byte_divided_by_log_2(
     prepared: TokenData, make_config: Callable[..., DataConfig]
 ) -> None:
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()

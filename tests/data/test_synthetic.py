@@ -97,7 +97,7 @@ def test_loss_mask_of_synthetic_mqar_document_selects_only_answers_of_queries(
         assert shown == [pairs[key] for key in asked[::2]]
 
 
-def test_synthetic_needle_length_is_measured_with_the_trained_tokenizer(tmp_path: Path) -> None:
+def test_needle_documents_have_481_to_512_tokens_of_the_trained_tokenizer(tmp_path: Path) -> None:
     tokenizer, stream = prepared(tmp_path, "data.task=needle")
     sizes = [len(places) for places in documents_of(stream, tokenizer.eos_id)]
     assert min(sizes) > 480
@@ -142,7 +142,7 @@ def test_synthetic_corpus_refuses_unknown_task_and_invalid_task_level(
         texts(tmp_path, word)
 
 
-def test_needle_length_too_short_for_unrelated_text_is_refused(tmp_path: Path) -> None:
+def test_needle_documents_too_short_for_20_filler_sentences_are_refused(tmp_path: Path) -> None:
     said = (
         r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
     )

@@ -206,7 +206,7 @@ def test_evidence_of_task_example_is_the_text_with_the_answer(name: str) -> None
         assert told == expected.format(asked, answer)
 
 
-def test_icl_task_has_50_rules_in_four_example_orders_with_balanced_answers() -> None:
+def test_icl_task_has_50_rules_each_in_four_example_orders_with_equally_frequent_answers() -> None:
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
@@ -282,14 +282,14 @@ def test_task_that_exceeds_the_context_or_reuses_a_task_name_is_refused() -> Non
         ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_task_check_refuses_levels_that_are_too_large_or_impossible(
+def test_task_check_refuses_task_levels_that_exceed_the_context_or_allow_no_examples(
     name: str, level: Level, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         TASKS[name].check([level], 100_000, count)
 
 
-def test_levels_of_refuses_more_than_1000_combinations() -> None:
+def test_more_than_1000_combinations_of_task_level_settings_are_refused() -> None:
     assert len(levels_of({"needles": [*range(10)], "length": [*range(100)]}, "level")) == 1000
     with pytest.raises(ConfigError, match="1,001 are too many; at most 1,000"):
         levels_of({"needles": [*range(1001)], "length": 3}, "level")

@@ -1,4 +1,4 @@
-"""Encode one part of a corpus (a range of documents) to shards; record counts and hashes."""
+"""Encode a corpus part (a range of documents) to token shards, and save its counts and hashes."""
 
 import hashlib
 import json
@@ -67,8 +67,8 @@ class PartRecord:
 class Encoding:
     """Encodes parts of a corpus to token shards in the directory `partial`.
 
-    Documents whose hash is below `heldout_below` are held out. If `cut` is true, the last part of
-    the corpus is held out instead.
+    If `cut` is true, the corpus is a single document, cut into pieces, and its last part contains
+    all held-out pieces. Otherwise, documents whose hash is below `heldout_below` are held out.
     """
 
     corpus: Corpus
@@ -84,8 +84,8 @@ class Encoding:
     def is_done(self, number: int) -> bool:
         """Return whether corpus part `number` is already encoded.
 
-        Returns False if a file of the part is missing or incomplete, or if the part was encoded
-        with a value of `heldout_below` that holds out other documents.
+        Returns False if a file of the part is missing or incomplete, or if `heldout_below` has
+        changed since then and now holds out other documents of the part.
         """
         size = token_dtype(self.tokenizer.vocab_size).itemsize
         try:
@@ -139,7 +139,7 @@ class Encoding:
                 is_heldout[:] = number == len(self.corpus.parts) - 1
             rows = np.array([[h, 1, len(ids)] for h, ids in zip(hashes, tokens, strict=True)])
             held += rows[is_heldout, 1:].sum(axis=0)
-            following = lowest(np.concatenate([following, rows[~is_heldout]]), held)
+            following = next_held_out(np.concatenate([following, rows[~is_heldout]]), held)
             for split, chosen in zip(SPLITS, (~is_heldout, is_heldout), strict=True):
                 mine = np.flatnonzero(chosen).tolist()
                 writers[split].add(
@@ -223,14 +223,15 @@ def document_hashes(documents: Sequence[Document]) -> np.ndarray:
     return np.fromiter(hashes, np.int64, len(documents))
 
 
-def lowest(training: np.ndarray, held: np.ndarray) -> np.ndarray:
+def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
     """Choose training documents to hold out, until the held-out split has its minimum size.
 
-    Documents are chosen by ascending hash; rows with equal hashes are merged. The minimum is
-    LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Returns an array like `training`.
+    The minimum is LEAST_DOCUMENTS documents and LEAST_TOKENS tokens. Returns the chosen rows of
+    `training`, (k, 3), which have the lowest hashes, in ascending order; rows with equal hashes are
+    merged. Returns all rows if they do not reach the minimum.
 
     Args:
-        training: (n, 3) int64, columns: document hash, number of documents, number of tokens.
+        training: (n, 3) int64; a row is a document hash, and the documents and tokens with it.
         held: (2,) int64, numbers of documents and tokens that are already held out.
     """
     hashes, places = np.unique(training[:, 0], return_inverse=True)

@@ -136,12 +136,12 @@ def prepare_one(cfg: DataConfig, cache_dir: Path, how: PrepareConfig) -> TokenDa
 
 
 def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
-    """Cut the single document of a corpus into training pieces and held-out pieces.
+    """Cut the document of a one-document corpus into training pieces and held-out pieces.
 
-    The held-out pieces are spread evenly over the text and have about `fraction` of its length, or
-    more to reach the minimum size of the held-out split. Returns None if the corpus has prompts or
-    several distinct documents. Raises DataError if the corpus has no text, if all of its documents
-    are equal, or if the single document is too short.
+    Returns a corpus with these pieces, or None if `corpus` has prompts or several distinct
+    documents. The held-out pieces are spread evenly over the text and have about `fraction` of its
+    length, or more to reach the minimum size of the held-out split. Raises DataError if the corpus
+    has no text, if it has several documents that are all equal, or if no text is left for training.
     """
     too_few = DataError(
         "the corpus has fewer than two distinct documents, so none can be held out; "
@@ -159,7 +159,7 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
             raise too_few
         return None
     least = min(LARGEST_SHARE, LEAST_TOKENS * CHARACTERS_PER_TOKEN / len(text))
-    cuts = [0, *places_of_pieces(text, max(fraction, least)), len(text)]
+    cuts = [0, *held_out_borders(text, max(fraction, least)), len(text)]
     pieces = [text[start:stop] for start, stop in pairwise(cuts)]
     train, heldout = ([t for t in pieces[k::2] if not t.isspace() and t] for k in (0, 1))
     if not train:
@@ -169,16 +169,16 @@ def held_out_pieces(corpus: Corpus, fraction: float) -> Corpus | None:
     return replace(corpus, list_parts=lambda: parts, skipped_empty=corpus.skipped_empty + blank)
 
 
-def places_of_pieces(text: str, share: float) -> list[int]:
-    """Return the character positions at which held-out pieces of a text start and stop.
+def held_out_borders(text: str, fraction: float) -> list[int]:
+    """Return the start and the end of each held-out piece of a text, as character positions.
 
-    Start and stop of each piece alternate; the last piece stops at the end of the text, which the
-    result does not contain. The pieces have about `share` of the text, and end near evenly spaced
-    positions. Their number is at most LEAST_DOCUMENTS.
+    The positions ascend: start, end, start, end, ..., start. The last piece extends to the end of
+    the text, so its end is omitted. At most LEAST_DOCUMENTS pieces, whose ends are spread evenly
+    over the text, have about `fraction` of the characters.
     """
     end = len(text.rstrip())
-    number = min(LEAST_DOCUMENTS, max(1, int(share * end) // PIECE))
-    size = max(1, round(share * end / number))
+    number = min(LEAST_DOCUMENTS, max(1, int(fraction * end) // PIECE))
+    size = max(1, round(fraction * end / number))
     room = max(0, min(size, end // number - size))
     places = [end * i // number for i in range(1, number + 1)]
     cuts = [

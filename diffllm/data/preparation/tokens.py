@@ -17,7 +17,7 @@ import numpy as np
 from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import DataError
 from diffllm.core.printing import to_stderr
-from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, lowest
+from diffllm.data.preparation.encoding import HALF, Encoding, PartRecord, next_held_out
 from diffllm.data.preparation.workers import (
     DONE,
     READING,
@@ -38,10 +38,10 @@ from diffllm.data.verified import identity_of, leave_mark, usable
 
 @dataclass(frozen=True)
 class TokensJob:
-    """Encodes a corpus to token shards in the directory `final`.
+    """Encodes a corpus to token shards in the new directory `final`.
 
-    About `heldout_fraction` of the documents are held out. If `cut` is true, the last part of the
-    corpus is held out instead.
+    If `cut` is true, the corpus is a single document, cut into pieces, and its last part contains
+    all held-out pieces. Otherwise, about `heldout_fraction` of the documents are held out.
     """
 
     corpus: Corpus
@@ -56,10 +56,10 @@ class TokensJob:
         return self.final.with_name(f"{self.final.name}.partial-{combined_hash(division)[:8]}")
 
     def build(self, how: PrepareConfig) -> None:
-        """Encode the unfinished parts of the corpus, then join all parts in the final directory.
+        """Encode the unfinished parts of the corpus, then move the shards of all parts to `final`.
 
-        Does nothing if the final directory exists. Raises DataError or OSError; the next call does
-        not encode finished parts again.
+        Does nothing if `final` exists. Raises DataError if a part is unreadable or a process was
+        killed, and OSError if a write fails. After an error, the next call skips encoded parts.
         """
         self.final.parent.mkdir(parents=True, exist_ok=True)
         with held(Path(f"{self.final}.lock"), f"prepares {self.final}"):
@@ -106,7 +106,7 @@ class TokensJob:
     def join(self, encoding: Encoding, how: PrepareConfig, started: float) -> None:
         records = self.records()
         if not self.cut:
-            below = split_hash(records, encoding.heldout_below)
+            below = heldout_limit(records, encoding.heldout_below)
             self.encode(replace(encoding, heldout_below=below), how)
             records = self.records()
         manifest = self.manifest(records, encoding)
@@ -155,12 +155,13 @@ class TokensJob:
         return replace(manifest, heldout_unigram_entropy=unigram_entropy(counts))
 
 
-def split_hash(records: Sequence[PartRecord], below: int) -> int:
+def heldout_limit(records: Sequence[PartRecord], below: int) -> int:
     """Return the limit of the held-out split: documents with a hash below the limit are held out.
 
-    The limit is `below`, unless a split would have no document, or the held-out split less than its
-    minimum size. To reach this size, at most LARGEST_SHARE of all documents and tokens are held
-    out. Raises DataError if the corpus has fewer than two distinct documents.
+    `records` are the records of all parts, encoded with the limit `below`. If this limit leaves a
+    split empty, the limit moves until one distinct document is in this split. If the held-out split
+    is below its minimum size, the limit rises until the minimum or LARGEST_SHARE of the corpus is
+    reached. Otherwise, return `below`. Raises DataError for fewer than two distinct documents.
     """
     hashes = [h for record in records for h in (record.least, record.most) if h is not None]
     least, most = min(hashes, default=0), max(hashes, default=0)
@@ -175,7 +176,7 @@ def split_hash(records: Sequence[PartRecord], below: int) -> int:
         for split in SPLITS
     )
     following = [row for record in records for row in record.following]
-    rows = lowest(np.array(following, np.int64).reshape(-1, 3), held)
+    rows = next_held_out(np.array(following, np.int64).reshape(-1, 3), held)
     allowed = held + rows[:, 1:].cumsum(axis=0) <= LARGEST_SHARE * (train + held)
     chosen = rows[allowed.all(axis=1), 0]
     return max(below, int(chosen[-1]) + 1) if len(chosen) else below

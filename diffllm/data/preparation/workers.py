@@ -28,7 +28,7 @@ _do: Callable[[int], None]
 
 @dataclass
 class PrepareConfig:
-    """Parallel processes that encode a corpus to tokens."""
+    """Number of parallel processes that encode a corpus to tokens; null: one per core."""
 
     processes: int | None = bounded(None, least=1, most=4096)
     """Number of processes; null: one per core, but at most one per remaining part of the corpus."""
@@ -38,7 +38,10 @@ class PrepareConfig:
 
 
 class Counts:
-    """Text bytes, tokens and state of each part, in memory shared by the parent and its workers."""
+    """Encoded bytes, encoded tokens and state of each corpus part, in memory shared by processes.
+
+    The state is 0 (not started), READING or DONE.
+    """
 
     def __init__(self, parts: int) -> None:
         self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
@@ -79,8 +82,8 @@ def work_through(
         if not isinstance(error, BrokenProcessPool):
             raise
         raise DataError(
-            "a preparation process was killed, perhaps because memory ran out, while reading "
-            f"{reading() or 'nothing'}; run the same command again to resume"
+            "a preparation process was killed, perhaps because memory ran out; files in progress: "
+            f"{reading() or 'none'}; run the same command again to resume"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
