@@ -212,10 +212,8 @@ def heldout_batches(
 
     Each sequence is in a batch of exactly one rank. A batch is (inputs, targets), (m, seq_len)
     int64 each; m is `batch_size`, or less in the last batch of a rank. A rank may get no batch. If
-    `eos_id` is given, a document that fits in one sequence is not cut.
-
-    Raises DataError if the stream is shorter than a sequence, ConfigError for an invalid rank or a
-    count below 1.
+    `eos_id` is given, a document that fits in one sequence is not cut. Raises DataError if the
+    stream is shorter than a sequence.
     """
     check_counts(least=1, batch_size=batch_size, sequences=sequences)
     check_rank(rank, world_size)

@@ -18,10 +18,7 @@ from diffllm.data.tokenizer import Tokenizer
 
 @contextmanager
 def of_source(name: str) -> Iterator[None]:
-    """Add the prefix "data.sources.NAME: " to the messages of ConfigError and DataError.
-
-    Use the result as a context manager or as a decorator.
-    """
+    """Context manager and decorator that prefixes error messages with "data.sources.NAME: "."""
     try:
         yield
     except (ConfigError, DataError) as error:

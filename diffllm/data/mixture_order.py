@@ -245,9 +245,8 @@ def limited(
 ) -> Segments:
     """Return the segments of `plan` from sample `first` on, with a maximum for each source.
 
-    When a source reaches its maximum, its weight becomes 0, and the other sources keep their
-    proportions. Raises ConfigError if all sources reach their maximum before the run has read
-    `last` samples.
+    When a source reaches its maximum, its weight becomes 0; other weights keep their ratios. Raises
+    ConfigError if all sources reach their maximum before sample `last`, the end of the run.
 
     Args:
         before: number of samples of each source before sample `first` of the run.
@@ -326,10 +325,7 @@ def check_sample_counts(counts: list[int]) -> None:
 
 
 def check_place(state: Any) -> None:
-    """Raise ValueError unless `state`, a checkpoint's data position, has valid keys and values.
-
-    An empty `state` is valid.
-    """
+    """Raise ValueError if `state` is not a valid data position of a checkpoint; {} is valid."""
     if isinstance(state, dict) and "consumed" in state:
         made(MixturePlace, state).check()
     elif state != {}:

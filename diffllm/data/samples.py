@@ -56,7 +56,6 @@ class ShuffledSequences:
         return {}
 
     def bits_per_nat(self, sample: int) -> float | None:
-        """Return `bits`, which is the same for every `sample`."""
         return self.bits
 
     def state(self, sample: int) -> dict[str, Any]:
@@ -218,7 +217,7 @@ class MixedSequences:
             place.check()
         except ValueError as error:
             raise CheckpointError(
-                f"the checkpoint has an invalid data position, the entry loop.data of state.json: "
+                "the checkpoint has an invalid data position, the entry loop.data of state.json: "
                 f"{error}; resume from another checkpoint"
             ) from error
         sample = place.sample
@@ -240,8 +239,8 @@ def mean_bits_per_nat(splits: Sequence[Split], tokens: Sequence[int]) -> float |
     """Return the factor that converts the mean loss over several splits to bits per byte of text.
 
     The loss is in nats per predicted token. `tokens[i]` is the number of tokens read from
-    `splits[i]`, including context tokens and repetitions. Returns None if no predicted token was
-    read, or if the text size of a split is unknown from which predicted tokens were read.
+    `splits[i]`, including context and repetitions. Returns None if no predicted token was read, or
+    if predicted tokens were read from a split of unknown text size.
     """
     read = [
         (count * split.share_predicted, split.bits_per_byte(1.0))

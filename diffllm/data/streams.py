@@ -153,8 +153,7 @@ def token_counts(
 ) -> np.ndarray:
     """Count each token id at positions `start` to `stop` - 1 of a stream, (vocab_size,) int64.
 
-    `read(a, b)` must return the token ids at positions a to b - 1. Negative ids, which mark
-    context tokens, are not counted.
+    `read(a, b)` returns the token ids at positions a to b - 1; negative ids (context) do not count.
     """
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(start, stop, BLOCK):
@@ -179,8 +178,7 @@ def document_ends(
 def document_end(stream: Readable, eos_id: int, position: int) -> int:
     """Return the end of the document that contains the token at `position`.
 
-    The end is the position after the first EOS at or after `position`, or the length of the stream
-    if there is no such EOS.
+    The end is the position after the first EOS from `position` on, or else the stream's length.
     """
     found = (ends for _, ends in document_ends(stream, eos_id, position, STEP) if len(ends))
     return int(next(found, [len(stream)])[0])

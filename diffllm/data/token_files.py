@@ -103,9 +103,8 @@ Tokens = TokenFile | WithEnds
 def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
     """Open a Megatron (.bin) or datatrove (.ds) file as tokens with an EOS after every document.
 
-    If no document in the file ends with `eos_id`, the method `tokens` of the result inserts the
-    EOS; the file does not change. Raises DataError for an unusable file, or if only some documents
-    end with `eos_id`.
+    If no document in the file ends with `eos_id`, reads insert the EOS without changing the file.
+    Raises DataError for an unusable file, or if only some documents end with `eos_id`.
     """
     file = OPENERS[path.suffix](path, vocab_size)
     looked_at = np.unique(np.linspace(0, file.documents - 1, LOOKED_AT).astype(np.int64))
@@ -128,10 +127,7 @@ def open_tokens(path: Path, vocab_size: int, eos_id: int) -> Tokens:
 
 
 def open_megatron(path: Path, vocab_size: int) -> TokenFile:
-    """Open a Megatron token file NAME.bin and its index NAME.idx.
-
-    Raises DataError if a file is unusable or the documents are not contiguous.
-    """
+    """Open a Megatron token file NAME.bin and NAME.idx; raise DataError for unusable files."""
     index = path.with_suffix(".idx")
     with usable(index), open_regular(index, 2**63, follow=True) as file:
         head = file.read(HEADER.size)
@@ -148,10 +144,7 @@ def open_megatron(path: Path, vocab_size: int) -> TokenFile:
     # Compare only a sample of sequences: comparing all sequences would take too long.
     contiguous = sequences == 1 or (sequences and (ends == places[looked_at + 1]).all())
     if not contiguous or places[0] or marks < 2 or firsts[0] or int(firsts[-1]) != sequences:
-        raise DataError(
-            f"{index}: this index has gaps or overlaps between documents of {path.name}; create "
-            "both files again"
-        )
+        raise DataError(f"{index}: gaps or overlaps between the documents of {path.name}")
 
     def end_of(document: Any) -> Any:
         last = firsts[document + 1] - 1  # -1 for empty documents at the beginning

@@ -172,8 +172,7 @@ class FastTokenizer(Tokenizer):
         vocabulary = self._fast.get_vocab()
         self.vocab_size: int = 1 + max(vocabulary.values(), default=0)  # ids may have gaps
         if self.vocab_size > 2**24:
-            largest = self.vocab_size - 1
-            raise DataError(f"{path}: the largest token id, {largest}, must be below {2**24}")
+            raise DataError(f"{path}: largest token id {self.vocab_size - 1} must be below {2**24}")
         self.eos_token = find_eos(path, vocabulary)
         self.eos_id = int(vocabulary[self.eos_token])
 

@@ -101,7 +101,7 @@ def test_tokenizer_config_json_determines_the_eos_token(
         ("tokenizer_config.json", "[]", "not a valid tokenizer config"),
         ("tokenizer.json", "{}", "not a valid tokenizer.json"),
         ("tokenizer.json", NO_END, "the vocabulary contains no EOS "),
-        ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216, must be below"),
+        ("tokenizer.json", NO_END.replace('"b": 1', '"</s>": 16777216'), "16777216 must be below"),
         ("tokenizer.json", NO_END.replace("null", '"none"'), "Unk token `none` not found"),
     ],
 )

@@ -231,7 +231,7 @@ def next_held_out(training: np.ndarray, held: np.ndarray) -> np.ndarray:
     merged. Returns all rows if they do not reach the minimum.
 
     Args:
-        training: (n, 3) int64; a row is a document hash, and the documents and tokens with it.
+        training: (n, 3) int64, columns: document hash, and its numbers of documents and tokens.
         held: (2,) int64, numbers of documents and tokens that are already held out.
     """
     hashes, places = np.unique(training[:, 0], return_inverse=True)

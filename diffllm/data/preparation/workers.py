@@ -38,10 +38,7 @@ class PrepareConfig:
 
 
 class Counts:
-    """Encoded bytes, encoded tokens and state of each corpus part, in memory shared by processes.
-
-    The state is 0 (not started), READING or DONE.
-    """
+    """Text bytes, tokens and state (0: waiting, READING, DONE) of each part, in shared memory."""
 
     def __init__(self, parts: int) -> None:
         self.text_bytes, self.tokens, self.state = (RawArray("q", parts) for _ in range(3))
