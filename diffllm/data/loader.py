@@ -86,7 +86,7 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next micro-batch; raise DataError if its data or a loader process fails."""
+        """Read a micro-batch; raise DataError for unreadable data or a dead loader process."""
         if not self._ahead:
             if self.failed:
                 raise self.failed

@@ -1,11 +1,11 @@
 """Choose the source of each sample in a mixture, for weights that may change during a run.
 
 A run is divided into segments with constant weights, and each segment into blocks of samples. The
-samples of a segment before a block are divided among the sources in proportion to the weights, and
-rounded by the method of largest remainders. Within a block, the sources alternate evenly by the
-algorithm of R. Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980). If a
-source provides a fraction w of the samples of a block with K > 1 sources, then the number of its
-samples among the first n of the block differs from w * n by at most 1 - 1/(2K - 2).
+samples of a segment before each block are divided among the sources in proportion to the weights,
+with rounding by largest remainders. Within a block, the sources alternate evenly by the algorithm
+of R. Tijdeman ("The chairman assignment problem", Discrete Mathematics 32, 1980). If a source
+provides a fraction w of the samples of a block with K > 1 sources, then the number of its samples
+among the first n samples of the block differs from w * n by at most 1 - 1/(2K - 2).
 
 Only integer arithmetic is used, so the order is equal on every platform.
 """

@@ -1,12 +1,11 @@
 """Token files of other libraries: Megatron and datatrove.
 
 Megatron's indexed dataset: NAME.bin contains the tokens. NAME.idx contains, in this order:
-
 - 9 bytes: "MMIDIDX" and two zeros; the version, 1 (uint64); a code of the token type (uint8)
-- number of sequences S (uint64); number of documents, plus 1 (uint64)
+- number of sequences S (uint64); number of documents plus 1, D (uint64)
 - (S,) int32: length of each sequence in tokens
 - (S,) int64: position of each sequence in NAME.bin, in bytes
-- (documents + 1,) int64: index of the first sequence of each document, then S
+- (D,) int64: index of the first sequence of each document, then S
 
 Datatrove's token files, which Nanotron reads: NAME.ds contains the tokens, NAME.ds.index the ends
 of documents (uint64), and NAME.ds.metadata a first line that ends with the number of bytes per

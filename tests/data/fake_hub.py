@@ -25,7 +25,6 @@ class Hub(BaseHTTPRequestHandler):
     """Log file with one line per request."""
 
     def log_message(self, *_: Any) -> None:
-        """Write each request to the log."""
         if self.log:
             with self.log.open("a") as file:
                 file.write(f"{self.command} {self.path}\n")
@@ -74,7 +73,6 @@ class Hub(BaseHTTPRequestHandler):
         return {"type": "file", "oid": oid, "size": path.stat().st_size, "path": name}
 
     def send_file(self, path: Path) -> None:
-        """Send a file or a range of it."""
         if not path.is_file():
             self.send_response(404)
             self.send_header("X-Error-Code", "EntryNotFound")

@@ -39,8 +39,7 @@ SLURM = {"sbatch": SBATCH, "srun": 'exec "${@:4}"', "scontrol": "echo node1"}
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Write a corpus with duplicates, within and between files, and a tokenizer; return the
-    distinct texts."""
+    """Write a tokenizer and files that share texts; return the distinct texts."""
     monkeypatch.chdir(tmp_path)
     texts = sample_documents(200)
     documents = [*texts, *texts[:70], *texts[40:60]]

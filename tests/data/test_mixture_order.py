@@ -53,7 +53,6 @@ def test_mixture_order_spreads_every_source_evenly_by_weight(weights, first):
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any))
 def test_samples_per_source_stay_within_tijdeman_bound_of_their_shares(counts):
-    """The bound is 1 - 1 / (2K - 2) at every place."""
     size, used = sum(counts), sum(map(bool, counts))
     order = laid_out(counts)
     bound = 1 - 1 / (2 * used - 2) if used > 1 else 0

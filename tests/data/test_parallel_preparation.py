@@ -210,7 +210,6 @@ class Endless:
 def test_preparation_memory_does_not_grow_with_number_of_documents(
     corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part with ten times as many documents needs no more memory."""
     encode, peaks = encoding.Encoding.encode, {}
     base = open_corpus(corpus, Path(corpus.cache_dir))
 
