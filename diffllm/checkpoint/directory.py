@@ -22,7 +22,11 @@ DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 @dataclass
 class CheckpointConfig:
-    """Interval between checkpoints, in steps or as a time, and number of checkpoints to keep."""
+    """Settings for saving checkpoints, and for deleting old checkpoints.
+
+    `interval` is a number of training steps, or a time such as 30min. The newest `keep_last`
+    checkpoints, and all checkpoints at multiples of `keep_every` steps, are never deleted.
+    """
 
     interval: int | str = 100
     """Steps (100) or time (30min, 90s, 1.5h) between checkpoints. The last step is always saved."""
@@ -130,10 +134,10 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
 
 
 def with_checkpoint(run: Path, step: int, use: Callable[[Path], T]) -> T:
-    """Find a checkpoint with `find_checkpoint(run, step)`, and return `use(checkpoint directory)`.
+    """Call `use` with the directory from `find_checkpoint(run, step)`; return the result of `use`.
 
-    If training deletes the checkpoint during `use`, repeat both calls. Raises CheckpointError after
-    20 attempts.
+    If training deletes the directory while `use` reads the checkpoint, call both functions again.
+    Raises CheckpointError if this happens 20 times.
     """
     for _ in range(ATTEMPTS):
         path = find_checkpoint(run, step)
@@ -163,10 +167,10 @@ def set_aside(path: Path) -> None:
 
 
 def prune(paths: Sequence[Path], cfg: CheckpointConfig) -> None:
-    """Delete old checkpoints of a run; print a warning for each failed deletion.
+    """Delete old checkpoints; `paths` contains checkpoint directories, sorted oldest first.
 
-    Keep the newest `cfg.keep_last` checkpoints, and every checkpoint whose training step is a
-    multiple of `cfg.keep_every`. `paths` contains the checkpoint directories, oldest first.
+    Keep the newest `cfg.keep_last` checkpoints (0 keeps all), and the checkpoints at multiples of
+    `cfg.keep_every` steps (0 keeps no others). Print a warning for each failed deletion.
     """
     for path in paths[: -cfg.keep_last] if cfg.keep_last else []:
         if cfg.keep_every and step_of(path) % cfg.keep_every == 0:

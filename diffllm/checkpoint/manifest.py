@@ -130,8 +130,9 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 def verify(path: Path, checksums: bool = True) -> list[str]:
     """Compare the files in a checkpoint directory with manifest.json.
 
-    Return one error message per damaged or missing file, or one message if manifest.json is
-    damaged. An empty list means no damage. If `checksums` is False, compare file sizes only.
+    Return one error message per missing or damaged file; if manifest.json is missing or damaged,
+    return only this error. An empty list means no error. If `checksums` is False, compare file
+    sizes only.
     """
     try:
         manifest = read_manifest(path)

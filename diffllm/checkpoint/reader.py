@@ -49,9 +49,9 @@ def index_error(problem: str) -> pickle.UnpicklingError:
 
 
 def enum_member(kind: Any, name: Any) -> Enum:
-    """Return member `name` of the enum class `kind`, in place of getattr in a pickle.
+    """Return member `name` of the enum class `kind`; replaces getattr when a pickle is loaded.
 
-    Python 3.11.0 to 3.11.3 calls getattr in pickles of enum members. Raises UnpicklingError if
+    Python 3.11.0 to 3.11.3 pickles an enum member as a call of getattr. Raises UnpicklingError if
     `kind` is not an enum class, or has no member `name`.
     """
     if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
@@ -76,14 +76,14 @@ class RecordUnpickler(pickle.Unpickler):
 
 
 class TensorReader(FileSystemReader):
-    """Storage reader of torch.distributed.checkpoint that accepts only checkpoints of tensors.
+    """Storage reader of torch.distributed.checkpoint (DCP) that refuses entries except tensors.
 
-    Raises CheckpointError if a file is damaged, and UnpicklingError for an index that contains
-    anything except tensors. `refused` stores the error.
+    Reading the index raises CheckpointError if a file is damaged, and UnpicklingError if an entry
+    is not a tensor. `refused` is the raised error, or None; `dcp.load` drops (torch 2.11) or wraps
+    the error.
     """
 
     refused: Exception | None = None
-    """The error from reading the index; `dcp.load` drops (torch 2.11) or wraps the error."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -108,7 +108,8 @@ def read_index(path: Path) -> Metadata:
     data = read_bytes(path / ".metadata", LARGEST_INDEX)
     if hashlib.sha256(data).hexdigest() != manifest[".metadata"].sha256:
         raise CheckpointError(
-            "the index file .metadata has a wrong checksum; use another checkpoint"
+            "the checksum of the index file .metadata differs from manifest.json; use another "
+            "checkpoint"
         )
     metadata = RecordUnpickler(io.BytesIO(data)).load()
     if not isinstance(metadata, Metadata):

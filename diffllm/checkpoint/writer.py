@@ -82,8 +82,9 @@ class Checkpointer:
 
     Args:
         directory: directory with the checkpoints of the run.
-        step: training step at which the run starts or resumes. Existing checkpoints of later steps
-            are damaged; they are not deleted, and `cfg.keep_last` does not count them.
+        step: training step at which the run starts or resumes. Checkpoints of later steps are
+            damaged, because a run resumes from the newest undamaged checkpoint. Damaged checkpoints
+            are not deleted, and `cfg.keep_last` does not count them.
     """
 
     def __init__(self, directory: Path, cfg: CheckpointConfig, step: int = 0):
@@ -113,11 +114,12 @@ class Checkpointer:
     ) -> None:
         """Copy the tensors, and start to write a checkpoint in the background.
 
-        First wait for the previous save. If the save fails, rank 0 prints a warning. If `final`,
-        this is the last save of the run, and a failure is an error.
+        First wait until the previous save ends. `state` contains entries for state.json. If the new
+        checkpoint cannot be written, rank 0 prints a warning and training continues. If this is the
+        last save of the run (`final`), `wait` instead raises AgreedByAll, the same on all ranks.
 
-        Raises AgreedByAll, the same error on all ranks, if the run directory was removed, or if the
-        disk is too full for the last save. If the last save fails later, `wait` raises AgreedByAll.
+        `save` raises AgreedByAll if the run directory was removed, or if `final` and the disk has
+        too little free space.
         """
         self.wait()
         self.since = monotonic()
@@ -131,9 +133,10 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, state_json, final)
 
     def due(self) -> bool:
-        """Return whether the interval since the last save has passed; if so, restart the interval.
+        """Return whether `cfg.interval`, a time, has passed since the last save or result True.
 
-        Return False on ranks other than 0, and if `cfg.interval` is a number of steps.
+        Return False if `cfg.interval` is a number of steps. Only rank 0 decides: all other ranks
+        return False.
         """
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False

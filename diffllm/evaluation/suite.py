@@ -12,7 +12,7 @@ from diffllm.checkpoint.manifest import NAME as MANIFEST
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.files import user_path
-from diffllm.data.tasks.task import INSTEAD, REMOVED, TASKS, DoesNotFit, Level, OwnFile, levels_of
+from diffllm.data.tasks.task import AVAILABLE, REMOVED, TASKS, DoesNotFit, Level, OwnFile, levels_of
 from diffllm.data.text.file_index import JSON_LINES
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.answers import (
@@ -105,7 +105,7 @@ def evaluation_named(name: str, known: Sequence[str] = ()) -> Evaluation:
     if (task_name := name.removeprefix(PREFIX)) != name and task_name in TASKS:
         return AttentionMass(TASKS[task_name])
     if name in REMOVED:
-        raise ConfigError(f"tasks: {name} was removed; {INSTEAD}")
+        raise ConfigError(f"tasks: {name} was removed; use {AVAILABLE}")
     known = known or sorted([*TASKS, *EVALUATIONS, *SUITES["attention_mass"]])
     allowed = f"{', '.join(known)}, or a {' or '.join(JSON_LINES)} file"
     raise ConfigError(f"tasks: {name} must be one of {allowed}{did_you_mean(name, known)}")

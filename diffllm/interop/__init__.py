@@ -1,4 +1,7 @@
-"""Export and import Hugging Face models; importing this package registers DiffLLM."""
+"""Export checkpoints to Hugging Face model directories, and import such directories as runs.
+
+Importing this package registers the model classes of modeling_diffllm.py in transformers.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -146,9 +146,9 @@ BPE = 2
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """Convert a sentencepiece file to a fast tokenizer that splits texts into the same tokens.
 
-    The character U+2581, with which sentencepiece marks spaces, is encoded as bytes. Invalid bytes
-    are decoded as U+FFFD. Raises DataError if the tokenizer normalises texts, is not BPE, or cannot
-    encode all bytes.
+    Like `Tokenizer`, the fast tokenizer encodes the character U+2581, which sentencepiece uses for
+    spaces, as bytes, and decodes invalid bytes as U+FFFD. Raises DataError if the tokenizer
+    normalises texts, is not BPE, or cannot encode all bytes.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2
@@ -187,10 +187,11 @@ def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
 def merges_of(
     processor: SentencePieceProcessor, vocabulary: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """List all BPE merges: pairs of tokens whose concatenation is a token, highest score first.
+    """List all BPE merges: pairs of tokens whose concatenation is a token.
 
-    If several pairs form the same token, the pair with the longer left token comes first, because
-    sentencepiece merges from the left. `vocabulary` maps tokens to ids.
+    The pairs are sorted by the sentencepiece score of the concatenation, highest first. Pairs with
+    the same concatenation are sorted by the length of the left token, longest first, because
+    sentencepiece merges from left to right. `vocabulary` maps tokens to ids.
     """
     excluded = (
         processor.is_byte, processor.is_control, processor.is_unknown, processor.is_unused,
@@ -277,10 +278,11 @@ def write_card(
 
 
 def origin_rows(imported: Any, step: int, cfg: TrainConfig) -> dict[str, Any]:
-    """Return table rows of the model card on the origin of the model, as a dict by row title.
+    """Return the rows of the model card that describe the origin of the model, by row title.
 
-    For a trained model, the rows describe the training data; for an imported model, the source.
-    `imported` is the entry "imported" of run.json, or None for a trained model.
+    The rows of a trained model contain the training step `step` and the training data. The rows of
+    an imported model contain the original model and the conversion. `imported` is the entry
+    "imported" of run.json; None for a trained model.
     """
     if imported:
         keys = {"weights from": "from", "at revision": "revision", "converted to": "converted"}

@@ -79,7 +79,8 @@ ROPE_KEYS = (
 def completed(given: dict[str, Any], known: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the settings in `given`, with defaults from `known` for missing settings.
 
-    Raises ValueError for an unknown or invalid setting; `where` is the prefix of keys in the error.
+    A value in `known` is the default, or a tuple of choices that begins with the default. Raises
+    ValueError for an unknown setting or an invalid value, named `where.key` in the message.
     """
     for key, value in given.items():
         if key not in known:
@@ -110,14 +111,14 @@ def check_rope(rope: dict[str, Any]) -> None:
 
 
 class DiffLLMConfig(PreTrainedConfig):
-    """Config of a DiffLLM model. Other arguments have the same meaning as in LlamaConfig.
+    """Config of a DiffLLM model; arguments that are not described here are as in LlamaConfig.
 
     Args:
-        num_attention_heads: number of query heads; two heads form a pair in DIFF V1 and DIFF V2.
-        num_key_value_heads: number of key and value heads; a pair of heads in DIFF V1 counts as
-            one.
-        head_dim: width of a key or value head; in DIFF V1, the width of a pair of heads.
-        attention: settings of attention; "variant" is "standard", "gated", "diff_v1" or "diff_v2".
+        num_attention_heads: number of query heads; in DIFF V1 and DIFF V2, two heads form a pair.
+        num_key_value_heads: number of key and value heads; in DIFF V1, number of pairs of heads.
+        head_dim: width of a key or value head; in DIFF V1, width of a pair of heads.
+        attention: settings of attention; "variant" is "standard" (also if `attention` is None),
+            "gated", "diff_v1" or "diff_v2".
         moe: settings of the mixture of experts; None for a dense model.
     """
 
@@ -260,11 +261,11 @@ def eager_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with explicit attention maps.
 
-    Return contexts (B, T, H, d) and attention maps (B, H, T, S). The mask (B, 1, T, S) is bool
+    Return outputs (B, T, H, d) and softmax maps (B, H, T, S). `attention_mask` (B, 1, T, S) is bool
     (True for visible keys) or is added to the logits. exp(s_aux), shape (H,), is added to the
-    denominators of the softmax. With the setting `clamp` of DIFF V1, map 1 - lambda * map 2 of each
-    pair of heads is clamped at 0, and the rows are scaled to sum 1. The first head of the pair
-    returns the resulting context; the second head returns 0.
+    softmax denominators. If the setting `clamp` of DIFF V1 is true, each pair of heads uses one map
+    for outputs: the map of head 1 minus lambda times the map of head 2, clamped at 0 and divided by
+    its sum over the keys. Head 1 returns the output of this map, head 2 returns zeros.
     """
     groups = module.num_key_value_groups
     logits = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3) * scaling
@@ -384,9 +385,10 @@ class Attention(nn.Module):
         return q, k, v
 
     def combined(self, x: Tensor, context: Tensor) -> Tensor:
-        """Compute the input of o_proj, (B, T, heads, width), from the contexts of the kernel.
+        """Compute the input of o_proj from the kernel output `context` (B, T, H, width).
 
-        `context` is (B, T, H, width); `x` (B, T, D) is the normalised input of the attention layer.
+        `x` (B, T, D) is the normalised input of the layer. The result is (B, T, H, width), or
+        (B, T, H/2, width) in differential attention, which combines two heads to one.
         """
         return context
 
@@ -451,10 +453,11 @@ class DiffV1Attention(Attention):
 
 
 class DiffV2Attention(Attention):
-    """Differential attention, second version: map 1 - lambda * map 2, lambda per token and head.
+    """Differential attention, second version, with one lambda per token and pair of query heads.
 
-    Query heads 2i and 2i + 1 form a pair, whose maps are subtracted, and share key and value. If
-    `pairing` is "halves", query heads i and i + H/2 form a pair.
+    A pair uses the map of its first head minus lambda times the map of its second head. Query heads
+    2i and 2i + 1 form a pair and share a key head and a value head. If `pairing` is "halves", query
+    heads i and i + H/2 form a pair.
     """
 
     def __init__(self, config: DiffLLMConfig, layer_idx: int):
@@ -475,7 +478,10 @@ class DiffV2Attention(Attention):
         return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
-        """Return lambda for x (B, T, D): a number, or float32 that broadcasts to (B, T, H/2, 1)."""
+        """Return lambda per token and pair of heads, for layer inputs x (B, T, D).
+
+        The result is a number, or a float32 tensor that broadcasts to (B, T, H/2, 1).
+        """
         if self.form == "none":
             return 1.0
         if self.form == "fixed":
@@ -508,7 +514,10 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Selects k experts by score plus bias, and weights the experts by score without bias."""
+    """Selects the k experts with the largest sums of score and `bias` for each token.
+
+    The weights of experts are the scores without `bias`. Only training uses `load`.
+    """
 
     bias: Tensor
     load: Tensor
@@ -715,7 +724,11 @@ class DiffLLMForCausalLM(DiffLLMPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits (B, T, V) for token ids (B, T); with `labels`, also return the loss."""
+        """Return logits (B, T, vocabulary size) for token ids (B, T) or embeddings (B, T, D).
+
+        If the number `logits_to_keep` is above 0, return only logits of this number of last tokens.
+        With `labels` (B, T), also return the mean cross-entropy; token t predicts label t + 1.
+        """
         given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
         outputs = self.model(*given, use_cache=use_cache, **kwargs)
         hidden_states = outputs.last_hidden_state

@@ -406,7 +406,7 @@ GUARDED = [
 ]
 
 
-def test_diffllm_source_calls_unsafe_loaders_such_as_pickle_only_in_listed_files():
+def test_only_files_listed_in_this_test_call_unsafe_loaders_such_as_pickle():
     found = [
         (str(path.relative_to(ROOT)), match.group())
         for path in sorted(ROOT.rglob("*.py"))

@@ -211,7 +211,7 @@ def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[i
     return code, json.loads(capfd.readouterr().out)
 
 
-def test_checkpoints_command_lists_checkpoints_with_state(tmp_path, capfd):
+def test_checkpoints_command_lists_each_checkpoint_as_good_damaged_or_incomplete(tmp_path, capfd):
     save_steps(tmp_path / "checkpoints", 10, 20, 30, keep_last=0)
     (tmp_path / "checkpoints" / ".step-00000040.incomplete").mkdir()
     code, rows = listed(tmp_path, capfd)

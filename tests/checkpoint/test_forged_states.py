@@ -168,7 +168,7 @@ READERS = [load_study, lambda path: with_recipe(f"data={path}"), read_yaml]
 
 
 @pytest.mark.parametrize("read", slow_but([load_study], READERS))
-def test_user_file_with_yaml_alias_bomb_is_refused(tmp_path, read):
+def test_study_recipe_and_other_yaml_files_with_alias_bomb_are_refused(tmp_path, read):
     file = tmp_path / "file.yaml"
     file.write_text(BOMB)
     with pytest.raises(ConfigError, match=f"has more than {MOST_NODES:,} keys and values"):

@@ -123,12 +123,12 @@ def test_error_of_unusable_corpus_file_is_a_single_line_with_its_path(
 @pytest.mark.parametrize(
     ("row", "end"),
     [
-        ({"id": 1, "body": "x"}, "id, body: use data.text_column=body"),
+        ({"id": 1, "body": "x"}, "id, body); use data.text_column=body"),
         (
             {"question": "q", "answer": "a", "id": 1},
-            "question, answer, id: use data.text_column=question or data.text_column=answer",
+            "question, answer, id); use data.text_column=question or data.text_column=answer",
         ),
-        ({"id": 1, "size": 2}, "id, size: none of them contains text"),
+        ({"id": 1, "size": 2}, "id, size); none of them contains text"),
     ],
 )
 def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
@@ -138,7 +138,9 @@ def test_error_of_missing_parquet_text_column_proposes_columns_with_text(
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(f"a.parquet has no text column 'text'; the columns are {end}")
+    assert str(caught.value).endswith(
+        f"a.parquet has no column 'text' that contains text (columns: {end}"
+    )
 
 
 def test_json_array_corpus_reads_text_column_and_ignores_other_columns(
@@ -233,8 +235,8 @@ def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({".hidden": b"h"}, "no text, .parquet or .jsonl file"),
-        ({"a.png": b"\x89PNG", "b.txt": b"\n"}, "no text, .parquet or .jsonl file"),
+        ({".hidden": b"h"}, "has no text file, .parquet file or .jsonl file"),
+        ({"a.png": b"\x89PNG", "b.txt": b"\n"}, "has no text file, .parquet file or .jsonl file"),
         ({"a.bin": b"0", "a.idx": b"0"}, "file; data=tokens reads its token files"),
         ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
     ],

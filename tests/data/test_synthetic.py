@@ -126,7 +126,10 @@ def test_synthetic_documents_depend_only_on_settings_and_part_number(
     ("word", "said"),
     [
         ("data.task=mqr", "data.task=mqr is not one of icl, mqar, needle"),
-        ("data.level={fill: 4}", "data.level: fill=4 is unknown; mqar has the settings filler"),
+        (
+            "data.level={fill: 4}",
+            "data.level: fill=4 is not a setting of the task mqar; its settings are filler",
+        ),
         ("data.level={filler: x}", "filler=x must be a whole number"),
         (
             "data.level={filler: 1048577}",
@@ -159,11 +162,11 @@ def test_needle_documents_too_short_for_20_filler_sentences_are_refused(tmp_path
         ),
         (
             "data.task=mqar data.level={pairs: 8, words: 64}",
-            "data.level: pairs=8 is unknown; mqar has the settings filler",
+            "data.level: pairs=8 is not a setting of the task mqar; its settings are filler",
         ),
         (
             "data.task=needle data.level={length: 150, needles: 6, asked: 2}",
-            "data.level: asked=2 is unknown; needle has the settings length, needles, queries",
+            "asked=2 is not a setting of the task needle; its settings are length, needles, ",
         ),
     ],
 )

@@ -275,7 +275,7 @@ def test_task_that_exceeds_the_context_or_reuses_a_task_name_is_refused() -> Non
         (
             "needle",
             {"length": 512, "needles": 6, "asked": 2},
-            "must set length, needles, queries for the task needle",
+            "must have exactly the settings length, needles, queries of the task needle",
         ),
         ("icl", {"shots": 10**7}, "needs 10000000 tokens, but the model reads 100000"),
         ("icl", {"shots": 10**5}, "100,000 shots leave no other word that begins with"),

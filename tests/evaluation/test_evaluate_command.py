@@ -289,14 +289,14 @@ def test_evaluate_command_evaluates_requested_task_level_and_rejects_invalid_lev
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),
         (
             ["tasks=[mqar]", "level={pairs: 5}"],
-            "level={'pairs': 5} must set filler for the task mqar",
+            "level={'pairs': 5} must have exactly the settings filler of the task mqar",
         ),
         (["tasks=[mqar]", "level=[5"], "level=[5 is not YAML: "),
         (
             ["tasks=[mqar]", "level={filler: [[4]]}"],
             "level={filler: [[4]]} must be a mapping such as",
         ),
-        (["tasks=[mqar]", "level={}"], "level={} must set filler for the task mqar"),
+        (["tasks=[mqar]", "level={}"], "level={} must have exactly the settings filler of"),
         (["level={filler: 5}"], "level=[{'filler': 5}] applies to a single task"),
         ([f"tasks=[{gone}]"], f"tasks: {gone} cannot be read: No such file"),
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),

@@ -63,7 +63,9 @@ ODD = SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size
 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), odd=ODD | st.just([[0]]))
-def test_import_of_config_with_random_value_succeeds_or_raises_expected_error(data, kind, odd):
+def test_config_json_with_random_value_is_read_or_raises_value_config_or_arithmetic_error(
+    data, kind, odd
+):
     content = json.loads(json.dumps(config_of(LAYOUTS[kind])))
     *outer, key = data.draw(st.sampled_from(list(keys_of(LAYOUTS[kind]))))
     (content[outer[0]] if outer else content)[key] = odd

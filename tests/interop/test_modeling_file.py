@@ -69,7 +69,7 @@ def greedy(model: nn.Module, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_exported_model_has_same_logits_as_run_with_sdpa_and_eager_attention(
+def test_exported_model_with_sdpa_or_eager_attention_has_same_logits_as_original_run(
     opened, tmp_path, name
 ):
     model = opened(name)
@@ -115,7 +115,9 @@ def test_continuous_batching_returns_same_tokens_as_generate(opened, name, imple
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_output_attentions_returns_causal_map_of_each_head_for_all_keys(opened, name):
+def test_output_attentions_returns_causal_attention_map_of_each_head_over_cached_and_new_keys(
+    opened, name
+):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
@@ -194,7 +196,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rope_tables_of_modeling_file_equal_training_bit_for_bit(kind):
+def test_rope_cosines_and_sines_of_modeling_file_equal_those_of_training_bit_for_bit(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))

@@ -5,7 +5,7 @@ import torch
 from tiers import slow_but
 
 from diffllm import build_model, load_config
-from diffllm.checkpoint.hf.layout import name_there
+from diffllm.checkpoint.hf.layout import llama_name
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,7 +77,7 @@ def copy_into(peer, model, permute):
             continue
         if permute and any(f".{w}." in name for w in ("wq", "wk", "wv")):
             value = even_heads_first(value)
-        weights[name_there(name, PARTS)] = value
+        weights[llama_name(name, PARTS)] = value
     if peer.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     peer.load_state_dict(weights, strict=True)
@@ -152,7 +152,7 @@ def as_qwens(tensors):
     for name, value in tensors.items():
         head, _, last = name.partition(".ffn.experts.")
         if not last:
-            given[name_there(name, PARTS)] = value
+            given[llama_name(name, PARTS)] = value
         elif last == "w1":
             both = torch.cat((value, tensors[f"{head}.ffn.experts.w3"]), 1)
             given[f"model.{head}.mlp.experts.gate_up_proj"] = both

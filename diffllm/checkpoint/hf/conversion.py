@@ -30,15 +30,16 @@ TARGETS = ("diff_v2", "standard")
 def converted(
     model: ModelConfig, target: str, perturb: float = 0.0, seed: int = 0
 ) -> tuple[ModelConfig, Sequence[Mapped]]:
-    """Return the config of a converted model, and one `Mapped` for each new parameter.
+    """Return the config of the converted model, and one `Mapped` for each of its parameters.
 
-    A `Mapped` computes the new parameter from parameters of the original model.
+    A `Mapped` computes a parameter of the converted model from parameters of the original model.
 
     Args:
         model: config of the original model.
         target: attention of the converted model, "diff_v2" or "standard" (softmax).
-        perturb: only for "diff_v2": standard deviation of noise that is added to the query weights
-            of the second head of each pair, relative to the RMS of the layer's query weights.
+        perturb: only for "diff_v2": standard deviation of noise on the query weights of the second
+            head of each pair, relative to the RMS of the original query weights; 0 adds no noise.
+        seed: seed of the noise.
 
     Raises ConfigError if the attention of `model` cannot be converted.
     """
@@ -120,8 +121,8 @@ def split_output(
 
     `wo` is (dim, heads * head_dim), where `heads` is the number of head pairs. The result is (dim,
     2 * heads * head_dim); the columns for the second head of each pair are multiplied by -lambda.
-    `lambda_parameter` determines lambda; None if lambda has no parameter. Raises ConfigError if
-    lambda depends on the input.
+    `lambda_parameter` is the weight w_lambda or lambda_logit; None if lambda is a constant in
+    `attention`. Raises ConfigError if w_lambda is not zero: lambda then depends on the input.
     """
     form = attention.lambda_form
     if form is Lambda.fixed or form is Lambda.none:
@@ -130,8 +131,8 @@ def split_output(
         assert lambda_parameter is not None
         if form is not Lambda.scalar and lambda_parameter.any():
             raise ConfigError(
-                "attention=standard can convert only DIFF V2 with a constant lambda, but w_lambda "
-                "is not zero"
+                "attention=standard needs a model whose lambda does not depend on the input, but "
+                "the weight w_lambda is not zero"
             )
         logits = lambda_parameter if form is Lambda.scalar else torch.zeros(heads)
         lam = logits if form is Lambda.raw else torch.sigmoid(logits)

@@ -70,10 +70,10 @@ PARTS = {
 }  # fmt: skip
 
 
-def name_there(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the name of a diffllm parameter in the Llama class of transformers.
+def llama_name(name: str, parts: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Convert the name of a diffllm parameter to the name in the Llama class of transformers.
 
-    `parts` maps substrings of the name to replacements, in addition to PARTS.
+    In addition to the standard replacements, replace each key of `parts` in `name` by its value.
     """
     start = next((own for own in NAMES if name.startswith(own)), "")
     name = NAMES.get(start, "") + name.removeprefix(start)
@@ -91,9 +91,9 @@ def renamed(
 ) -> tuple[list[Mapped], list[Mapped]]:
     """Return `Layout.exported` and `Layout.imported` for parameters that differ only in the name.
 
-    `parts` maps substrings of the names to replacements, in addition to PARTS.
+    `parts` contains additional replacements for `llama_name`.
     """
-    there = {name: name_there(name, parts) for name in names}
+    there = {name: llama_name(name, parts) for name in names}
     return (
         [Mapped(theirs, (ours,), same) for ours, theirs in there.items()],
         [Mapped(ours, (theirs,), same) for ours, theirs in there.items()],
@@ -182,7 +182,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert settings to JSON, enum members to names; omit settings that select a kernel."""
+    """Convert enum members in `values` to their names; omit settings that only select a kernel."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()
@@ -223,7 +223,7 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
     plain = [name for name in names if ".experts." not in name]
     exported, imported = renamed(plain, {".router.": ".gate."})
     for name in (name for name in names if ".experts." in name):
-        stem, _, other = name_there(name).rpartition(".")
+        stem, _, other = llama_name(name).rpartition(".")
         each = [f"{stem}.{e}.{other}.weight" for e in range(moe.n_experts)]
         for e, theirs in enumerate(each):
             exported.append(Mapped(theirs, (name,), lambda stack, e=e: stack[e].contiguous()))
@@ -246,9 +246,9 @@ def qwen3_moe_layout(model: ModelConfig) -> Layout | None:
 def diffllama_layout(model: ModelConfig) -> Layout | None:
     """Return the `Layout` of DiffLlamaForCausalLM; None if the class does not support the decoder.
 
-    The decoder must have DIFF V1 attention without ablations. Experts, QK norm, and a head norm
-    whose eps differs from `model.norm_eps` are not supported. The head norm of DiffLlama has no
-    weight, so the export multiplies the output projection by the weight of our head norm.
+    The decoder must have DIFF V1 attention with default settings, no experts and no QK norm.
+    `head_norm_eps` must equal `model.norm_eps`, because DiffLlama has one eps. Its head norm has no
+    weight, so the export multiplies the output projection by the weight of diffllm's head norm.
     """
     attention = model.attention
     fits = (
@@ -261,12 +261,13 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
     exported: list[Mapped] = []
     imported: list[Mapped] = []
     for name in parameter_names(model):
-        there = name_there(name)
+        there = llama_name(name)
         if any(f".attention.{matrix}." in name for matrix in ("wq", "wk", "wv")):
-            reorder = partial(reordered, heads=(-1, 2, model.head_dim))
-            back = partial(reordered, heads=(2, -1, model.head_dim))
-            exported.append(Mapped(there, (name,), reorder))
-            imported.append(Mapped(name, (there,), back))
+            # Adjacent heads are a pair in diffllm; DiffLlama has all first heads of pairs first.
+            to_halves = partial(with_swapped_axes, shape=(-1, 2, model.head_dim))
+            to_adjacent = partial(with_swapped_axes, shape=(2, -1, model.head_dim))
+            exported.append(Mapped(there, (name,), to_halves))
+            imported.append(Mapped(name, (there,), to_adjacent))
         elif ".attention.wo." in name:
             norm = name.replace(".wo.", ".head_norm.")
             exported.append(Mapped(there, (name, norm), times_head_norm))
@@ -288,9 +289,10 @@ def diffllama_layout(model: ModelConfig) -> Layout | None:
 
 
 def is_plain_softmax(model: ModelConfig) -> bool:
-    """Return whether Llama supports the attention: softmax, no sink and no scaled outputs.
+    """Return whether the Llama class of transformers supports the attention of `model`.
 
-    The number of query heads must also divide `model.dim`.
+    The attention must be softmax attention with `sink` none and `context_scale` 1. The number of
+    query heads must divide `model.dim`, because LlamaConfig requires this.
     """
     attention = model.attention
     return (
@@ -320,13 +322,8 @@ def parameter_names(model: ModelConfig) -> list[str]:
     return [name for name, _ in without_storage(model).named_parameters()]
 
 
-def reordered(weight: Tensor, heads: tuple[int, int, int]) -> Tensor:
-    """Reorder the heads of query, key or value weights (number of heads * head_dim, dim).
-
-    `heads` = (-1, 2, head_dim) moves the first heads of all pairs before all second heads; (2, -1,
-    head_dim) restores adjacent pairs.
-    """
-    return weight.unflatten(0, heads).transpose(0, 1).flatten(0, 2).contiguous()
+def with_swapped_axes(weight: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    return weight.unflatten(0, shape).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def times_head_norm(wo: Tensor, norm: Tensor) -> Tensor:
@@ -343,6 +340,6 @@ def layout_of(model: ModelConfig, own: bool = False) -> Layout:
         if found := layout(model):
             return found
     raise ConfigError(
-        f"{type(model.attention).__name__} cannot be exported: neither transformers nor our "
-        "modelling file supports this attention"
+        f"{type(model.attention).__name__} cannot be exported: neither transformers nor "
+        "modeling_diffllm.py supports this attention"
     )

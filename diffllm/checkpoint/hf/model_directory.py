@@ -265,7 +265,7 @@ class ModelDirectory:
                 )  # Files in the hub's cache are links.
                 self.architecture, self.model = model_of(config)
         except (ConfigError, ArithmeticError) as error:
-            raise CheckpointError(f"{path / CONFIG} {error}") from error
+            raise CheckpointError(f"{path / CONFIG} describes an invalid model: {error}") from error
         self._places = self._placed()
         moe, least = self.model.moe, self.model.n_layers
         if self.architecture != ARCHITECTURE:  # Each expert has separate tensors.
@@ -350,7 +350,8 @@ class ModelDirectory:
     def _check(self, exported: Mapping[str, Mapped]) -> None:
         """Raise CheckpointError unless the files contain exactly the tensors in `exported`.
 
-        Names and shapes must be equal, and the dtypes must be float.
+        Each tensor must have the shape that its `Mapped` in `exported` computes, and dtype float32,
+        bfloat16 or float16.
         """
         own = without_storage(self.model)
         ours = {**dict(own.named_parameters()), **own.router_state()}
@@ -359,9 +360,9 @@ class ModelDirectory:
         others = self._places.keys() - expected.keys() - tied
         extra = [n for n in self._places if n in others and not n.endswith(".inv_freq")]
         missing = [name for name in expected if name not in self._places]
-        for fault, names in (("lacks tensors:", missing), ("has unknown tensors:", extra)):
+        for verb, names in (("lacks", missing), ("has unknown", extra)):
             if names:
-                raise CheckpointError(f"{self.path} {fault} {listed(names)}")
+                raise CheckpointError(f"{self.path} {verb} tensors: {listed(names)}")
         for name, shape in expected.items():
             found = self._places[name].get_slice(name)
             if found.get_shape() != shape or found.get_dtype() not in FLOATS:

@@ -26,7 +26,10 @@ SIZE = re.compile(r"0*[1-9]\d{0,5}[KMGT]B")
 
 
 def check_form(dtype: str, max_shard_size: str) -> None:
-    """Raise ConfigError unless `dtype` is float32 or bf16, and `max_shard_size` is like 500MB."""
+    """Raise ConfigError if `dtype` is not "float32" or "bf16", or if `max_shard_size` is invalid.
+
+    A valid size is a whole number above 0 with the unit KB, MB, GB or TB, such as "500MB".
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype} must be {' or '.join(DTYPES)}")
     if not SIZE.fullmatch(max_shard_size):
@@ -43,11 +46,10 @@ def writing(what: str) -> Iterator[None]:
 
 
 def tensors_of(model: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the names, shapes and dtypes of parameters and router buffers, as meta tensors.
+    """Return a meta tensor for each parameter and router buffer of `model`, by diffllm name.
 
-    Parameters have dtype `dtype`, except parameters that the model needs in float32.
-
-    Raises CheckpointError if `checkpoint` does not match `model`.
+    Parameters have dtype `dtype`, except parameters that must stay in float32. Raises
+    CheckpointError if the parameter names or shapes in `checkpoint` differ from `model`.
     """
     empty = without_storage(model)
     params = dict(empty.named_parameters())
@@ -80,15 +82,15 @@ def write_safetensors(
     max_shard_size: str,
     exported: Sequence[Mapped] | None = None,
 ) -> int:
-    """Write tensors of a checkpoint to `<stem>.safetensors`; return their total size in bytes.
+    """Write tensors of a checkpoint to `<stem>.safetensors`; return the tensors' size in bytes.
 
     If the tensors exceed `max_shard_size`, such as 500MB, write several files and an index file.
 
     Args:
         directory: existing directory for the new files.
-        ours: diffllm tensors, as returned by `tensors_of`.
-        exported: computes each tensor to write from tensors in `ours`; None writes the tensors in
-            `ours`.
+        ours: meta tensors from `tensors_of`, by diffllm name.
+        exported: one `Mapped` for each tensor to write, which computes this tensor from diffllm
+            tensors; None writes the diffllm tensors in `ours`.
     """
     if exported is None:
         exported = [Mapped(name, (name,), same) for name in ours]

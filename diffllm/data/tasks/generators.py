@@ -59,7 +59,7 @@ LABELS = (("red", "blue"), ("A", "B"), ("foo", "bar"), ("yes", "no"))
 def vocabulary(count: Count) -> tuple[tuple[str, ...], ...]:
     """Return the words that Mqar uses: a tuple of keys, a tuple of values, a tuple of filler words.
 
-    Only words of one token are used, unless fewer than 16 words of a tuple have one token. `count`
+    Words of more than one token are removed from a tuple if at least 16 words remain. `count`
     returns the number of tokens of a text.
     """
 
@@ -127,8 +127,8 @@ class Mqar(Task):
     def asked(self, told: Recall, rng: random.Random) -> Example:
         """Make an example from the pairs and queries in `told`; only the last query is scored.
 
-        The candidates exclude the values of earlier queries, which repetition would make more
-        likely.
+        The values of earlier queries are not candidates, because models tend to choose values that
+        the prompt repeats.
         """
         context, keys, values, (*before, last) = told
         others = [f" {value}" for i, value in enumerate(values) if i not in told.asked]
@@ -157,11 +157,11 @@ class Haystack(NamedTuple):
 class Needle(Task):
     """Retrieval of needles from a haystack (multi-needle task, arXiv 2410.05258, section 3.4).
 
-    A needle is a sentence that states the magic number of a city. A prompt contains `needles` such
-    sentences, each inserted into unrelated text at one of five random depths, then queries for
-    `queries` cities. Only the last query is scored. The candidates are the right number and the
-    numbers of all cities without a query. `length` is the number of tokens of a prompt and its
-    answer.
+    A needle is a sentence that states the magic number of a city. Each needle is inserted into
+    unrelated text at a random one of five depths. The prompt ends with queries for some of the
+    cities; only the last query is scored. The candidates are the right number and the numbers of
+    the cities without a query. A level sets the number of `needles`, the number of `queries`, and
+    `length`, the maximum number of tokens of a prompt with its answer.
     """
 
     by = ("depth",)
@@ -203,8 +203,8 @@ class Needle(Task):
     def hidden(self, rng: random.Random, depth: int, level: Level, count: Count) -> Haystack:
         """Generate a haystack in which the needle of the last query is at `depth`.
 
-        Depth 0 is the start and depth 4 the end of the text. Raises ValueError if `level` has an
-        invalid number of queries, or a length for fewer than 20 unrelated sentences.
+        Depth 0 is the start and depth 4 the end of the haystack. Raises ValueError if `queries` is
+        not from 1 to `needles`, or if `length` is too short for 20 unrelated sentences.
         """
         number, queries = int(level["needles"]), int(level["queries"])
         if not 1 <= queries <= number:
@@ -236,8 +236,8 @@ class Needle(Task):
     def asked(self, hidden: Haystack, depth: int, rng: random.Random) -> Example:
         """Make an example from a haystack; only the last query is scored.
 
-        The candidates exclude the numbers of earlier queries, which repetition would make more
-        likely.
+        The numbers of earlier queries are not candidates, because models tend to choose numbers
+        that the prompt repeats.
         """
         text, needles, (*before, last) = hidden
         others = [f" {number}" for city, number in needles.items() if city not in hidden.asked]
@@ -287,11 +287,10 @@ class Icl(Task):
         return RULES * ORDERS
 
     def examples(self, level: Level, number: int, seed: Seed, count: Count) -> Iterator[Example]:
-        """Generate `number` examples of difficulty `level`.
+        """Generate `number` examples of difficulty `level`, in blocks of 200 examples.
 
-        The first 50 examples have different words and rules. The next 50 examples repeat these
-        words and rules with other orders and label names. After four such rounds, new words and
-        rules follow.
+        A block uses 50 random sets of words, each with a rule. Examples i, i + 50, i + 100 and
+        i + 150 of a block use the same set, with different orders and label names.
         """
         for i in range(number):
             block, place = divmod(i, RULES * ORDERS)

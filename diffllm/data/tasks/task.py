@@ -46,8 +46,9 @@ class Example:
     Attributes:
         candidates: distinct continuations; either all or none begin with a space.
         answer: index of the right candidate.
-        facts: properties of the example by which results may be grouped, such as {"depth": 0.5}.
-        evidence: start and end, in characters of the prompt, of the text that contains the answer.
+        facts: properties of the example by which results may be grouped, such as {"pairs": 8}.
+        evidence: start and end (exclusive) of the characters in `prompt` that state the answer;
+            None if unknown.
     """
 
     prompt: str
@@ -78,11 +79,11 @@ class Task(ABC):
     The result of `example` may depend only on its arguments.
 
     Attributes:
-        by: keys of `Example.facts` by which accuracy is also reported.
-        sizes: values of each setting in `levels`, ascending. A setting counts parts of an example,
-            such as filler words, of about one or more tokens each.
-        cluster: key of `Example.facts` with equal values in dependent examples; empty if no
-            examples are dependent.
+        by: keys of `Example.facts`; accuracy is also reported for each value of these facts.
+        sizes: values of each setting in `levels`, ascending. A setting is a number of items in an
+            example, such as filler words. Each item must have at least one token.
+        cluster: key of `Example.facts`; examples with the same value are statistically dependent.
+            An empty string means that all examples are independent.
     """
 
     name: str
@@ -92,10 +93,10 @@ class Task(ABC):
 
     @cached_property
     def version(self) -> str:
-        """Return a hash of the file that defines the task; other versions' results are not reused.
+        """Return a hash of the task's source file; results of another hash are not reused.
 
-        Return an empty string for built-in tasks, which share `tasks.VERSION`, and if the source
-        code is unavailable.
+        Return an empty string for built-in tasks, whose common version is `tasks.VERSION`, and if
+        the source code is unavailable.
         """
         module = type(self).__module__
         if module.partition(".")[0] == "diffllm":
@@ -107,7 +108,7 @@ class Task(ABC):
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
     def settings(self, length: int) -> tuple[str, ...]:
-        """Return the names of the settings in a level, for a context of `length` tokens."""
+        """Return the names of the settings that each level has; `length` is passed to `levels`."""
         return tuple((self.levels(length) or self.levels(4096))[0])
 
     def number(self, level: Level) -> int | None:
@@ -164,7 +165,8 @@ class Task(ABC):
         for level in levels:
             if level.keys() != {*known}:
                 raise ConfigError(
-                    f"level={dict(level)} must set {', '.join(known)} for the task {self.name}"
+                    f"level={dict(level)} must have exactly the settings {', '.join(known)} of the "
+                    f"task {self.name}"
                 )
             try:
                 size = max((int(level[key]) for key in self.sizes), default=0)
@@ -207,7 +209,7 @@ class Task(ABC):
 
 TASKS: dict[str, Task] = {}
 REMOVED = ("induction", "noisy_kv", "phonebook")
-INSTEAD = "use needle, mqar, icl or a task of your own (docs/evaluation.md)"
+AVAILABLE = "needle, mqar, icl or a task of your own (docs/evaluation.md)"
 FORMER = {"mqar": ("pairs", "words"), "needle": ("asked", "words")}
 """Settings of tasks in earlier versions, which configs of old runs may contain."""
 T = TypeVar("T", bound=type[Task])

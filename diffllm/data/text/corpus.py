@@ -16,12 +16,12 @@ TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 class TextBatch(NamedTuple):
-    """Consecutive documents of a corpus; a document may be empty or None.
+    """Consecutive documents of a corpus.
 
     Attributes:
-        prompts: context before each text; None for a corpus without prompts. A context is a string,
-            or several strings that alternate between context and predicted text, and end with
-            context.
+        texts: text of each document; may be empty, or None if the text is missing.
+        prompts: prompt before each text; None for a corpus without prompts. A prompt is None, a
+            string, or several strings: context, predicted text, ..., context.
     """
 
     texts: list[str | None]
@@ -61,10 +61,11 @@ class Corpus:
         identity: hash of the content, and of the settings that define documents.
         list_parts: lists the parts in order; raises DataError.
         check: raises DataError if the content no longer has the hash `identity`.
-        note: differences from a known reference corpus; empty if there are no differences.
+        note: packages that differ from the reference versions, for data=packages; else empty.
         skipped_empty: number of skipped files that contain only whitespace.
-        skipped_undecodable: number of skipped files that are hidden or not UTF-8.
-        parts_for: lists the parts for a tokenizer file, if the texts depend on the tokenizer.
+        skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
+        parts_for: lists the parts for a tokenizer file; None if the texts are the same for all
+            tokenizers.
     """
 
     description: str
@@ -98,7 +99,8 @@ class TextsPart(Part):
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
     """Return the type name of each column in JSON objects, such as {"text": "string", "id": "int"}.
 
-    The first object that contains a column determines the type; null counts as "string".
+    The first value of a column determines the type. If this value is null, which means a missing
+    text, the type is "string".
     """
     kinds: dict[str, str] = {}
     for row in rows:
@@ -136,7 +138,8 @@ def check_columns(kinds: dict[str, str], columns: Sequence[str], where: str) -> 
             hint = " or ".join(f"data.{key}={name}" for name in texts if name not in columns)
             fix = f"use {hint}" if hint else "none of them contains text"
             raise DataError(
-                f"{where} has no text column {column!r}; the columns are {', '.join(kinds)}: {fix}"
+                f"{where} has no column {column!r} that contains text (columns: "
+                f"{', '.join(kinds)}); {fix}"
             )
 
 

@@ -50,7 +50,7 @@ def names_of(names: Sequence[str]) -> str:
 
 
 def file_facts(paths: Sequence[Path], cache_dir: Path) -> list[FileFacts]:
-    """Return for each file the size, the content hash, and whether the text is UTF-8 or blank.
+    """Return the size, the content hash and the flags `is_utf8` and `is_blank` of each file.
 
     Only new and changed files are read; an index file in `cache_dir` stores the results. Raises
     DataError for an unreadable file.

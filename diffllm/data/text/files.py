@@ -49,14 +49,14 @@ def files(cfg: DataConfig, cache_dir: Path) -> Corpus:
     for path, root in paths.items():
         if problems[path] and root is None:
             raise DataError(f"{path} cannot be used as text: {problems[path]}")
-        if root and path.suffix == ".json" and not is_of_rows(path, cfg.text_column):
+        if root and path.suffix == ".json" and not contains_rows(path, cfg.text_column):
             problems[path] = "no rows of text"  # such as package.json
     kept = {path: each for path, each in facts.items() if not problems[path]}
     tokens = any(path.suffix in TOKEN_FILES for path in paths)
     if not kept or (tokens and all(path.suffix == ".json" for path in kept)):
         hint = "; data=tokens reads its token files" * tokens
         named = ", ".join(map(str, cfg.paths[:3]))
-        raise DataError(f"data.paths={named} contains no text, .parquet or .jsonl file{hint}")
+        raise DataError(f"data.paths={named} has no text file, .parquet file or .jsonl file{hint}")
     empty = sum(each.is_blank for each in facts.values())
     contents = []
     for path, of_file in kept.items():
@@ -99,8 +99,8 @@ def problem_of(path: Path, facts: FileFacts | None, cfg: DataConfig) -> str:
     return ""
 
 
-def is_of_rows(path: Path, column: str) -> bool:
-    """Return whether line 1 of a .json file begins an array, or is an object with key `column`."""
+def contains_rows(path: Path, column: str) -> bool:
+    """Return whether line 1 of a .json file begins an array or is an object with key `column`."""
     with path.open("rb") as file, suppress(ValueError):
         line = file.readline().lstrip()
         row = [] if line[:1] == b"[" else json.loads(line)
@@ -169,10 +169,10 @@ def naming(source: Path | str) -> Iterator[None]:
 def paths_of(cfg: DataConfig) -> tuple[dict[Path, Path | None], int]:
     """Find the files of `cfg.paths`, which contains files, directories and glob patterns.
 
-    Return a dict, and the number of hidden files and subdirectories, which are skipped. The dict
-    maps each file to the searched directory, or to None for a file that a path names or a glob
-    matches. If a glob matches files and directories, the directories are ignored. Raises DataError
-    if a path or a glob matches nothing.
+    Return a dict, and the number of skipped hidden files and hidden subdirectories. The dict maps a
+    file below a directory of `cfg.paths` to this directory, and any other file to None. If a glob
+    pattern matches files and directories, the directories are ignored. Raises DataError if an entry
+    of `cfg.paths` matches nothing.
     """
     found: dict[Path, Path | None] = {}
     all_hidden = 0

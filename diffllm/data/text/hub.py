@@ -59,10 +59,11 @@ def hub(cfg: DataConfig, cache_dir: Path) -> Corpus:
     )
 
 
-def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
-    """Divide a hub dataset into parts of a corpus: one part per file, at most 16,384 parts.
+def files_of(cfg: DataConfig, revision: str, cache_dir: Path) -> list[Part]:
+    """Divide a hub dataset into parts of a corpus, with one file per part.
 
-    The `datasets` library may cache files in `copies`. Raises DataError if the dataset cannot be
+    If a dataset has more than 16,384 files, each of 16,384 parts contains one or more files.
+    `cache_dir` is the cache of the `datasets` library. Raises DataError if the dataset cannot be
     read or has no text column.
     """
     where, columns = f"data.dataset={cfg.dataset}", columns_of(cfg)
@@ -72,7 +73,7 @@ def files_of(cfg: DataConfig, revision: str, copies: Path) -> list[Part]:
     streaming = "[" not in cfg.split
     with naming(where):
         rows = library().load_dataset(
-            cfg.dataset, streaming=streaming, cache_dir=str(copies), **options
+            cfg.dataset, streaming=streaming, cache_dir=str(cache_dir), **options
         )
         if rows.features:
             kinds = {name: str(getattr(k, "dtype", k)) for name, k in rows.features.items()}

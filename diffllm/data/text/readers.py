@@ -190,9 +190,10 @@ def line_starts(path: Path, size: int, least: int) -> Iterator[int]:
 
 
 def blocks(path: Path, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file from `start` to `stop`, in blocks of whole lines.
+    """Yield the decompressed bytes of a file, in blocks of whole lines.
 
-    `stop` must be the end of a line; None means the end of the file.
+    `start` and `stop` are offsets of line starts in the decompressed bytes; a `stop` of None means
+    the end of the file.
     """
     with unpacked(path) as file:
         if start:

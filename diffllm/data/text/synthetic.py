@@ -15,7 +15,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.registry import schema, source
 from diffllm.data.config import DataConfig
 from diffllm.data.tasks import VERSION
-from diffllm.data.tasks.task import FORMER, INSTEAD, REMOVED, TASKS, Level
+from diffllm.data.tasks.task import AVAILABLE, FORMER, REMOVED, TASKS, Level
 from diffllm.data.text.corpus import Corpus, Part, TextBatch
 from diffllm.data.text.file_index import combined_hash
 from diffllm.data.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ USUAL = 256
 @schema(group="data", name="synthetic")
 @dataclass
 class SyntheticConfig(DataConfig):
-    """A corpus of generated examples of a task, with the difficulty `level`."""
+    """Config of a corpus with generated `examples` of the task `task`, one per document."""
 
     source: str = "synthetic"
     task: str = "mqar"
@@ -53,13 +53,13 @@ class SyntheticConfig(DataConfig):
 
     def check_current(self) -> None:
         if self.task in REMOVED:
-            raise ConfigError(f"data.task={self.task} was removed; {INSTEAD}")
+            raise ConfigError(f"data.task={self.task} was removed; use {AVAILABLE}")
         known = TASKS[self.task].settings(USUAL)
         for key, value in self.level.items():
             if key not in known:
                 raise ConfigError(
-                    f"data.level: {key}={value} is unknown; {self.task} has the settings "
-                    f"{', '.join(known)}"
+                    f"data.level: {key}={value} is not a setting of the task {self.task}; its "
+                    f"settings are {', '.join(known)}"
                 )
             if type(value) is not int or not 0 <= value <= LARGEST:
                 raise ConfigError(
@@ -88,7 +88,8 @@ def words_of(text: str) -> int:
 def synthetic(cfg: SyntheticConfig, cache_dir: object) -> Corpus:
     """Open a corpus of generated examples of the task `cfg.task`; `cache_dir` is not used.
 
-    Raises ConfigError if the task was removed, or if `cfg.level` allows no examples.
+    Raises ConfigError if only earlier versions of diffllm have the task, or if the task cannot
+    generate examples of difficulty `cfg.level`.
     """
     cfg.check_current()
     task = TASKS[cfg.task]

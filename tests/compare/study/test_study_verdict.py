@@ -488,8 +488,8 @@ def test_study_costs_with_document_masks_use_keys_per_query_from_config_or_ended
 BEFORE_UNEQUAL = {"damping_short", "context_rms_start", "context_rms_end"}
 """Studies that ran before a study had to declare differences between its arms."""
 EARLIER = {
-    "retrieval_mqar_short": "data.level: pairs=8 is unknown; mqar has the settings filler",
-    "retrieval_needle_short": "data.level: asked=2 is unknown; needle has the settings length",
+    "retrieval_mqar_short": "data.level: pairs=8 is not a setting of the task mqar",
+    "retrieval_needle_short": "data.level: asked=2 is not a setting of the task needle",
 }
 """Studies whose runs used settings that their tasks no longer have (docs/studies.md)."""
 OURS = slow_but(
