@@ -106,10 +106,7 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def manifest_from(content: dict[str, Any]) -> Manifest:
-    """Return the size and checksum of each file in a parsed manifest.json, by file name.
-
-    Raises ValueError if an entry is missing or invalid.
-    """
+    """Return the size and checksum of each file in a parsed manifest.json, by file name."""
     entries = content.get("files")
     if not isinstance(entries, dict):
         raise ValueError("has no files")
@@ -130,9 +127,8 @@ def manifest_from(content: dict[str, Any]) -> Manifest:
 def verify(path: Path, checksums: bool = True) -> list[str]:
     """Compare the files in a checkpoint directory with manifest.json.
 
-    Return one error message per missing or damaged file; if manifest.json is missing or damaged,
-    return only this error. An empty list means no error. If `checksums` is False, compare file
-    sizes only.
+    Return one error message per missing or damaged file, or only the error of a missing or damaged
+    manifest.json. If `checksums` is False, compare file sizes only.
     """
     try:
         manifest = read_manifest(path)
@@ -256,8 +252,7 @@ def numbers_only(value: Any) -> bool:
 def check_parameters(path: Path, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless a checkpoint and a model have equal parameter names and shapes.
 
-    `state` is the parsed state.json of the checkpoint directory `path`; `params` contains the
-    parameters of the model, by name.
+    `state` is the parsed state.json of the checkpoint directory `path`.
     """
     saved = state["parameters"]
     here = {name: list(param.shape) for name, param in params.items()}

@@ -61,10 +61,7 @@ def enum_member(kind: Any, name: Any) -> Enum:
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """Unpickler that loads only the classes and functions that DCP needs in a checkpoint index.
-
-    Raises UnpicklingError if the pickle contains any other class or function.
-    """
+    """Unpickler that raises UnpicklingError for classes and functions that DCP does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):

@@ -133,10 +133,10 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, hidden, step, staged, state_json, final)
 
     def due(self) -> bool:
-        """Return whether `cfg.interval`, a time, has passed since the last save or result True.
+        """Return whether the time `cfg.interval` has passed since the last save.
 
-        Return False if `cfg.interval` is a number of steps. Only rank 0 decides: all other ranks
-        return False.
+        The result True restarts the interval. Return False if `cfg.interval` is a number of steps,
+        and on all ranks except rank 0, because only rank 0 measures the time.
         """
         if self.rank > 0 or self.seconds is None or monotonic() - self.since < self.seconds:
             return False

@@ -1,7 +1,4 @@
-"""Export checkpoints to Hugging Face model directories, and import such directories as runs.
-
-Importing this package registers the model classes of modeling_diffllm.py in transformers.
-"""
+"""Export and import Hugging Face models; the package registers DiffLLM models in transformers."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -146,7 +146,7 @@ BPE = 2
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """Convert a sentencepiece file to a fast tokenizer that splits texts into the same tokens.
 
-    Like `Tokenizer`, the fast tokenizer encodes the character U+2581, which sentencepiece uses for
+    Like the class `Tokenizer`, the fast tokenizer encodes the character U+2581, which sentencepiece uses for
     spaces, as bytes, and decodes invalid bytes as U+FFFD. Raises DataError if the tokenizer
     normalises texts, is not BPE, or cannot encode all bytes.
     """
@@ -249,8 +249,7 @@ def write_card(
 ) -> None:
     """Write README.md, the model card of an export, into `directory`.
 
-    The card contains the losses of the run only if the checkpoint is from the last step. `name` is
-    the name of the model.
+    The card contains the losses of the run only if the checkpoint is from the last step.
     """
     facts, summary = read_record(run / "run.json") or {}, read_summary(run)
     state, variant = read_state(checkpoint), cfg.run.choices["attention"]

@@ -117,8 +117,7 @@ class DiffLLMConfig(PreTrainedConfig):
         num_attention_heads: number of query heads; in DIFF V1 and DIFF V2, two heads form a pair.
         num_key_value_heads: number of key and value heads; in DIFF V1, number of pairs of heads.
         head_dim: width of a key or value head; in DIFF V1, width of a pair of heads.
-        attention: settings of attention; "variant" is "standard" (also if `attention` is None),
-            "gated", "diff_v1" or "diff_v2".
+        attention: settings; "variant" is "standard" (default), "gated", "diff_v1" or "diff_v2".
         moe: settings of the mixture of experts; None for a dense model.
     """
 
@@ -478,10 +477,7 @@ class DiffV2Attention(Attention):
         return self.head_norm((one - self.lambda_values(x) * other).to(x.dtype))
 
     def lambda_values(self, x: Tensor) -> Any:
-        """Return lambda per token and pair of heads, for layer inputs x (B, T, D).
-
-        The result is a number, or a float32 tensor that broadcasts to (B, T, H/2, 1).
-        """
+        """Return lambda per pair: a number, or float32 that broadcasts to (B, T, H/2, 1)."""
         if self.form == "none":
             return 1.0
         if self.form == "fixed":
@@ -514,10 +510,7 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Selects the k experts with the largest sums of score and `bias` for each token.
-
-    The weights of experts are the scores without `bias`. Only training uses `load`.
-    """
+    """Selects the k experts with the largest score + `bias`; their weights are the scores alone."""
 
     bias: Tensor
     load: Tensor

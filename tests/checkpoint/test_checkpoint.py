@@ -79,7 +79,7 @@ def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
     return checkpointer.directory / f"step-{number:08d}"
 
 
-def test_resume_restores_recent_losses_and_gradient_norms_of_guard_that_skips_loss_spikes(checkpointer):
+def test_resume_restores_recent_losses_and_gradient_norms_used_to_skip_spikes(checkpointer):
     spike = ["train.skip_step=spike"]
     t, state = training("diff_v2", *spike), LoopState()
     for i in range(130):
@@ -222,9 +222,7 @@ def test_checkpoint_save_waits_for_previous_save(checkpointer, gate, tmp_path):
     assert sorted(visible(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
-def test_list_checkpoints_sorts_by_step_and_ignores_incomplete_checkpoints_and_other_paths(
-    checkpointer, tmp_path
-):
+def test_list_checkpoints_sorts_by_step_and_ignores_all_other_paths(checkpointer, tmp_path):
     for name in ("step-00000003", ".step-00000004.incomplete", "step-x", "step-5.bak"):
         (tmp_path / name).mkdir()
     for name in (".step-00000004.incomplete", "step-x", "step-5.bak"):

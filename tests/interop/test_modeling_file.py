@@ -115,9 +115,7 @@ def test_continuous_batching_returns_same_tokens_as_generate(opened, name, imple
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_output_attentions_returns_causal_attention_map_of_each_head_over_cached_and_new_keys(
-    opened, name
-):
+def test_output_attentions_returns_causal_map_of_each_head_over_cached_and_new_keys(opened, name):
     model = opened(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []

@@ -182,7 +182,7 @@ def own_layout(model: ModelConfig) -> Layout | None:
 
 
 def json_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert enum members in `values` to their names; omit settings that only select a kernel."""
+    """Return `values` with enum members as names, without settings that only select a kernel."""
     return {
         key: value.name if isinstance(value, Enum) else value
         for key, value in values.items()

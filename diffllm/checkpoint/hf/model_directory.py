@@ -196,10 +196,7 @@ READERS: dict[str, Callable[[Config], ModelConfig]] = {
 
 
 def rope_of(config: Config) -> RopeConfig:
-    """Return the RoPE config of diffllm for a config.json of transformers 4 or 5.
-
-    Raises ValueError for unsupported RoPE settings.
-    """
+    """Return the RoPE config of diffllm for a config.json of transformers 4 or 5."""
     said = Config(config.get("rope_parameters") or config.get("rope_scaling", {}))
     if any(isinstance(value, dict) for value in said.values()):
         raise ValueError("has RoPE settings that differ by layer, which is not supported")
@@ -279,10 +276,7 @@ class ModelDirectory:
         self._check({tensor.name: tensor for tensor in layout.exported})
 
     def tensor(self, name: str) -> Tensor:
-        """Return the parameter with the diffllm name `name`, in float32.
-
-        Raises CheckpointError if a file cannot be read.
-        """
+        """Return the parameter with the diffllm name `name`, in float32."""
         made = self._made[name]
         try:
             sources = {key: self._places[key].get_tensor(key).float() for key in made.sources}
@@ -318,10 +312,7 @@ class ModelDirectory:
         raise CheckpointError(refused)
 
     def _placed(self) -> dict[str, Any]:
-        """Open the safetensors files; return the open file of each tensor, by tensor name.
-
-        Raises CheckpointError if a file is missing or damaged.
-        """
+        """Open the safetensors files; return the open file of each tensor, by tensor name."""
         names = [WEIGHTS]
         if not (self.path / WEIGHTS).exists():
             if not (self.path / INDEX).exists():

@@ -41,8 +41,6 @@ class TextBatch(NamedTuple):
 class Part:
     """Consecutive documents of a corpus, read by one process.
 
-    The division of a corpus into parts does not depend on the number of processes.
-
     Attributes:
         size: estimated bytes of text; 0 if unknown.
         read: yields the documents in order; raises DataError.

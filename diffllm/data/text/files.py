@@ -151,10 +151,7 @@ def check_all(facts: Mapping[Path, FileFacts]) -> None:
 
 @contextmanager
 def naming(source: Path | str) -> Iterator[None]:
-    """Convert every error in a `with` block to a DataError that names `source`, a file or dataset.
-
-    A DataError is not changed.
-    """
+    """Convert any error except DataError in a `with` block to a DataError that names `source`."""
     try:
         yield
     except DataError:

@@ -217,10 +217,7 @@ def text_blocks(part: Slice) -> Iterator[bytes]:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a file for reading; decompress .gz and .zst files.
-
-    Reading a truncated compressed file raises an error.
-    """
+    """Open a file for reading; decompress .gz and .zst, with an error if the file is truncated."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
