@@ -146,9 +146,9 @@ BPE = 2
 def fast_tokenizer(model: Path) -> tokenizers.Tokenizer:
     """Convert a sentencepiece file to a fast tokenizer that splits texts into the same tokens.
 
-    Like the class `Tokenizer`, the fast tokenizer encodes the character U+2581, which sentencepiece uses for
-    spaces, as bytes, and decodes invalid bytes as U+FFFD. Raises DataError if the tokenizer
-    normalises texts, is not BPE, or cannot encode all bytes.
+    The fast tokenizer encodes the character U+2581, which sentencepiece uses for spaces, as bytes,
+    and decodes invalid bytes as U+FFFD, like the class `Tokenizer`. Raises DataError if the
+    tokenizer normalises texts, is not BPE, or cannot encode all bytes.
     """
     import tokenizers
     from sentencepiece import sentencepiece_model_pb2

@@ -387,7 +387,7 @@ class Attention(nn.Module):
         """Compute the input of o_proj from the kernel output `context` (B, T, H, width).
 
         `x` (B, T, D) is the normalised input of the layer. The result is (B, T, H, width), or
-        (B, T, H/2, width) in differential attention, which combines two heads to one.
+        (B, T, H/2, width) in differential attention, which combines two heads into one.
         """
         return context
 

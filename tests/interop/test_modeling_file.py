@@ -194,7 +194,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rope_cosines_and_sines_of_modeling_file_equal_those_of_training_bit_for_bit(kind):
+def test_rope_cosines_and_sines_of_modeling_file_equal_training_values_bit_for_bit(kind):
     ours = RunRotaryEmbedding(64, 70_000, ROPES[kind])
     ours.reset_parameters()
     config = DiffLLMConfig(head_dim=64, rope_parameters=rope_parameters(ROPES[kind]))

@@ -47,8 +47,7 @@ class Example:
         candidates: distinct continuations; either all or none begin with a space.
         answer: index of the right candidate.
         facts: properties of the example by which results may be grouped, such as {"pairs": 8}.
-        evidence: start and end (exclusive) of the characters in `prompt` that state the answer;
-            None if unknown.
+        evidence: range [start, end) of prompt characters that state the answer; None if unknown.
     """
 
     prompt: str

@@ -62,8 +62,7 @@ class Corpus:
         note: packages that differ from the reference versions, for data=packages; else empty.
         skipped_empty: number of skipped files that contain only whitespace.
         skipped_undecodable: number of other skipped files, such as hidden and non-UTF-8 files.
-        parts_for: lists the parts for a tokenizer file; None if the texts are the same for all
-            tokenizers.
+        parts_for: lists the parts for a tokenizer file; None if texts do not depend on tokenizers.
     """
 
     description: str
@@ -97,8 +96,7 @@ class TextsPart(Part):
 def kinds_of_rows(rows: Iterable[Any]) -> dict[str, str]:
     """Return the type name of each column in JSON objects, such as {"text": "string", "id": "int"}.
 
-    The first value of a column determines the type. If this value is null, which means a missing
-    text, the type is "string".
+    The first value of a column determines the type; null, a missing text, counts as "string".
     """
     kinds: dict[str, str] = {}
     for row in rows:
