@@ -177,18 +177,18 @@ TRAINING = (
 """Layers of modules in `training`; a module imports only from earlier layers."""
 
 
-def test_training_package_imports_no_reports_and_only_heldout_loss_of_evaluation():
+def test_training_package_imports_only_heldout_of_evaluation_and_nothing_of_compare():
     files = modules("training")
     assert len(files) > 10
     for path in files:
         for name in imports_of(path):
             assert name.count(".") > 1, f"{path} imports {name}; import from its module instead"
-            other = ("evaluation", "report", "study", "sweep", "tools")
+            other = ("evaluation", "compare", "plan", "interop", "cli")
             allowed = below(name, "diffllm.evaluation.heldout")
             assert allowed or not below(name, *(f"diffllm.{each}" for each in other)), (path, name)
 
 
-def test_training_modules_import_only_modules_of_earlier_layers():
+def test_training_modules_import_only_training_modules_of_preceding_layers_in_layer_list():
     floor = {name: number for number, names in enumerate(TRAINING) for name in names}
     assert set(floor) == {path.stem for path in modules("training")} - {"__init__"}
     for path in modules("training"):

@@ -43,7 +43,7 @@ def anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_every_guarantee_on_page_names_existing_test_files():
+def test_every_guarantee_in_guarantees_md_names_existing_test_files():
     """The second test of a guarantee may be in the directory of the first test."""
     text = (ROOT / "docs" / "guarantees.md").read_text().partition("\n## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("- ")]
@@ -57,7 +57,6 @@ def test_every_guarantee_on_page_names_existing_test_files():
 
 
 def test_generated_documentation_pages_are_up_to_date():
-    """`make docs` writes both pages from the code."""
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)

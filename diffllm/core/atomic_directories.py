@@ -44,10 +44,10 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_directory(final: Path, wait: bool = False) -> Iterator[Path]:
-    """Yield an empty hidden directory next to `final`; remove this directory after the context.
+    """Yield an empty hidden directory next to `final`; remove it when the context ends.
 
-    The caller may rename the directory. A lock excludes other processes: they wait if `wait` is
-    true, otherwise they raise InUseError. Raises OSError.
+    If the caller has renamed the directory, nothing is removed. If another process is writing
+    `final`, wait if `wait` is true, otherwise raise InUseError. Raises OSError.
     """
     name = f".{final.name}"
     if len(os.fsencode(name)) > 200:  # with suffixes, a name may have 255 bytes

@@ -28,13 +28,16 @@ def bounded(default: Any, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def at_most(where: str, count: int, most: int) -> None:
+def at_most(what: str, count: int, most: int) -> None:
     if count > most:
-        raise ConfigError(f"{where}: {count:,} are too many; at most {most:,}")
+        raise ConfigError(f"the number of {what} is {count:,}; the maximum is {most:,}")
 
 
 def sections(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `config` and its nested dataclasses as pairs, such as ("model.", config.model)."""
+    """Yield (key prefix, dataclass) for `config` and all dataclasses nested in `config`.
+
+    The key prefix of `config` itself is `prefix`, and that of `config.model` is f"{prefix}model.".
+    """
     yield prefix, config
     for f in fields(config):
         value = getattr(config, f.name)

@@ -1,4 +1,4 @@
-"""Console of the package rich for text that may come from untrusted files."""
+"""A console, based on the package `rich`, for text that may come from untrusted files."""
 
 from typing import Any
 

@@ -69,11 +69,11 @@ POWERS = {"k": "e3", "m": "e6", "b": "e9", "t": "e12"}
 
 
 def hint(words: list[str], error: str) -> str:
-    """Return '; ' and the correct form of a mistyped override, or '' if no mistake is found.
+    """Return '; ' and a correction of a mistyped key=value argument; '' if no mistake is found.
 
     Args:
-        words: words of the command line.
-        error: message of the error; only words that the message contains are corrected.
+        words: command-line arguments.
+        error: error message of the command; only arguments that this message names are corrected.
     """
     if "did you mean" in error:
         return ""
@@ -90,9 +90,9 @@ def hint(words: list[str], error: str) -> str:
 
 
 def number_meant(text: str, error: str) -> str:
-    """Convert a rejected number to Python's notation, such as "10M" to "10e6".
+    """Return a rejected number in Python's notation, such as "10e6" for "10M".
 
-    Return "" if `text` needs no conversion, or if `error` does not say that a number is needed.
+    Return "" if `text` has this notation or is no number, or if `error` does not ask for a number.
     """
     whole, real = "an integer" in error, "a number" in error
     if not (whole or real or SEVERAL in error):
@@ -112,11 +112,11 @@ def number_meant(text: str, error: str) -> str:
 
 
 class AgreedError(UserError):
-    """A failure that every rank raises as an error; only rank 0 prints the message."""
+    """Raised when all ranks fail for the same reason; only rank 0 prints the error message."""
 
 
 class AgreedByAll(AgreedError):
-    """An AgreedError that all ranks raise at the same point of training."""
+    """An AgreedError that every rank raises after the same collective; collectives still work."""
 
 
 class ConfigError(UserError):
@@ -136,4 +136,4 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """A failed launch: invalid environment variables, or ranks that do not connect or differ."""
+    """A failed launch: invalid variables, missing ranks, or ranks with different config or code."""

@@ -54,8 +54,8 @@ def user_path(text: str | Path, key: str) -> Path:
 def similar_path(path: Path, fits: Callable[[Path], bool]) -> str:
     """Return '; did you mean PATH?' if `path` is missing and a similar path exists, else ''.
 
-    The similar path is in the same directory as `path`, or in this directory below outputs/. `fits`
-    must accept the similar path.
+    PATH has a similar name and is in the directory of `path`, or in outputs/<directory of path>.
+    `fits(PATH)` is true.
     """
     found: dict[str, Path] = {}
     for directory in ("outputs" / path.parent, path.parent):
@@ -97,14 +97,18 @@ def readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
-        raise CheckpointError(f"{file} {why}") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}"
+            if isinstance(error, OSError)
+            else f"{file} {error}"
+        ) from error
 
 
 def _opened(path: Path, flags: int, follow: bool = False) -> int:
     """Open a regular file with the flags of `os.open`; return the file descriptor.
 
-    Do not wait for a pipe. Follow a link only if `follow` is true. Raises OSError.
+    Raises OSError for any other type of file, and does not wait for the writer of a named pipe. A
+    link raises OSError unless `follow` is true.
     """
     safe = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -153,9 +157,10 @@ def read_text(file: Path, most: int = LARGEST_JSON, follow: bool = False) -> str
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """Yield the lines of a file as text; raises the same errors as `open_regular`.
+    """Yield the lines of a regular file as text, with U+FFFD in place of invalid UTF-8.
 
-    Split lines longer than LONGEST_LINE bytes, and replace invalid UTF-8.
+    A line of more than LONGEST_LINE bytes is yielded in several parts. Raises OSError, or
+    ValueError if the file is not regular or has more than LARGEST_LINES bytes.
     """
     with open_regular(file, LARGEST_LINES) as stream:
         while line := stream.readline(LONGEST_LINE):
@@ -244,7 +249,10 @@ def sign(descriptor: int) -> None:
 
 
 def holder(path: Path) -> str:
-    """Describe the process that has locked a file: 'process 17 on node3', or 'another process'."""
+    """Return which process has locked the lock file `path`, such as 'process 17 on node3'.
+
+    Return 'another process' if the lock file does not name a process.
+    """
     with suppress(OSError, ValueError):
         return printable(read_text(path, most=1000)) or "another process"
     return "another process"
@@ -287,7 +295,10 @@ def missing(path: Path) -> list[Path]:
 
 
 def take_back(path: Path, made: list[Path]) -> None:
-    """Remove the paths in `made`: the directory `path`, its lock file and its empty parents."""
+    """Delete the paths in `made`, which `hold(path)` has created.
+
+    Delete the directory `path` with its content, but parent directories only if they are empty.
+    """
     for part in made:
         with suppress(OSError):
             if part == path:
@@ -333,7 +344,7 @@ def open_to_write(path: Path) -> int:
 def write_atomic(path: Path, content: str | bytes, new_parents: int = 0) -> None:
     """Write a file of a run atomically; raises CheckpointError on failure.
 
-    Missing parent directories are created first, but only the nearest `new_parents` directories.
+    Create the nearest `new_parents` parent directories of the file if missing; others must exist.
     """
     try:
         for parent in reversed(path.parents[:new_parents]):

@@ -38,18 +38,15 @@ APART = "  "
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table: a text, lines in small print, a warning (`tag`) and an HTML icon.
+    """One cell of a table: text, lines in small print, a warning (`tag`) and an HTML icon.
 
     CSV files contain `value` instead; if `value` is None, they contain `text`.
     """
 
     text: str = ""
     value: Any = None
-    """The value in CSV files; None: the text."""
     small: tuple[str, ...] = ()
-    """Lines in small print, such as an interval or a second number."""
     tag: str = ""
-    """A warning about the number, such as "1 of 3 seeds diverged"."""
     icon: str = ""
 
     @property
@@ -68,7 +65,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A table column with one cell per row; `left` aligns the cells left instead of right."""
+    """A table column with one cell per row, aligned left if `left` is true, else right.
+
+    `meaning` is an explanation of the column, shown below the table.
+    """
 
     title: str
     cells: Sequence[Cell]
@@ -121,8 +121,8 @@ class Table:
     def text(self, width: int | None = None) -> list[str]:
         """Return the header and the rows as lines of text with aligned columns.
 
-        If a line would have more than `width` characters, the first cell of each row gets a
-        separate line.
+        If any line would have more than `width` characters, the first cell of every row gets a
+        separate line. None means no limit.
         """
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -233,6 +233,6 @@ class DataConfig(TextConfig):
 
 
 def check_sizes(sources: int, points: int) -> None:
-    at_most("data.sources", sources, MOST_SOURCES)
-    at_most("data.curriculum", points, MOST_POINTS)
+    at_most("entries in data.sources", sources, MOST_SOURCES)
+    at_most("entries in data.curriculum", points, MOST_POINTS)
     at_most("weights in data.curriculum (points x sources)", points * sources, MOST_WEIGHTS)

@@ -100,8 +100,8 @@ def check_tensors(tensors: Mapping[str, Tensor], replica_size: int) -> None:
                 different.append(f"{name} on {ranks_text(others)}")
     if different:
         raise AgreedError(
-            f"replicas of the model have different values: {listed(different)}; "
-            "resume from the last checkpoint"
+            f"these tensors differ between replicas of the model: {listed(different)}; "
+            "to make the replicas equal, resume from the last checkpoint"
         )
 
 

@@ -24,14 +24,15 @@ Splits = Callable[[Tensor, int, DeviceMesh], Sizes]
 
 
 def exchanged_splits(counts: Tensor, rows: int, mesh: DeviceMesh) -> Sizes:
-    """Exchange row counts; return how many token rows to send to and receive from each rank.
+    """Exchange row counts; return (rows to send per rank, rows to receive per rank, table).
 
-    The host waits for the device, because the following collective needs the sizes.
+    `table` counts the rows to receive per sending rank and own expert, (n, E/n). The host waits for
+    the device, because the next exchange of rows needs these numbers on the host.
 
     Args:
         counts: number of this rank's rows for each expert, (E,) int64.
-        rows: not used.
-        mesh: the ranks that share the experts.
+        rows: not used, but part of the signature `Splits`.
+        mesh: the n ranks between which the experts are divided.
     """
     sent = counts.view(mesh.size(), -1)
     received = all_to_all_single(sent, None, None, mesh)
@@ -60,12 +61,12 @@ def share_out(experts: nn.Module, mesh: DeviceMesh, splits: Splits) -> None:
     """Divide the experts of a layer between ranks; the forward pass then exchanges tokens.
 
     Each rank stores E/n of the E experts. The parameters, each (E, ...), become DTensors. The
-    arguments of the forward pass remain rows of this rank's tokens (M, D), sorted by expert,
-    weights (M,) and the number of rows per expert (E,). The result remains (M, D).
+    forward pass takes this rank's token rows (M, D) sorted by expert, the router weight of each row
+    (M,), and the number of rows per expert (E,). It returns (M, D), as before.
 
     Args:
         experts: module with the experts, changed in place.
-        mesh: one-dimensional mesh of the n ranks that share the experts.
+        mesh: one-dimensional mesh of the n ranks.
         splits: function that computes how many rows the ranks exchange.
     """
     from torch.distributed.tensor import DTensor, Shard  # A slow import: half a second.
@@ -108,9 +109,9 @@ def expert_ranks(param: Tensor) -> int:
 
 
 class _Reorder(torch.autograd.Function):
-    """Reorder rows by `order`; `back` is the inverse order.
+    """Return rows[order] in the forward pass, and grad[back] in the backward pass.
 
-    The backward pass selects rows by `back`, because the backward pass of plain indexing is slower.
+    `back` is the inverse permutation of `order`. Plain indexing has a slower backward pass.
     """
 
     @staticmethod

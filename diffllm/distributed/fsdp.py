@@ -1,7 +1,7 @@
 """Prepare a decoder for training: activation checkpointing, torch.compile and FSDP2.
 
-These are applied in this order. With expert parallelism, the experts are sharded first, and
-checkpointing wraps the compiled code.
+These are applied in this order. With expert parallelism, the order is: division of the experts
+between ranks, torch.compile, activation checkpointing, FSDP2.
 
 `Weights` contains the float32 parameters that the optimizer updates. On one rank, FSDP2 would cast
 and copy all parameters twice per micro-batch; `OneRank` keeps copies in the compute dtype instead.
@@ -31,16 +31,16 @@ def parallelize(
     activation_checkpointing: bool,
     splits: Splits = exchanged_splits,
 ) -> None:
-    """Prepare a decoder for training in place, on several ranks with FSDP2.
+    """Prepare a decoder for training; `model` is changed in place.
 
     Apply activation checkpointing and torch.compile, if set, to each of `model.layers`. On several
-    ranks, FSDP2 shards the parameters and averages gradients over ranks in float32. Other gradients
-    need `finish_gradients`: those of experts that ranks share, and those of parameters that a
-    module lists in `fp32_parameters`, which are not sharded.
+    ranks, FSDP2 shards the parameters and averages gradients over ranks in float32. After each
+    backward pass, `finish_gradients` must average the other gradients: those of experts that are
+    divided between ranks, and those of unsharded parameters (`fp32_parameters` of a module).
 
     Args:
         param_dtype: dtype of FSDP2's computation; not used on one rank.
-        splits: function that computes how many tokens the ranks exchange for shared experts.
+        splits: function that computes how many tokens ranks exchange if experts are divided.
     """
     layers: Any = model.layers
     if compile:
@@ -77,11 +77,10 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
 
     If the dimension "replicate" has several ranks, the arguments also replicate parameters (HSDP).
     """
-
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Return the dimension of expert weights (E, out, in) to shard; None: FSDP2's default."""
+        """Choose an evenly divisible dimension of experts (E, out, in). None: FSDP2 chooses 0."""
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()
@@ -97,11 +96,11 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
 def wrap_forward(
     layer: nn.Module, compile: bool, activation_checkpointing: bool, one_graph: bool
 ) -> None:
-    """Apply activation checkpointing and torch.compile, if set, to the forward pass of a layer.
+    """Add checkpointing and torch.compile to `layer.forward`, each if its argument is true.
 
-    If `one_graph` is true, checkpointing is part of the compiled graph. A layer that exchanges
-    tokens between ranks compiles to several graphs, which checkpointing wraps; then `one_graph`
-    must be false.
+    If `one_graph` is true, the checkpointed forward pass is compiled as one graph. If the layer
+    exchanges tokens between ranks, `one_graph` must be false: the forward pass is then compiled to
+    several graphs, and checkpointing wraps the compiled forward pass.
     """
     if activation_checkpointing and one_graph:
         layer.forward = checkpointed(layer.forward)
@@ -120,7 +119,6 @@ def wrap_forward(
 
 
 def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-
     def run(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -147,7 +145,6 @@ class Weights:
 
     choices: dict[str, AutoSetting]
     params: dict[str, Tensor]
-    """Float32 parameters by name, whose `grad` the optimizer reads."""
 
     def block(self, param: Tensor) -> LocalBlock:
         """Return this rank's shard of a parameter, the shard's offset, and the full shape."""
@@ -202,8 +199,8 @@ def empty_copies(
 
     Args:
         params: parameters of one module by name.
-        adjacent: names of parameters (E, F, D) whose results are slices of one tensor (E, sum of F,
-            D).
+        adjacent: names of parameters with shapes (E, F_i, D), whose new tensors are slices of one
+            tensor with shape (E, F_1 + F_2 + ..., D).
     """
     apart = {n: torch.empty_like(p, dtype=dtype) for n, p in params.items() if n not in adjacent}
     neighbours = [name for name in adjacent if name in params]

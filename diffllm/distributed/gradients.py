@@ -20,7 +20,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Norms(NamedTuple):
-    """L2 norms of several tensors: `squares` contains the squared norm of each tensor in `names`.
+    """L2 norms of several tensors, named `names`; `squares` (n,) contains the squared norms.
 
     `total` is the norm of all tensors together. The norm of a sharded tensor includes all shards.
     Norms may differ between ranks by rounding.
@@ -28,17 +28,15 @@ class Norms(NamedTuple):
 
     names: list[str]
     squares: Tensor
-    """Squared norm of each tensor, (n,) float64."""
     total: Tensor
-    """Norm of all tensors together, a float32 scalar."""
 
 
 def finish_gradients(params: Mapping[str, Tensor], mesh: DeviceMesh, clip_norm: float) -> Norms:
-    """Average gradients that FSDP2 has not averaged over ranks; then clip all gradients in place.
+    """Average the gradients of `params` that FSDP2 has not averaged; then clip all gradients.
 
-    These are the gradients of unsharded parameters and of experts that ranks share. Return the
-    gradient norms before clipping. The host does not wait for the device. Every rank must call
-    this.
+    FSDP2 has not averaged gradients of unsharded parameters and of experts divided between ranks.
+    Change gradients in place; return the gradient norms before clipping. The host does not wait for
+    the device. Every rank must call this.
 
     Args:
         mesh: device mesh of dense parameters.

@@ -25,9 +25,8 @@ AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 def environment(env: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from torchrun's or srun's environment variables.
 
-    Return (0, 1, 0) without such variables, and in interactive shells and batch scripts of SLURM.
-
-    Raises LaunchError for inconsistent variables.
+    Return (0, 1, 0) without such variables. Interactive shells and batch scripts of SLURM also get
+    (0, 1, 0), because they run as a single process. Raises LaunchError for inconsistent variables.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
@@ -89,9 +88,9 @@ def meeting_point(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     missing = [n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not v]
     if not address or not port:
         raise LaunchError(
-            f"WORLD_SIZE={env.get('WORLD_SIZE')} needs {' and '.join(missing)}, the address of "
-            "rank 0; start with torchrun, which sets both, or unset RANK and WORLD_SIZE to train "
-            "in one process"
+            f"the address and port of rank 0 must be set; missing: {' and '.join(missing)}; start "
+            "with torchrun, which sets these variables, or unset RANK and WORLD_SIZE to train in "
+            "one process"
         )
     return address, port
 
@@ -146,14 +145,14 @@ def strict_mode(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 @functools.cache
 def mode_in_force() -> str:
-    """Return the value of MKL_CBWR at the first call of this function: MKL reads it only once."""
+    """Return MKL_CBWR as set at the first call, or "" if unset; MKL ignores later changes."""
     return os.environ.get(MKL_MODE, "")
 
 
 def keep_mode(recorded: str) -> str:
-    """Set MKL_CBWR to `recorded`, the mode in the resumed checkpoint, if this CPU supports it.
+    """Set MKL_CBWR to `recorded`, the mode in the resumed checkpoint; return the mode in use.
 
-    Return the active mode. An empty `recorded` sets nothing.
+    Change nothing if `recorded` is "", if this CPU lacks the mode, or if the user set MKL_CBWR.
     """
     if recorded and (strict_mode() != OLDER_MODE or not recorded.startswith("AVX512")):
         choose_mode(recorded)

@@ -24,15 +24,15 @@ class Reduce(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Sizes of the device mesh, and when ranks sum gradients.
+    """Sizes of the device mesh (`replicate`, `shard`, `expert`), and when ranks sum gradients.
 
-    `replicate` or `shard` may be -1; the world size then determines this size.
+    One of `replicate` and `shard` may be -1: it is then computed from the world size.
     """
 
     replicate: int = 1
-    """Number of copies of the parameters, each on separate ranks (HSDP); -1: all other ranks."""
+    """Copies of the parameters, each on other ranks (HSDP); -1: world size / (shard * expert)."""
     shard: int = -1
-    """Number of shards of each copy (FSDP), in addition to `expert`; -1: all other ranks."""
+    """Shards of each copy (FSDP), apart from `expert`; -1: world size / (replicate * expert)."""
     expert: int = bounded(1, least=1)
     """Number of neighbouring ranks that share the experts of every layer and exchange tokens."""
     reduce: Reduce | None = None
@@ -43,7 +43,8 @@ class ParallelConfig:
             size = getattr(self, name)
             if size < 1 and size != -1:
                 raise ConfigError(
-                    f"parallel.{name}={size} must be at least 1, or -1 for all other ranks"
+                    f"parallel.{name}={size} must be at least 1, or -1 to compute it from the "
+                    "number of processes"
                 )
         if self.replicate == self.shard == -1:
             raise ConfigError(
@@ -79,10 +80,7 @@ class ParallelConfig:
 
 
 class Meshes(NamedTuple):
-    """Device meshes of dense parameters and of experts, over the same ranks in the same order.
-
-    `experts` is None without expert parallelism.
-    """
+    """Device meshes of dense parameters and of experts, over the same ranks in the same order."""
 
     dense: DeviceMesh
     """Dimensions "replicate" and "fsdp" (shard x expert)."""
@@ -99,9 +97,6 @@ def build_meshes(cfg: ParallelConfig, device_type: str, world_size: int) -> Mesh
 
     "expert" is the innermost dimension: ranks that share experts exchange tokens in every layer,
     so these ranks should be on the same node.
-
-    Args:
-        device_type: "cuda" or "cpu".
 
     Raises ConfigError if the sizes in `cfg` do not match the world size.
     """

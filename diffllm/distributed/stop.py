@@ -27,9 +27,9 @@ class StoppedEarly(BaseException):
 class StopRequest:
     """Handlers of SIGTERM, SIGUSR1 and SIGINT; `close` restores the previous handlers.
 
-    Before training (`deferred` is False), the first signal raises StoppedEarly. Later signals and
-    signals during training only set `received`. A SIGINT after an earlier signal also raises
-    KeyboardInterrupt.
+    Each signal sets `received` to its number. The first signal raises StoppedEarly if the attribute
+    `deferred` is False, which means that training has not begun. A SIGINT that follows another
+    signal raises KeyboardInterrupt. Other signals raise nothing.
     """
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class Agreed(NamedTuple):
 class Agreement:
     """Combines flags of all ranks with one small asynchronous collective per step.
 
-    A collective runs during the following step, so all ranks get the combined flags one step later.
-    A single rank gets its flags immediately.
+    A collective starts at the end of a step and runs during the next step, so the combined flags
+    are known one step later. With a world size of 1, there is no collective and no delay.
     """
 
     def __init__(self, request: StopRequest, timeout: int):

@@ -49,9 +49,10 @@ FAILED_COLLECTIVE = re.compile(r"gloo|nccl|process ?group|closed by peer|timed o
 class Beat(NamedTuple):
     """A heartbeat of one rank.
 
-    `place` is the rank's present activity, such as "step 7", which began `place_s` seconds ago.
-    `calls` contains the last collectives. `left` is true if the rank has finished or failed, and
-    `words` is the error of a failed rank.
+    `number` counts heartbeats from 0; the last heartbeat has -1. `place` is the rank's present
+    activity, such as "step 7", which began `place_s` seconds ago. `calls` contains the last
+    collectives. `stopping` is true after a stop signal, and `left` if the rank has finished or
+    failed. `words` is the error message of a failed rank, else "".
     """
 
     number: int
@@ -60,7 +61,6 @@ class Beat(NamedTuple):
     calls: Calls
     stopping: bool
     left: bool
-    """True if the rank has finished, or failed with an error that no other rank caused."""
     words: str
 
 
@@ -123,7 +123,8 @@ class Watch:
     def close(self) -> None:
         """Stop watching, and tell other ranks not to wait for this rank.
 
-        Rank 0 then waits at most `patience` seconds until all other ranks have closed.
+        Rank 0 then waits at most `self.patience` seconds until all other ranks have called `close`,
+        because rank 0 may host the store.
         """
         if self.closed.is_set():
             return
@@ -140,12 +141,11 @@ class Watch:
                 time.sleep(BEAT_S / 20)
 
     def blame(self, error: BaseException) -> None:
-        """Inform other ranks of an error of this process; exit if the error is a failed collective.
+        """Inform other ranks of the error that ends this process.
 
-        Before the exit, print which rank is missing or has failed. For other errors, return, and
-        let a timer kill this process after 10 seconds.
-
-        Raises StoppedEarly if the collective failed because another rank was stopped.
+        If the error is a failed collective, print which rank is missing or has failed, and exit;
+        if a signal has stopped another rank, raise StoppedEarly instead. After any other error,
+        return; a timer then kills this process if it has not ended after 10 seconds.
         """
         if self.size == 1 or self.closed.is_set() or isinstance(error, AgreedError):
             return
@@ -220,10 +220,7 @@ class Watch:
                 self._end(message)
 
     def _judge_itself(self) -> None:
-        """Exit this process if the process hangs, after one warning.
-
-        Runs on its own thread if the run has only one rank.
-        """
+        """Exit this process if it hangs, after one warning; runs on a thread of a single rank."""
         said = asked_at = None
         while not self.closed.wait(BEAT_S):
             waits = self.waits
@@ -257,7 +254,7 @@ class Watch:
             self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _listen(self) -> None:
-        """Read the heartbeats of watched ranks; skip ranks that have not sent a heartbeat yet."""
+        """Read the newest heartbeat of each rank in `self.watched`, if the rank has sent one."""
         ranks = list(self.watched)
         known = [r for r in ranks if r in self.beats or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in known])
@@ -342,7 +339,7 @@ def _shortened(error: BaseException) -> str:
 
 
 def is_failed_collective(error: BaseException | None) -> bool:
-    """Return whether `error`, or the cause of a UserError, comes from a failed collective."""
+    """Return whether `error` comes from a failed collective; for a UserError, check its cause."""
     if isinstance(error, UserError):
         return is_failed_collective(error.__cause__)
     return isinstance(error, DistError) or (

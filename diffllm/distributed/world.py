@@ -39,7 +39,7 @@ STOPPED = "stopped"
 
 @dataclass
 class DistributedConfig:
-    """Timeout of collectives in seconds, and steps between comparisons of ranks."""
+    """Timeout of collectives in seconds, and steps between checks that model replicas are equal."""
 
     timeout: int = bounded(600, least=1, most=365 * 24 * 3600)
     """Seconds after which an incomplete collective ends the run."""
@@ -176,12 +176,12 @@ def join(cfg: DistributedConfig) -> World:
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
-    """Return a new random prefix of store keys, the same on all ranks of this launch.
+    """Return a random name of this launch, equal on all ranks, for use as a prefix of store keys.
 
     With this prefix, ranks ignore keys of earlier launches in `store`. torchrun's restart count
     cannot be the prefix, because the count may differ between nodes.
 
-    Raises LaunchError on rank 0 and DistError on other ranks after `timeout` seconds.
+    If a rank is missing after `timeout` seconds, rank 0 raises LaunchError, and others DistError.
     """
     if rank:
         word = uuid4().hex
@@ -206,11 +206,11 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: int) -> str:
 
 
 class Calls(NamedTuple):
-    """The last collectives of this process.
+    """One collective of this process in detail, and the newest collective of each process group.
 
-    The first five fields describe one collective: the oldest pending collective or, if no
-    collective is pending, the newest. `newest` maps each group to the number of the group's newest
-    collective. Torch marks collectives as completed with a delay.
+    All fields except `newest` describe the oldest pending collective or, if no collective is
+    pending, the newest. `age_s` counts seconds since its start. `newest` maps each group to the
+    `number` of its newest collective. Finished collectives remain `pending` for a short time.
     """
 
     name: str = ""

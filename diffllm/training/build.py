@@ -24,8 +24,10 @@ from diffllm.optim import Guard, build_optimizer, optimizer_tensors
 class Training:
     """The objects of a training step: model, float32 parameters (`params`), optimizer and settings.
 
-    `tokens` is the number of tokens in the global batch. `choices` contains settings that depend on
-    device or model size, with the reason for each value.
+    A micro-batch has `micro_batch_size` sequences. Each rank computes `micro_batches` micro-batches
+    per step, and the global batch has `tokens` tokens, ignored targets included. `guard` decides
+    which updates are skipped. `choices` contains settings that depend on device or model size, each
+    with its reason.
     """
 
     cfg: TrainConfig
@@ -38,12 +40,9 @@ class Training:
     optimizer: torch.optim.AdamW
     guard: Guard
     choices: dict[str, AutoSetting]
-    """Settings that may depend on device or model size, by name, each with its reason."""
     micro_batch_size: int
-    """Sequences per micro-batch of this rank."""
     micro_batches: int
     tokens: int
-    """Tokens of the global batch, ignored targets included."""
     compiled: bool
     documents: Callable[[Tensor], Documents] | None = None
     """Finds the documents in inputs (b, T) on the CPU; None if documents are not masked."""
@@ -183,9 +182,10 @@ def chosen_compile(
     """Choose whether to use torch.compile, with the reason.
 
     Args:
-        compile: the choice in the config; None compiles on GPUs, and on CPUs for long runs.
-        flops: training FLOPs of this rank in the whole run; 0 counts as a short run.
-        kept: the choice in the resumed checkpoint, which CPUs use again; None for a new run.
+        compile: the choice in the config. None compiles on GPUs; on CPUs, None follows `kept` or,
+            in a new run, compiles if `flops` is at least 5e13.
+        flops: training FLOPs of this rank in the whole run.
+        kept: the choice in the resumed checkpoint; None for a new run.
     """
     if compile is not None:
         return AutoSetting(compile, ASKED)
@@ -203,8 +203,9 @@ def chosen_compile(
 def agreed_compile(cfg: TrainConfig, device: torch.device, kept: bool | None) -> AutoSetting:
     """Choose whether to use torch.compile, with the reason; the choice is equal on all ranks.
 
-    The choice depends on the sizes of the model, but not on the attention variant. `kept` is the
-    choice in the resumed checkpoint; None for a new run. Every rank must call this.
+    The choice depends on model size but not on the attention variant, so that compared variants get
+    the same choice. `kept` is the choice in the resumed checkpoint; None for a new run. Every rank
+    must call this.
     """
     model, tokens = cfg.model, cfg.steps * cfg.global_batch_size * cfg.seq_len
     # An estimate from the shape alone, so that all variants of the shape decide alike.

@@ -22,7 +22,7 @@ from diffllm.training.measure import heldout_samples
 
 
 def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | None:
-    """Describe a jump of the learning rate that changed settings cause when a run resumes.
+    """Describe the jump of the learning rate when a run resumes with changed settings.
 
     Return None if the learning rate changes by at most 5%. `changes` maps config keys to pairs (old
     value, new value). `step` is the number of training steps before the run resumes.
@@ -46,7 +46,7 @@ def learning_rate_jump(cfg: TrainConfig, changes: Changes, step: int) -> str | N
 
 
 def corpus_facts(data: Prepared) -> dict[str, str]:
-    """Return three hashes of a corpus: {"corpus": ..., "tokenizer": ..., "tokens": ...}."""
+    """Return hashes of text ("corpus"), tokenizer entries ("tokenizer") and tokens ("tokens")."""
     shards = [shard for split in data.manifest.splits.values() for shard in split.shards]
     files = [shard.sha256 for shard in shards]
     files += [shard.mask_sha256 for shard in shards if shard.mask_sha256]
@@ -88,13 +88,13 @@ def check_fit(cfg: TrainConfig, data: Prepared) -> None:
 
 
 def check_named(cfg: TrainConfig) -> None:
-    """Raise ConfigError if `model.attention` is not of the class that `attention=NAME` selects."""
+    """Raise ConfigError if the class of `model.attention` is not that of the attention= option."""
     name, attention = cfg.run.choices["attention"], type(cfg.model.attention)
     expected = SCHEMAS["attention", cfg.run.schemas["attention"]]
     if attention is not expected:
         raise ConfigError(
             f"model.attention has the class {attention.__name__}, but attention={name} needs "
-            f"{expected.__name__}; set attention= to a variant of this class"
+            f"{expected.__name__}; set attention= to a variant of {attention.__name__}"
         )
 
 
@@ -108,7 +108,9 @@ def weights_of(cfg: TrainConfig) -> Path | None:
     if path is None:
         return None
     if cfg.model.init_match is not InitMatch.none:
-        raise ConfigError(f"resume={cfg.resume} needs model.init_match=none")
+        raise ConfigError(
+            f"resume={cfg.resume} loads trained parameters and needs model.init_match=none"
+        )
     origin = origin_of(path)
     there, here = type(origin.model.attention), type(cfg.model.attention)
     if there is not here:

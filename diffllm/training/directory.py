@@ -112,7 +112,8 @@ class RunDirectory:
 
         Args:
             step: number of training steps before the start; 0 for a new run.
-            changes: changed settings that affect the order of the data.
+            changes: settings of the data order that differ from the checkpoint, written to
+                changes.jsonl; None for no change.
         """
         self.changes |= changes or {}
         if self.changes:  # Record changes first: writing config.yaml discards the old values.
@@ -144,7 +145,8 @@ class RunDirectory:
     def describe(self, facts: dict[str, Any], continues: bool = False) -> None:
         """Write the JSON object `facts` to run.json.
 
-        If `continues` is true, the run resumes: retain the values of "init_match" and "weights".
+        If `continues` is true, the run resumes: copy "init_match" and "weights", which only the
+        first start determines, from the existing run.json.
         """
         file = self.path / "run.json"
         before = (read_record(file) if continues else None) or {}
@@ -174,7 +176,7 @@ def check_kind(path: Path, kind: str, key: str) -> None:
 
 
 def check_own_files(run: Path) -> None:
-    """Raise CheckpointError unless all files and directories of a run have the expected type."""
+    """Raise CheckpointError if a path that a run writes has the wrong type, for example a link."""
     for file in (*(run / name for name in FILES), *sorted(run.glob("heldout/*.npz"))):
         if wrong := why_no_file(file):
             raise CheckpointError(
@@ -189,9 +191,9 @@ def check_own_files(run: Path) -> None:
 
 
 def ending(path: Path, cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the summary of a run that needs no more training with `cfg`, else None.
+    """Return the summary of the run in `path` if more training with `cfg` is useless, else None.
 
-    Such a run has made `cfg.steps` steps, or has diverged with the training settings of `cfg`.
+    The run has made `cfg.steps` steps, or it diverged and `cfg` has the same training settings.
     """
     found = read_ending(path)
     if found and found.get("stopped"):

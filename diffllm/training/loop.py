@@ -45,10 +45,11 @@ class Trained(NamedTuple):
 def train_loop(
     t: Training, state: LoopState, data: Prepared, here: Process, out: Outputs, tasks: Tasks | None
 ) -> Trained:
-    """Train until the last step, a stop signal, divergence or a read error; save a checkpoint.
+    """Train until the last step, a stop signal, divergence or a read error; then save a checkpoint.
 
-    `state` is updated in place. `here` contains the stop signals of this process. Raises
-    AgreedByAll on every rank if a rank cannot read a batch or a held-out sample.
+    `state` is updated in place. `out` writes metrics and checkpoints. `tasks` computes evaluation
+    tasks; None for no tasks. Stop signals come from `here.stop`. Raises AgreedByAll on every rank
+    if a rank cannot read a batch or a held-out sample.
     """
     cfg, watch, began = t.cfg, here.watch, time.perf_counter() - state.seconds
     loader = training_loader(t, data, state)
@@ -112,10 +113,11 @@ def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | Non
 def exchange(
     agreement: Agreement, checkpoints: "Checkpointer", loader: TrainLoader, left: int, watch: Watch
 ) -> Agreed:
-    """Load the next batches, and combine this rank's flags with the flags of all ranks.
+    """Load the batches of the next steps, and combine this rank's flags with those of all ranks.
 
-    The flags are: a stop signal, a due checkpoint, and a read error. `left` is the number of
-    remaining steps. Every rank must call this.
+    The flags are: a stop signal (`stopping`), a due checkpoint (`save`), and a failure to load the
+    batches (`failed`). Load at most the batches of the `left` remaining steps. Every rank must call
+    this.
     """
     error = read_ahead(loader, min(1 + agreement.delay, left), watch)
     return agreement.all_reduce_flags(save=checkpoints.due(), failed=error is not None)

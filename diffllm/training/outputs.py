@@ -40,8 +40,8 @@ def open_outputs(
 ) -> Outputs:
     """Write run.json, and open metrics files, wandb, checkpoints and profiler.
 
-    `facts` is the content of run.json except the result of `provenance`. Only rank 0 writes
-    metrics. Every rank must call this.
+    run.json contains `facts` and the result of `provenance`. Only rank 0 writes metrics. Every rank
+    must call this.
     """
     from diffllm.checkpoint.writer import Checkpointer  # A slow import: loads DCP.
 

@@ -30,7 +30,7 @@ from diffllm.training.directory import RunDirectory
 
 
 class Process(NamedTuple):
-    """State of this process that lasts for the whole run."""
+    """Objects of this process in a run: ranks, stop signals, hang detection, display and log."""
 
     world: World
     stop: StopRequest

@@ -70,11 +70,11 @@ class Record:
         """Write metrics of all steps since the previous call. Every rank must call this.
 
         Args:
-            step: the last step.
-            values: more metrics of `step`, by name.
-            loader: the training loader if `step` is a logged step, else None.
+            step: the newest step for which `add` was called.
+            values: additional metrics of `step`, by name.
+            loader: the training loader, whose statistics a logged step needs; None for other steps.
         """
-        line = {**values, **self._read(step)}
+        line = {**values, **self._copy_to_host(step)}
         if loader:
             line |= self._logged(step, loader)
         if line and self.sinks:
@@ -85,10 +85,10 @@ class Record:
         elif said := evaluation_texts(line):
             self.display.print(f"step {step}: {'  '.join(said)}")
 
-    def _read(self, step: int) -> dict[str, float]:
-        """Read the results of all steps since the previous call.
+    def _copy_to_host(self, step: int) -> dict[str, float]:
+        """Copy the results of all steps since the previous call to the host.
 
-        Write the model statistics of earlier steps; return the statistics of `step` by name.
+        Return the model statistics of `step` by name; write those of the other steps.
         """
         if not self.last or not self.pending:
             return {}
@@ -154,7 +154,7 @@ class Record:
 
 
 def grad_norm_by_group(norms: Norms) -> dict[str, float]:
-    """Return the gradient norm of each parameter group, named `grad_norm/<group>`."""
+    """Return the gradient L2 norm of each group of parameters, such as `grad_norm/attention`."""
     squares: defaultdict[str, float] = defaultdict(float)
     for name, square in zip(norms.names, norms.squares.tolist(), strict=True):
         squares[group_of(name)] += square

@@ -49,25 +49,20 @@ OF_THE_MACHINE = re.compile(
 
 
 class Claimed(NamedTuple):
-    """The locked run directory, and the checkpoint or weights to start from.
+    """The locked run directory `path`, and the checkpoint or weights to start from.
 
-    `ended` is the summary of an already finished run. `ranks` is the world size of the checkpoint.
-    Only rank 0 has `directory`, which owns the lock, and `saved`, the checkpoint's state.json.
+    `ended` is the summary of a finished run. `weights` is the PATH of `resume=weights:PATH`.
+    `ranks` is the world size of the checkpoint; 0 without a checkpoint. `directory` holds the lock,
+    and `saved` is the content of the checkpoint's state.json; both are None except on rank 0.
     """
 
     path: Path
     ended: dict[str, Any] | None
-    """The content of summary.json if the run has ended, else None."""
     checkpoint: Path | None
-    """The checkpoint to resume from, else None."""
     ranks: int
-    """The number of ranks that wrote the checkpoint; 0 without a checkpoint."""
     weights: Path | None
-    """The checkpoint or Hugging Face directory of `resume=weights:PATH`, else None."""
     directory: RunDirectory | None
-    """Rank 0's lock on the directory; None on other ranks."""
     saved: dict[str, Any] | None
-    """The content of the checkpoint's state.json, on rank 0."""
 
 
 def claim(cfg: TrainConfig, here: Process) -> Claimed:
@@ -222,9 +217,9 @@ def fill(
 def match_initial_values(t: Training, data: Prepared, world: World) -> list[float]:
     """Multiply the output projection `wo` of each attention layer by a factor (model.init_match).
 
-    With these factors, each layer initially writes the same RMS as standard attention. Rank 0
-    measures the factors on training sequences. Return one factor per layer. Every rank must call
-    this.
+    With these factors, the attention output of each layer initially has the same RMS as with
+    standard attention. Rank 0 measures the factors on training sequences. Return one factor per
+    layer. Every rank must call this.
     """
     factors = world.broadcast_from_rank0("init_match", partial(measured_factors, t, data))
     with torch.no_grad():
@@ -246,8 +241,8 @@ def measured_factors(t: Training, data: Prepared) -> list[float]:
 def start_from(t: Training, path: Path) -> dict[str, Any]:
     """Load parameters and router state from a checkpoint or Hugging Face directory.
 
-    Return path, step, config differences and corpus of the weights, for run.json. Every rank must
-    call this.
+    Return entries of run.json: "path", "step" and "corpus" of the weights, and "differs", the
+    differences between their model config and that of this run. Every rank must call this.
     """
     from diffllm.checkpoint.reader import load_tensors  # A slow import: loads DCP.
 

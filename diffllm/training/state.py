@@ -40,13 +40,13 @@ class LoopState:
     """The state of a training loop except tensors; stored as JSON in checkpoints.
 
     `order` contains the settings that define the order of the data, and `data` the position in this
-    order. `seconds` is the training time so far.
+    order. `seconds` is the training time so far. `compiled` is the use of torch.compile (None: not
+    chosen yet), `mkl_mode` the value of MKL_CBWR. `spikes` and `visible_keys` accumulate metrics.
     """
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
     order: dict[str, Any] = field(default_factory=dict)
-    """Settings that decide which samples each step reads; `data` is a position in this order."""
     spikes: SpikeMonitor = field(default_factory=SpikeMonitor)
     wandb_id: str | None = None
     seconds: float = 0.0
@@ -104,7 +104,9 @@ def restore(t: Training, state: LoopState, path: Path, ranks: int) -> None:
             else:
                 torch.set_rng_state(value)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} has no valid random generator state: {error}") from error
+        raise CheckpointError(
+            f"{path} has no valid random generator state: {error}; resume another checkpoint"
+        ) from error
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
@@ -129,9 +131,10 @@ def continuation(
     if checkpoint is None:
         if lost := read_record(run / SAVED) or read_summary(run):
             raise CheckpointError(
-                f"{run} has saved step {lost.get('step', lost.get('steps'))}, but "
-                f"{run / 'checkpoints'} has no checkpoint; mount this directory's disk, choose "
-                f"another run.name, set resume=CHECKPOINT, or delete {run} to start again"
+                f"{run} saved a checkpoint at step {lost.get('step', lost.get('steps'))}, but "
+                f"{run / 'checkpoints'} contains no checkpoint; if this directory is on an "
+                "unmounted disk, mount the disk; otherwise choose another run.name, set resume= to "
+                f"another checkpoint, or delete {run} to start again"
             )
         return None, None  # The run is new, or was killed before its first checkpoint.
     saved = read_state(checkpoint)
@@ -146,13 +149,13 @@ def continuation(
 
 
 def resume_checkpoint(cfg: TrainConfig, own: list[Path]) -> Path | None:
-    """Return the newest undamaged checkpoint to resume from; None to begin at step 0.
+    """Return the newest undamaged checkpoint; None if the run has none and resumes no other run.
 
     Args:
         own: checkpoints in the run directory, oldest first. If the list is empty, `cfg.resume` may
             select a checkpoint of another run.
 
-    Raises CheckpointError if the checkpoints are missing or damaged.
+    Raises CheckpointError if all checkpoints are damaged, or if `cfg.resume` names no checkpoint.
     """
     if cfg.resume == "never":
         return None
@@ -191,8 +194,9 @@ def continued(
     changes = {key: (before[key], order[key]) for key in order if before[key] != order[key]}
     if refused := [key for key in changes if not is_allowed(key, allowed)]:
         raise CheckpointError(
-            f"the checkpoint has a different order of data ({changes_text(changes)}); to resume "
-            f"anyway, set run.allow_changes=[{','.join([*allowed, *refused])}]"
+            "the settings of the data order differ between the checkpoint and this command "
+            f"({changes_text(changes)}); to resume with the new order, set "
+            f"run.allow_changes=[{','.join([*allowed, *refused])}]"
         )
     if changes.keys() - {"global_batch_size"}:
         state.data = {}

@@ -85,14 +85,12 @@ OVER_TARGETS = ("nll", "train/z_loss")
 class StepResult(NamedTuple):
     """Results of one optimizer step as tensors, equal on all ranks up to rounding.
 
-    `nll` is the mean cross-entropy in nats per token, and `losses` contains other terms of the
-    objective by metric name. Most tensors are on the device, and the host has not waited for them.
+    `nll` is the mean cross-entropy in nats per token, and `losses` contains other weighted terms of
+    the objective by metric name. Most tensors are on the device; the host has not waited for them.
     """
 
     nll: Tensor
-    """Mean cross-entropy of the global batch, nats per token."""
     losses: dict[str, Tensor]
-    """Other terms of the objective, weighted, by metric name: `train/z_loss` and so on."""
     skipped: Tensor
     """1.0 if the update was skipped, else 0.0."""
     grad_norms: Norms
@@ -115,7 +113,7 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
     Args:
         batches: this rank's micro-batches, (inputs, targets) each (b, T) int64 on the CPU.
-        step: number of optimizer steps made so far; decides the learning rate.
+        step: number of optimizer steps before this step; decides the learning rate.
         due: actions that are due at this step, such as statistics.
     """
     cfg, mesh, counted = t.cfg, t.meshes.dense, None
@@ -135,9 +133,8 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
     means = dict(zip(done.names, (done.losses / over).unbind(), strict=True))
     grad_norms = finish_gradients(t.params, mesh, cfg.optim.clip_norm)
     skipped = t.guard.judge(means["nll"], grad_norms.total)
-    if (
-        mesh.size(0) > 1
-    ):  # Norms of replicas may differ by rounding, but all ranks must decide alike.
+    # Norms of replicas may differ by rounding, but all ranks must decide alike.
+    if mesh.size(0) > 1:
         dist.all_reduce(skipped, dist.ReduceOp.MAX)
     before = copies(t.params) if due.update else None
     update(t.optimizer, learning_rate(cfg.optim, step, cfg.steps), skipped)
@@ -163,20 +160,17 @@ def train_step(t: Training, batches: Iterator[Batch], step: int, due: Due = NOTH
 
 
 class Passed(NamedTuple):
-    """Sums over this rank's micro-batches of one step; `train_step` adds other ranks in place.
+    """Sums over the micro-batches of this rank in one step.
 
-    `losses` (n,) contains the sum of each loss in `names`. `routed` (L, E) counts tokens per layer
-    and expert.
+    `losses` (n,) contains one sum for each of `names`. `routed` (L, E) counts tokens per layer and
+    expert; None without experts. `train_step` later adds the sums of the other ranks to both.
     """
 
     names: tuple[str, ...]
     losses: Tensor
-    """Sum of each loss, (n,) float32."""
     routed: Tensor | None
-    """Number of tokens per layer and expert, (L, E) int64; None without experts."""
     stats: Stats
     visible_keys: Tensor | None
-    """As in `StepResult`; not summed over ranks."""
 
 
 def forward_backward(
@@ -228,10 +222,11 @@ def probe(t: Training, step: int, due: Due) -> Tensor | None:
 
 
 def scaled(t: Training, out: TrainOutput, counted: Tensor | None) -> Tensor:
-    """Return a micro-batch's objective, scaled so that FSDP2's mean over ranks is correct.
+    """Return the objective of a micro-batch as its share of the mean over the global batch.
 
-    Losses of targets become means over all `counted` targets of the global batch; None means that
-    no target is ignored. Router losses become means over all tokens.
+    The share is multiplied by the world size, because FSDP2 averages over ranks. Losses of targets
+    are divided by `counted`, the number of targets that are not ignored; None: no target is
+    ignored. Router losses are divided by the number of all tokens.
     """
     over_tokens = dist.get_world_size() / t.tokens
     if counted is None:

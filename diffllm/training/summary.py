@@ -81,7 +81,7 @@ def epochs_text(cfg: TrainConfig, data: Prepared) -> str:
 
 
 def sources_text(cfg: TrainConfig, data: Prepared) -> list[str]:
-    """Return one line for each source of a data mixture: share of the run, epochs and tokens."""
+    """Return one line per source of a data mixture: share of all tokens read, epochs and size."""
     total = cfg.steps * cfg.global_batch_size
     read = samples_of(cfg, data).consumed(total) if data.sources else {}
     return [
@@ -103,10 +103,7 @@ def wandb_text(cfg: TrainConfig, path: Path) -> str:
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:
-    """Return properties of a run that are not in its config, such as model size and device.
-
-    run.json and wandb contain these properties.
-    """
+    """Return properties of a run that its config lacks, such as its device, for run.json."""
     params = sum(p.numel() for p in t.params.values())
     heldout, eos_id = data.split("heldout"), data.manifest.eos_id
     packing = packing_counts(data, cfg.data, cfg.seq_len)

@@ -166,7 +166,7 @@ def test_hold_on_file_system_without_flock_raises_and_removes_created_paths(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_why_no_file_accepts_file_that_another_thread_creates_and_deletes(tmp_path):
+def test_why_no_file_returns_no_reason_while_another_thread_creates_and_deletes_file(tmp_path):
     file, end = tmp_path / "lock", threading.Event()
 
     def create_and_delete() -> None:
@@ -216,7 +216,7 @@ def hold_until_killed(path: str) -> None:
     held.release()
 
 
-def test_killed_process_releases_lock_of_directory_while_its_child_is_alive(tmp_path):
+def test_directory_lock_of_killed_process_is_released_while_its_child_process_lives(tmp_path):
     process = forked(hold_until_killed, (str(tmp_path),))
     process.start()
     holds = tmp_path / "holds"

@@ -103,7 +103,7 @@ def test_table_markdown_has_header_separator_and_escaped_pipe_characters():
     ]
 
 
-def test_table_csv_contains_numbers_in_full_precision_and_text_of_other_cells():
+def test_table_csv_contains_full_precision_values_and_text_of_cells_without_value():
     assert list(csv.reader(io.StringIO(TABLE.csv()))) == [
         ["Row", "Loss", "State"],
         ["stan_dard", "4.125", "finished"],

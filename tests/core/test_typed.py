@@ -32,7 +32,7 @@ PLAIN = st.recursive(
 )
 
 
-def test_made_converts_nested_mappings_to_dataclasses_with_defaults():
+def test_made_converts_nested_mappings_and_fills_missing_keys_with_defaults():
     assert made(Outer, GOOD) == Outer(1.0, [Inner(2)], {"a": Inner(3)})
 
 

@@ -280,15 +280,15 @@ def test_damaged_or_short_mixture_source_raises_error_with_source_key(
         ({"curriculum": [Point(0.5, {"a": 1e308})]}, "weights.a=1e+308 must be from 0 to 1e+18"),
         (
             {"sources": {f"s{i}": SourceConfig() for i in range(501)}},
-            "data.sources: 501 are too many; at most 500",
+            "entries in data.sources is 501; the maximum is 500",
         ),
-        ({"curriculum": [Point()] * 501}, "data.curriculum: 501 are too many; at most 500"),
+        ({"curriculum": [Point()] * 501}, "entries in data.curriculum is 501; the maximum"),
         (
             {
                 "sources": {f"s{i}": SourceConfig() for i in range(101)},
                 "curriculum": [Point()] * 100,
             },
-            "weights in data.curriculum (points x sources): 10,100 are too many; at most 10,000",
+            "weights in data.curriculum (points x sources) is 10,100; the maximum is 10,000",
         ),
     ],
 )

@@ -291,7 +291,7 @@ def test_task_check_refuses_task_levels_that_exceed_the_context_or_allow_no_exam
 
 def test_more_than_1000_combinations_of_task_level_settings_are_refused() -> None:
     assert len(levels_of({"needles": [*range(10)], "length": [*range(100)]}, "level")) == 1000
-    with pytest.raises(ConfigError, match="1,001 are too many; at most 1,000"):
+    with pytest.raises(ConfigError, match="is 1,001; the maximum is 1,000"):
         levels_of({"needles": [*range(1001)], "length": 3}, "level")
 
 

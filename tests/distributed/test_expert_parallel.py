@@ -198,7 +198,7 @@ def test_softmax_router_and_dense_layer_on_four_ranks_train_like_single_rank(tmp
         (2, ["parallel.expert=2"]),
     ],
 )
-def test_expert_matrices_are_sharded_if_ranks_outnumber_experts(ranks, overrides, tmp_path):
+def test_ranks_store_equal_shares_of_two_experts_on_2_or_4_ranks(ranks, overrides, tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
     results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])

@@ -94,7 +94,7 @@ def test_meeting_point_returns_address_and_port_of_rank_0(env, expected):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"MASTER_ADDR": None}, "needs MASTER_ADDR, the address"),
+        ({"MASTER_ADDR": None}, "missing: MASTER_ADDR; start"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "MASTER_ADDR and MASTER_PORT"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         ({"MASTER_PORT": "65536"}, "below 65536"),
@@ -154,7 +154,7 @@ def test_ranks_agree_on_new_store_prefix_despite_keys_of_earlier_launches(server
     assert len(set(names)) == 4
 
 
-def test_rank_0_exits_only_after_other_rank_has_read_error_of_rank_0():
+def test_rank_0_exits_only_after_other_rank_has_received_error_message_of_rank_0():
     """The store ends with rank 0. The other rank reads the error only after rank 0 waits."""
     waits = threading.Event()
 

@@ -91,7 +91,7 @@ def test_losses_of_heldout_documents_equal_float64_reference(ranks, tmp_path):
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
 
 
-def test_masked_context_tokens_are_excluded_from_document_losses(tmp_path):
+def test_tokens_excluded_by_loss_mask_do_not_count_in_document_losses(tmp_path):
     overrides = ["micro_batch_size=2"]
     (found,) = run_ranks(measured, 1, tmp_path, overrides, Masked)
     for mine, masked in zip(found, (True, False), strict=True):

@@ -48,7 +48,7 @@ def test_run_with_lost_checkpoints_does_not_restart_from_step_0(
     assert str(run / "checkpoints") in line
     assert (run / "metrics.jsonl").read_bytes() == before
     if name in ("removed", "empty"):
-        assert f"{run} has saved step 4" in line
+        assert f"{run} saved a checkpoint at step 4" in line
         assert all(way in line for way in ("run.name", "resume=", f"delete {run}"))
 
 

@@ -145,4 +145,4 @@ def test_error_names_rank_and_tensor_with_different_parameter_values(corpus, tmp
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:
         error = error_of(run, code=2)
-    assert "have different values: model.layers.1.attention.wq.weight on rank" in error
+    assert "replicas of the model: model.layers.1.attention.wq.weight on rank" in error

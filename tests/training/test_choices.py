@@ -74,7 +74,7 @@ def test_broken_cpp_compiler_is_reported_in_single_line(tmp_path):
     assert "/bin/false" in line
 
 
-def test_ranks_sum_small_gradients_only_after_last_micro_batch(monkeypatch):
+def test_ranks_sum_gradients_once_per_step_if_gradients_need_little_memory(monkeypatch):
     params = [torch.empty(3, 1000), torch.empty(96)]
     chosen = chosen_reduce(None, params)
     assert chosen.value is Reduce.last

@@ -209,7 +209,7 @@ def train_with_less_protection():
     )
 
 
-def test_less_strict_skip_step_applies_updates_with_spike_or_nonfinite_gradient(tmp_path):
+def test_skip_step_nonfinite_applies_gradient_spike_and_off_applies_nan_gradient(tmp_path):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)
     assert set(flags) == {0.0}
     assert not same(spiked[BAD], spiked[BAD - 1])

@@ -229,7 +229,7 @@ def test_finished_run_with_changed_settings_is_refused(begun, change):
     assert snapshot(begun) == before
 
 
-def test_new_run_in_existing_sweep_without_name_is_refused(tmp_path, monkeypatch):
+def test_new_run_without_run_name_in_existing_sweep_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = tiny("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")

@@ -29,7 +29,7 @@ def corpus(tmp_path):
         ("data.tokenizer=a.model", "none"),
     ],
 )
-def test_train_command_without_training_settings_runs_quickstart(word, experiment):
+def test_quickstart_is_default_experiment_unless_overrides_change_training(word, experiment):
     cfg = load_config([word])
     assert cfg.run.choices["experiment"] == experiment
     assert cfg.seq_len == {"quickstart": 256, "none": 512}[experiment]

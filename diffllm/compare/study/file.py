@@ -250,7 +250,8 @@ def check_numbers_of_runs(study: Study) -> None:
     lists = {"arms": study.arms, "also": study.also, "lr.grid": grid, "lr_sweep": sweep}
     lists |= {"base": study.base, **{f"arms.{arm}": words for arm, words in study.arms.items()}}
     for where, each in {**lists, "seeds": study.seeds, "lr.seeds": choosing}.items():
-        at_most(where, len(each), MOST_SEEDS if where.endswith("seeds") else MOST_ENTRIES)
+        most = MOST_SEEDS if where.endswith("seeds") else MOST_ENTRIES
+        at_most(f"entries in {where}", len(each), most)
     runs = len(study.arms) * (len(study.seeds) * len(sweep) + len(choosing) * len(grid))
     at_most("runs (arms x seeds x learning rates)", runs, MOST_RUNS)
 
