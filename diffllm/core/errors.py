@@ -136,4 +136,4 @@ class CheckpointError(UserError):
 
 
 class LaunchError(UserError):
-    """A failed launch: invalid variables, missing ranks, or ranks with different config or code."""
+    """A failed launch: invalid environment variables, missing ranks, or unequal code or config."""

@@ -80,7 +80,7 @@ def over(mesh: DeviceMesh, name: str) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
     def placement(param: nn.Parameter) -> Shard | None:
-        """Choose an evenly divisible dimension of experts (E, out, in). None: FSDP2 chooses 0."""
+        """Shard weights (E, out, in) in an evenly divisible dimension; None: FSDP2 uses 0."""
         if param.ndim != 3:
             return None
         ranks = mesh[name].size()
