@@ -14,7 +14,7 @@ from diffllm.core.errors import ConfigError
 
 
 class Schedule(Enum):
-    """The schedule of the learning rate after warm-up."""
+    """Learning rate after warm-up: cosine decay, or wsd (constant, then linear decay)."""
 
     cosine = "cosine"
     wsd = "wsd"
@@ -77,8 +77,9 @@ class ProtectionConfig:
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0, in a run of `steps` steps.
 
-    The rate rises linearly to `lr`, then falls to `min_lr_ratio * lr`. The schedule cosine falls on
-    a cosine. The schedule wsd stays constant and falls linearly over the last steps.
+    The rate rises linearly to `lr` in `warmup_steps` steps, then falls to `min_lr_ratio * lr`. With
+    schedule=cosine, the fall is half a cosine. With schedule=wsd, the rate stays constant and falls
+    linearly over the last `decay_fraction` of all steps.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -122,10 +123,7 @@ def build_optimizer(params: Mapping[str, Tensor], cfg: OptimConfig) -> torch.opt
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameter groups.
-
-    Reduce the weight decay if a step would otherwise flip the signs of weights.
-    """
+    """Set the learning rate; limit the weight decay to 1 / lr, so that the decay flips no signs."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = group["decay"] if lr * group["decay"] <= 1 else 1 / lr

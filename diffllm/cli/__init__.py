@@ -67,10 +67,10 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins in plugins=[...]; return `words` without --config-dir DIR.
+    """Import the plugins that a command line names with plugins=[...]; return its words.
 
-    Commands in NO_PLUGINS import no plugins here. Of all other commands, only those in COMPOSE
-    accept --config-dir, a directory of YAML files. `name` is the command, such as "train".
+    For a command `name` in COMPOSE, also add the YAML directory of --config-dir DIR, and remove
+    both words from `words`. For a command in NO_PLUGINS, import nothing and return all words.
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):

@@ -32,10 +32,10 @@ def argument(text: str, default: Any = MISSING, **metadata: Any) -> Any:
 
     Args:
         text: description of the field in --help.
-        metadata: bounds of `core.bounds`, or these keys. `path=True`: check and expand the
-            value as a path. `flag=True`: also accept --name and --name VALUE. `words="plain"`:
-            also collect all words without a key, such as file names. `words="overrides"`:
-            collect all words that match no other field.
+        metadata: bounds of the value, such as least=1 (see `core.bounds`), and these keys.
+            `path=True`: check and expand the value as a path. `flag=True`: also accept --name and
+            --name VALUE. `words="plain"`: also collect all words without a key, such as file
+            names. `words="overrides"`: collect all words that match no other field.
     """
     metadata["help"] = text
     if default == []:
@@ -110,9 +110,10 @@ def required(f: "Field[Any]") -> bool:
 
 
 def split_words(argv: list[str], known: dict[str, "Field[Any]"]) -> Iterator[tuple[str, str]]:
-    """Yield (key, text of the value) for each word; raises ConfigError for an unknown word.
+    """Yield (key, value as text) for each word of `argv`.
 
-    `known` maps the keys of the command to dataclass fields.
+    `known` maps keys to dataclass fields. A word without a key, such as a file name, gets the key
+    of the field that collects such words. Raises ConfigError for a word that fits no field.
     """
     rest = next((name for name, f in known.items() if "words" in f.metadata), "")
     plain = bool(rest) and known[rest].metadata["words"] == "plain"

@@ -69,10 +69,10 @@ def attention_map_command(argv: list[str]) -> None:
 
 
 def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
-    """Convert "all" or an index to a list of indices: with `count` 4, "-1" gives [3].
+    """Convert the value `text` of `key`, "all" or one index, to a list of indices.
 
-    Raises ConfigError for other text and for an index outside `lowest` to `count` - 1. The message
-    names `key`.
+    Indices are 0 to `count` - 1. If `lowest` is -1, the index -1 is also valid: the last index.
+    Raises ConfigError for any other value.
     """
     if text == "all":
         return list(range(count))
@@ -83,10 +83,10 @@ def indices(key: str, text: str, count: int, lowest: int) -> list[int]:
 
 
 def figure_path(args: AttentionMapArguments, run: Path, layer: int, step: int) -> Path:
-    """Return the path of the figure of one layer: args.out, or a new file in the run directory.
+    """Return the path of the figure of `layer`: args.out, or a path in the run directory `run`.
 
-    With layer=all, args.out gets the layer number as a suffix. The name of a new file contains the
-    layer, the head and the prompt, and the step if args.step is set.
+    With layer=all, add the layer number to the name of args.out. A path in `run` contains layer,
+    head and prompt, and if args.step is set, also `step`, the step of the checkpoint.
     """
     if args.out:
         out = Path(args.out)

@@ -157,7 +157,7 @@ def needing_interop(command: str) -> Iterator[None]:
 def export_command(argv: list[str]) -> None:
     args = parse(ExportArguments, argv, EXPORT)
     if args.format != "hf":
-        raise ConfigError(f"format={args.format} must be hf")
+        raise ConfigError(f"format={args.format} is unknown; the only format is hf")
     check_form(args.dtype, args.max_shard_size)
     with needing_interop("export"):
         from diffllm.interop.export import export

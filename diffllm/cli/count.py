@@ -38,7 +38,7 @@ def config_of_variant(name: str, overrides: list[str]) -> TrainConfig:
     try:
         return load_config([*overrides, f"attention={name}"])
     except ConfigError as error:
-        raise ConfigError(f"--compare with attention={name}: {error}") from error
+        raise ConfigError(f"variant {name} of --compare: {error}") from error
 
 
 def count_command(argv: list[str]) -> None:
@@ -66,7 +66,10 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
     text = " --compare ".join(values)
     names = text.split(",")
     if len(values) > 1 or not all(names) or not 2 <= len(names) == len(set(names)):
-        raise ConfigError(f"--compare={text} needs different variants, such as standard,diff_v2")
+        raise ConfigError(
+            f"--compare={text} needs at least two variants, each only once, "
+            "such as standard,diff_v2"
+        )
     for name in names:
         check_choice(f"--compare: {name}", name, variants())
     chosen = [word for word in overrides if word.lstrip("+~").startswith("attention=")]
@@ -80,8 +83,8 @@ def compared(values: list[str], overrides: list[str]) -> list[str]:
 def count(cfg: TrainConfig) -> dict[str, Any]:
     """Count parameters, training FLOPs per token and bytes of KV cache per token (bf16) of a model.
 
-    Return the counts by name, such as "total_params". FLOPs assume whole sequences, unless the
-    config determines the mean number of visible keys.
+    Return the counts by name, such as "total_params". FLOPs assume that a query sees
+    cfg.visible_keys tokens on average; None: the query and all earlier tokens of the sequence.
     """
     model = without_storage(cfg.model)
     by_group: Counter[str] = Counter()
@@ -108,7 +111,7 @@ def count(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def keys_text(cfg: TrainConfig) -> str:
-    """Describe the number of visible keys in the FLOP count; return "" without document masks."""
+    """Say how many tokens a query sees in the FLOP count; return "" without document masks."""
     if not cfg.data.mask_documents:
         return ""
     if cfg.visible_keys is None:

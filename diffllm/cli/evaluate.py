@@ -1,11 +1,11 @@
 """diffllm evaluate run=<run or sweep> [key=value ...]: tasks and measures on checkpoints.
 
-The suite claims contains the retrieval and in-context tasks needle, mqar and icl. The model chooses
-among candidates by likelihood. The suite checkpoint measures held-out data: position (loss by
-position, distance and repetition), outliers, and quantise (loss with 8, 6 and 4 bits). The suite
-attention_mass measures the attention to the text that contains the answer. Results are stored in
-<run>/evaluation/ and reused. For a sweep, the command also prints tables of means over seeds and
-gaps to the baseline. Tasks that are too long for a run are skipped.
+suite=claims contains the retrieval and in-context tasks needle, mqar and icl: the model chooses
+among candidates by likelihood. suite=checkpoint contains measures on held-out data: position (loss
+by position, distance and repetition), outliers, and quantise (loss with 8, 6 and 4 bits).
+suite=attention_mass measures the attention weight on the part of a prompt that contains the answer.
+Results are stored in <run>/evaluation/ and reused. For a sweep, the command also prints tables of
+means over seeds and gaps to the baseline. Tasks that are too long for a run are skipped.
 
 diffllm evaluate run=outputs/mine
 diffllm evaluate run=outputs/compare tasks=[needle,mqar] limit=100 --json

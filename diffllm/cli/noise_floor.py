@@ -99,11 +99,9 @@ def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> A
 
 
 def effective(maps: Array, lam: Array | float) -> tuple[Array, Array]:
-    """Return the attention weight on the signal and the signal-to-noise ratio.
+    """Return (attention weight on the signal, signal-to-noise ratio).
 
-    Args:
-        maps: (5, ...), results of `reduce_maps`.
-        lam: factor lambda of map 2; broadcast against maps[0].
+    `maps` (5, ...) contains results of `reduce_maps`. `lam` is the factor lambda of map 2.
     """
     p_s, q_s, m, r2, q2 = maps
     weight = p_s - lam * q_s
@@ -118,7 +116,8 @@ def average(maps: Array, lam: Array | float) -> dict[str, Array]:
 
     Args:
         maps: (5, points, draws), result of `draw_maps`.
-        lam: factor lambda of map 2: a number or (points,); for a single point, any (n,).
+        lam: factor lambda of map 2: a number or (points,). If points is 1, (n,) is also allowed,
+            and the returned arrays have shape (n,).
     """
     lam = np.broadcast_to(np.asarray(lam, dtype=np.float64), max(np.shape(lam), maps.shape[1:2]))
     curve = {"lambda": lam}
@@ -134,10 +133,11 @@ def best_lambda(maps: Array) -> Array:
 
 
 def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
-    """Return the largest noise amplitude at which the mean SNR reaches cfg.threshold, within 1e-4.
+    """Return the largest noise amplitude at which the mean SNR is at least cfg.threshold.
 
-    Use the best lambda for each amplitude if `best` is true, otherwise standard attention. Return
-    0.0 if the SNR is too small even without noise, and None if LARGEST_AMPLITUDE is usable.
+    The error of the amplitude is at most 1e-4. If `best` is true, use the best lambda, otherwise
+    standard attention. Return 0.0 if the SNR is too small even without noise, and None if the SNR
+    is large enough at LARGEST_AMPLITUDE.
     """
 
     def surplus(amplitude: float) -> float:
@@ -154,8 +154,8 @@ def usable_amplitude(cfg: NoiseFloorArguments, best: bool) -> float | None:
 def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
     """Compute SNR curves over the number of keys, over lambda and over the noise amplitude.
 
-    Return the entries "settings", "by_keys", "by_lambda", "by_amplitude", "best_lambda" and
-    "usable_amplitude". An entry "by_..." contains the points "at" and the "curves" by name.
+    Return a dict with "settings", "by_keys", "by_lambda", "by_amplitude", "best_lambda" and
+    "usable_amplitude". Each "by_..." is {"at": x values, "curves": {name: result of `average`}}.
     """
 
     def sweep(at: Any, points: Points, lam: Array | float = cfg.lambda_) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def noise_floor(cfg: NoiseFloorArguments) -> dict[str, Any]:
 
 
 def draw_figure(result: dict[str, Any]) -> Any:
-    """Draw the curves in a result of `noise_floor`, with bands of two standard errors."""
+    """Draw a result of `noise_floor` as a matplotlib figure, with bands of ±2 standard errors."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")

@@ -49,9 +49,9 @@ def plan_command(argv: list[str]) -> None:
 
 
 def plan_numbers(made: RunPlan, change: RunPlan | None) -> dict[str, Any]:
-    """Return the numbers of the plan `made` for JSON output, in bytes, seconds and FLOPs.
+    """Return memory (bytes), times (seconds), FLOPs and settings of the plan `made`, for JSON.
 
-    If `made` does not fit into memory, `change` is the plan with the smallest change that fits.
+    `change` is a changed plan that fits into memory; None if `made` fits or no such plan exists.
     """
     cfg, cluster, step = made.cfg, made.cluster, made.step
     micro, count = cfg.micro_batches(cluster.gpus)

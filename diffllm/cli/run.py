@@ -28,9 +28,10 @@ def report_on(path: Path) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised after a signal, `number`, has stopped training and a checkpoint has been saved.
+    """Raised after a signal has stopped training and a checkpoint has been saved.
 
-    The base class KeyboardInterrupt also stops a notebook cell or a loop over configs.
+    `number` is the signal, such as signal.SIGTERM. The base class KeyboardInterrupt also stops a
+    notebook cell or a loop over configs.
     """
 
     def __init__(self, number: signal.Signals):

@@ -1,4 +1,4 @@
-"""`diffllm study` runs a study and prints its verdict; `diffllm power` estimates seeds."""
+"""`diffllm study` runs and judges a study; `diffllm power` estimates the number of seeds."""
 
 import math
 from collections.abc import Iterator
@@ -188,10 +188,10 @@ def power_command(argv: list[str]) -> None:
 
 
 def pilot_lines(found: dict[str, Any], pairs: Pairs | None) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for each printed line about the runs of a pilot.
+    """Yield (label, text) for each printed line about a pilot, the runs that estimate the noise.
 
-    `found` is the result of `power_numbers`. `pairs` describes differences between runs of equal
-    seed.
+    `found` and `pairs` are the results of `power_numbers`. `pairs` describes loss differences
+    between runs of equal seed; None with fewer than two such seeds.
     """
     arms, runs = found["arms"], found["runs"]
     seconds = f", {short(found['seconds'])} s" if found["seconds"] else ", of unknown time"
@@ -239,7 +239,7 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print the probability that a pilot with this number of runs recommends too few seeds."""
+    """Print how often a pilot of the size in `found` recommends too few seeds for the power."""
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

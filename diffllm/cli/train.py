@@ -42,7 +42,8 @@ def train_command(argv: list[str]) -> int:
     config_dirs, argv = take_directories(argv)
     args, unknown = Parser().parse_known_intermixed_args(argv)  # -m may come after overrides
     if unknown:
-        raise ConfigError(f"unknown argument {unknown[0]!r}")
+        flags = "--help, -m, --cfg job, --resolve and --config-dir DIR"
+        raise ConfigError(f"unknown argument {unknown[0]!r}; the flags are {flags}")
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve is only allowed together with --cfg job")
     load_plugins(args.overrides, config_dirs)

@@ -63,9 +63,10 @@ def variants() -> list[str]:
 
 
 def variant_config(name: str, schema: str | None = None) -> AttentionConfig:
-    """Return the attention config of the variant `name`.
+    """Return the attention config in the YAML file of the variant `name`.
 
-    If the variant has no YAML file, return the defaults of the registered config class `schema`.
+    If the file does not exist, return the defaults of the config class that is registered under
+    the name `schema`. If `schema` is None, the file must exist.
     """
     if schema and name not in variants():
         return SCHEMAS["attention", schema]()
@@ -122,7 +123,7 @@ def typed_config(composed: DictConfig) -> TrainConfig:
         raise ConfigError(f"{key}{one_line(error)}") from error
     except TypeError as error:  # the interpolated value of a list key is not a list
         raise ConfigError(
-            f"a key needs a list, but its interpolated value is not a list: {error}"
+            f"an interpolation ${{KEY}} sets a key that needs a list, but gives no list: {error}"
         ) from error
     assert isinstance(cfg, TrainConfig)
     used = {"attention": type(cfg.model.attention), "data": type(cfg.data)}
@@ -178,11 +179,11 @@ OmegaConf.register_new_resolver(
 
 
 def choose_length(cfg: DictConfig, overrides: list[Override]) -> None:
-    """Replace the run length in a YAML file by the run length in an override.
+    """Remove the run length of YAML files if an override sets a run length.
 
-    The keys steps, max_tokens and epochs set the run length. If an override sets one of them, set
-    max_tokens and epochs to None unless overridden. Raises ConfigError if overrides or YAML files
-    set two of these keys.
+    The keys steps, max_tokens and epochs set the run length. If an override sets one of these keys,
+    set max_tokens and epochs of YAML files to None. Raises ConfigError if overrides set two of
+    these keys, or if YAML files set both max_tokens and epochs.
     """
     given = {name for name in LENGTHS if name in [o.get_key_element() for o in overrides]}
     if given:
@@ -210,7 +211,7 @@ def steps_to_train(cfg: TrainConfig) -> int:
         key, steps = "epochs", cfg.epochs * sequences / cfg.global_batch_size
     if steps < 1:
         raise ConfigError(
-            f"{key}={getattr(cfg, key):g} is less than one step of global_batch_size="
-            f"{cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens"
+            f"{key}={getattr(cfg, key):g} is less than one step; a step trains on global_batch_size"
+            f"={cfg.global_batch_size} sequences of seq_len={cfg.seq_len} tokens"
         )
     return int(steps)

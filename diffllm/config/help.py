@@ -52,10 +52,9 @@ class Key(NamedTuple):
 
 
 class KeySection(NamedTuple):
-    """All keys of one config dataclass."""
+    """Keys of the config dataclass `config`; `name` is their prefix, such as "optim", or ""."""
 
     name: str
-    """Prefix of the keys without the dot; empty for keys at the top level."""
     config: type
     keys: list[Key]
 
@@ -186,7 +185,7 @@ def default_text(node: Any) -> str:
 
 
 def variant_line(name: str, config: AttentionConfig) -> str:
-    """Return the comment at the top of a variant's YAML file, or else its class docstring."""
+    """Return the comment in the YAML of the variant `name`, or else the docstring of `config`."""
     return yaml_comment("attention", name) or first_paragraph(type(config))
 
 
@@ -204,9 +203,6 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """Return the first paragraph of a class docstring as one line.
-
-    Return "" for a class without a docstring and for the generated docstring of a dataclass.
-    """
+    """Return the first paragraph of a class docstring on one line; "" if it is generated."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Load the typed config of a command line, and compute its number of steps and matched widths."""
+"""Load the typed config of a command line, and compute its steps and feed-forward width."""
 
 from pathlib import Path
 
@@ -47,14 +47,11 @@ def without_imports(words: list[str]) -> TrainConfig:
 
 
 def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
-    """Convert a composed config to validated dataclasses and compute the steps and the width.
+    """Convert a composed config to validated dataclasses; compute steps and feed-forward width.
 
-    The steps follow from max_tokens or epochs, and the feed-forward width from
-    model.match_params_to or model.match_flops_to. Raises ConfigError for an invalid value or an
-    impossible match.
-
-    Args:
-        words: overrides of the config; only these, and no YAML file, may set plugins.
+    The steps follow from max_tokens or epochs. The width follows from model.match_params_to or
+    model.match_flops_to. Raises ConfigError for an invalid value, if no width matches the target,
+    or if a YAML file sets plugins. Only the overrides `words` may set plugins.
     """
     follows = composed.max_tokens is not None or composed.epochs is not None
     if follows:
@@ -80,14 +77,15 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if model.match_flops_to needs a number of visible keys that is not set.
+    """Raise ConfigError if model.match_flops_to needs data.visible_keys, but the key is not set.
 
-    With document masks, the FLOPs depend on this number, and the corpus is not read yet.
+    With document masks, FLOPs depend on the mean number of tokens that a query sees. The key gives
+    this number, because the corpus has not been read yet; data.document_lengths also gives it.
     """
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(
             f"model.match_flops_to={cfg.model.match_flops_to} with data.mask_documents=true needs "
-            "data.document_lengths or data.visible_keys, the mean number of keys per query; copy "
-            "data.visible_keys from summary.json of a run on this corpus, or use "
-            f"{(cfg.seq_len + 1) / 2} for sequences without document masks"
+            "data.document_lengths or data.visible_keys, the mean number of tokens that a query "
+            "sees; copy data.visible_keys from summary.json of a run on this corpus, or set "
+            f"data.visible_keys={(cfg.seq_len + 1) / 2} to count FLOPs as without document masks"
         )

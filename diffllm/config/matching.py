@@ -20,10 +20,10 @@ UNITS = {"params": "parameters", "flops": "FLOPs per token"}
 
 @dataclass
 class Matched:
-    """Widths and costs of a model that matches a target variant in parameters or FLOPs.
+    """Widths and costs of a model and of the target model that it matches.
 
-    `key` is the solved width, "ffn_dim" or "moe.expert_dim", and `by` the equal cost, "params" or
-    "flops" (per token).
+    `target` is the variant of the target model. `key` names the width, "ffn_dim" or
+    "moe.expert_dim"; `ffn_dim` and `target_ffn_dim` are its values. `by` names the matched cost.
     """
 
     target: str = MISSING
@@ -63,15 +63,15 @@ def match(
 ) -> Matched:
     """Solve the feed-forward width at which `model` costs as much as a target model.
 
-    The target model is `model` with the attention `target_attention`. If both costs are equal, keep
-    the width. Otherwise, round the exact solution to a multiple of 64; if the costs then differ by
-    more than TOLERANCE, use a multiple of 32, 16 or 8. Raises ConfigError if they still differ.
+    The target model is `model` with the attention `target_attention`. If the two models cost the
+    same, keep the width. Otherwise, round the exact width to the nearest multiple of 64; if the
+    costs then differ by more than TOLERANCE, try multiples of 32, 16 and 8 in this order. Raises
+    ConfigError if no width is close enough.
 
     Args:
         target: name of the target variant.
-        by: cost to match: "params", the number of parameters, or "flops", training FLOPs per
-            token.
-        visible_keys: mean number of keys that a query sees, for FLOPs; None: whole sequences.
+        by: cost to match: "params" (parameters) or "flops" (training FLOPs per token).
+        visible_keys: mean number of keys that a query sees, for FLOPs; None: no document masks.
     """
     key, unit = f"model.match_{by}_to={target}", UNITS[by]
     target_model = replace(model, attention=target_attention)
@@ -95,8 +95,8 @@ def match(
         else:
             raise ConfigError(
                 f"{key}: no model.{name} gives {wanted:,.0f} {unit} within "
-                f"{float(TOLERANCE):.1%}; the closest is {own[by]:,.0f}, with "
-                f"model.{name}={width}; set a larger model.{name}"
+                f"{float(TOLERANCE):.1%}; the closest, model.{name}={width}, gives "
+                f"{own[by]:,.0f}; a config with a larger model.{name} allows a closer match"
             )
     return Matched(
         target=target, target_params=round(goal["params"]), target_ffn_dim=start,

@@ -38,7 +38,8 @@ OF_A_RUN = (
 class Origin:
     """A trained model whose weights a new run loads: a run, or a model directory of transformers.
 
-    For a run, `chosen` is its attention YAML and `facts` the content of its run.json.
+    Exactly one of `run` and `directory` is set. For a run, `chosen` is the name of its attention
+    YAML and `facts` the content of its run.json; for a model directory, they are None and {}.
     """
 
     path: Path
@@ -47,16 +48,15 @@ class Origin:
     name: str = ""
     """Model YAML of a run; for other models, the name of the directory or the repository."""
     run: Path | None = None
-    """Run directory; None for a model of another library."""
     directory: ModelDirectory | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def attention(self) -> str:
-        """Name of the attention YAML of the model.
+        """Name of the attention YAML of the model, such as "diff_v2".
 
-        For a model directory, this is the first YAML with all values of the model. If no YAML has
-        these values, this is the YAML of the unmodified variant.
+        For a model directory, choose the first YAML of its attention class with equal values, or
+        else the YAML with the defaults of the class.
         """
         if self.chosen:
             return self.chosen
@@ -80,9 +80,9 @@ class Origin:
         return self.directory.architecture if self.directory else imported.get("architecture")
 
     def checkpoint(self) -> Path | None:
-        """Return the path of the verified checkpoint of a run; None for a model directory.
+        """Return `path` if it is a checkpoint, or the newest undamaged checkpoint of a run.
 
-        Raises CheckpointError if no valid checkpoint is found.
+        Return None for a model directory. Raises CheckpointError if no checkpoint is undamaged.
         """
         if self.run is None:
             return None

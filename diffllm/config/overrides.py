@@ -46,7 +46,10 @@ def check_interpolations(words: list[str], where: str = "") -> None:
     for word in words:
         if "${" in ALLOWED.sub("", word.replace("\\", "")):  # Hydra removes backslashes
             at = f"{where}{word.partition('=')[0]}"
-            raise ConfigError(f"{at}: only ${{key}} and ${{of_steps:...}} can be interpolated")
+            raise ConfigError(
+                f"{at}: only ${{KEY}} and ${{of_steps:SHARE,MOST}} can be interpolated, with a "
+                "KEY such as seq_len and a SHARE of steps such as 0.1"
+            )
 
 
 def check_shared(words: list[str], where: str) -> None:
@@ -119,7 +122,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
 def for_hydra(override: Override) -> str:
     """Return an override in the syntax of Hydra, for example data.paths=[a] for data.paths=a.
 
-    A single value of a key in LISTS gets brackets. A key in OPEN gets the prefix ++.
+    Keys in LISTS need lists: add brackets to a single value. Keys in OPEN are dicts with any
+    entries: add the prefix ++, which lets Hydra add entries.
     """
     word, key, value = str(override.input_line), override.key_or_group, override.value()
     if key in OPEN and word.startswith(key):
@@ -132,8 +136,8 @@ def for_hydra(override: Override) -> str:
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     """Return the data source that overrides imply: ["data=files"] for data.paths=..., for example.
 
-    Return [] if the overrides imply no other source than that of `cfg`. Raises ConfigError if the
-    overrides imply two sources.
+    Return [] if the overrides imply no source, or if `cfg` or an override already selects a source
+    explicitly. Raises ConfigError if the overrides imply two sources.
     """
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
@@ -156,7 +160,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Describe an error in the composition of overrides in one line, with the most similar key."""
+    """Describe an error in the overrides `words` in one line; for an unknown key, suggest one."""
     if isinstance(error, OverrideParseException):
         return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error

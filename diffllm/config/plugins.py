@@ -253,25 +253,26 @@ def plugin_versions(names: list[str]) -> dict[str, str]:
 
 
 def take_directories(words: list[str]) -> tuple[list[Path], list[str]]:
-    """Return the directories DIR of all `--config-dir DIR` in a command line, and all other words.
+    """Return (absolute path of DIR for each --config-dir DIR, all other words of a command line).
 
-    The directories are absolute. Raises ConfigError if DIR is missing.
+    Raises ConfigError for --config-dir without DIR.
     """
+    missing = ConfigError("--config-dir needs a directory: --config-dir DIR")
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
     try:
         known, others = parser.parse_known_args(words)
-        if not all(known.config_dir):
-            raise ArgumentError(None, "empty")
     except ArgumentError:
-        raise ConfigError("--config-dir needs a directory: --config-dir DIR") from None
+        raise missing from None
+    if not all(known.config_dir):
+        raise missing
     return [user_path(each, "--config-dir").resolve() for each in known.config_dir], others
 
 
 def add_directory(directory: Path) -> None:
-    """Let Hydra also read the YAML files in a directory.
+    """Let Hydra also read the YAML files in `directory`.
 
-    Raises ConfigError if a known directory already contains a YAML file with an equal name.
+    Raises ConfigError if conf/ or a directory added earlier has a YAML file of the same path.
     """
     ours = config_directory()
     if directory in (ours.resolve(), *_DIRECTORIES):

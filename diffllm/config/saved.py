@@ -40,7 +40,7 @@ def differences(path: Path, cfg: TrainConfig, free: tuple[str, ...] = FREE) -> C
 def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     """Compare the plugin versions of a run with those of this process; see `version_changes`.
 
-    Include plugins that this process has not imported if `needs_all` is true.
+    If `needs_all` is true, include plugins that this process has not imported.
     """
     recorded = (read_record(run / "run.json") or {}).get("plugin_code") or {}
     return version_changes({n: v for n, v in recorded.items() if needs_all or n in LOADED})
@@ -98,9 +98,10 @@ def load_run_config(path: Path) -> TrainConfig:
 
 
 def no_run(path: Path, missing: str = "config.yaml") -> str:
-    """Return the error message for a path without `missing`, a file that every run directory has.
+    """Return the error message for `path`, which is not a run directory.
 
-    The message suggests directories with similar names, or lists the runs inside the path.
+    `missing` is the file or directory that `path` lacks. The message suggests directories with
+    similar names, or lists the runs inside `path`.
     """
     if not path.is_dir():
         names = (missing, f"*/{missing}")  # of a run, or of the runs of a sweep
@@ -140,8 +141,8 @@ def check_registered(path: Path, saved: dict[str, Any]) -> None:
         names = [str(name) for name in saved.get("plugins", [])]
         known = ",".join(names) if all(map(NAME.fullmatch, names)) else ""
         raise UserError(
-            f"{path} needs {' and '.join(missing)}, which no imported module registers; "
-            f"if you trust the code, add plugins=[{known or 'module'}]"
+            f"{path} needs {' and '.join(missing)} of a plugin that is not imported; "
+            f"if you trust the code of the plugin, add plugins=[{known or 'MODULE'}]"
         )
 
 

@@ -30,7 +30,7 @@ MOST_STEPS = LARGEST_DOCUMENT = 10**12
 
 
 class Precision(Enum):
-    """Compute precision; master weights, reductions and the loss are always float32."""
+    """Dtype of matrix products; weights of the optimizer, gradient sums and loss are float32."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -39,7 +39,7 @@ class Precision(Enum):
 
 @dataclass
 class RunConfig:
-    """Name, directory and origin of a run."""
+    """Name and directory of a run, changes allowed at resume, and sweep or study of the run."""
 
     name: str | None = None
     """Name of the run; null: generated from the variant and the time."""
@@ -67,7 +67,7 @@ class RunConfig:
 
 @dataclass
 class EvalConfig:
-    """Intervals and sizes of evaluations during training."""
+    """Evaluations during training: held-out loss and tasks, with their intervals and sizes."""
 
     interval: int = bounded(100, least=1)
     """Steps between evaluations; the last step always has an evaluation."""
@@ -145,7 +145,9 @@ class TrainConfig:
         if self.data.tokenizer is None and pieces > most:
             raise ConfigError(f"data.vocab_size={pieces} exceeds model.vocab_size={most}")
         if self.model.seq_len != self.seq_len:
-            raise ConfigError(f"model.seq_len={self.model.seq_len} must be seq_len={self.seq_len}")
+            raise ConfigError(
+                f"model.seq_len={self.model.seq_len} and seq_len={self.seq_len} must be equal"
+            )
         part: Any
         for part in (self.model, self.data, self.prepare, self.checkpoint, self.wandb):
             part.validate()
@@ -158,15 +160,14 @@ class TrainConfig:
     def visible_keys(self) -> float | None:
         """Mean number of keys that a query sees under document masks.
 
-        The number is data.visible_keys or follows from data.document_lengths. None if both are
-        unset.
+        The value is data.visible_keys or follows from data.document_lengths; None without both.
         """
         if documents := self.data.document_lengths:
             return expected_visible_keys(documents, self.seq_len, self.data.whole_documents)
         return self.data.visible_keys
 
     def check_visible_keys(self) -> None:
-        """Raise ConfigError if data.visible_keys or data.document_lengths contradict other keys."""
+        """Raise ConfigError if visible_keys or document_lengths is invalid, or if both are set."""
         keys, lengths, whole = self.data.visible_keys, self.data.document_lengths, self.seq_len + 1
         stated = {"visible_keys": keys, "document_lengths": lengths or None}
         given = [f"data.{name}={value}" for name, value in stated.items() if value is not None]
@@ -175,19 +176,20 @@ class TrainConfig:
         if given and not self.data.mask_documents:
             raise ConfigError(f"{given[0]} needs data.mask_documents=true")
         if keys is not None and keys > whole / 2:
-            raise ConfigError(f"{given[0]} must be at most (seq_len + 1) / 2 = {whole / 2}")
+            raise ConfigError(
+                f"{given[0]} must be at most {whole / 2}, the number without document masks"
+            )
         for length, number in lengths.items():
             if not (1 <= length <= LARGEST_DOCUMENT and 1 <= number <= LARGEST_DOCUMENT):
                 raise ConfigError(
-                    f"data.document_lengths: {length}: {number} must be a length in tokens and a "
-                    f"number of documents, each from 1 to {LARGEST_DOCUMENT:,}"
+                    f"data.document_lengths={{{length}: {number}}} is invalid: the length in tokens"
+                    f" and the number of documents must each be 1 to {LARGEST_DOCUMENT:,}"
                 )
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError if batch sizes or the device mesh do not fit `world_size`.
+        """Raise ConfigError if `world_size` ranks cannot share the batch or form the device mesh.
 
-        Also raise ConfigError for data settings of older versions, which training no longer
-        supports.
+        Also raise ConfigError for data settings that only older versions of diffllm support.
         """
         self.data.check_current()
         self.micro_batches(world_size)
@@ -197,14 +199,15 @@ class TrainConfig:
             own = moe.n_experts // expert
             if all(size % shard for size in (own, moe.expert_dim, self.model.dim)):
                 raise ConfigError(
-                    f"parallel.shard={shard} must divide the {own} experts of a rank, "
-                    f"model.moe.expert_dim={moe.expert_dim} or model.dim={self.model.dim}"
+                    f"parallel.shard={shard} must divide at least one of: {own} experts per rank, "
+                    f"model.moe.expert_dim={moe.expert_dim}, model.dim={self.model.dim}"
                 )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """Return (sequences per forward pass, forward passes per step) of one rank.
 
-        Raises ConfigError if world_size or micro_batch_size does not divide the batch.
+        Raises ConfigError if world_size does not divide global_batch_size, or if micro_batch_size
+        does not divide the sequences per rank.
         """
         batch = self.global_batch_size
         if batch % world_size:
@@ -253,7 +256,6 @@ def is_allowed(key: str, allowed: list[str]) -> bool:
 
 
 def what_differs(changes: Changes) -> str:
-    """Return a text such as "another config (seed: 0 in the run, 1 in this command)"."""
     what = "other plugin code" if changes.keys() == {"plugins"} else "another config"
     return f"{what} ({changes_text(changes)})"
 
@@ -287,7 +289,7 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_values(cfg: Any) -> None:
-    """Raise ConfigError for a value with a wrong type, invalid text or an invalid number."""
+    """Raise ConfigError for a wrong type, unprintable or long text, or a number out of range."""
     for key, declared, value in leaves(cfg):
         if "${" in str(value):  # readers of config.yaml would resolve ${
             raise ConfigError(f"{key}: the value must not contain ${{ after interpolation")
@@ -322,7 +324,8 @@ def check_number(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value} must fit into 64 bits")
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise ConfigError(
-            f"{key}={value} must be 0, or {SMALLEST_FLOAT:.4g} to {LARGEST_FLOAT:.4g}"
+            f"{key}={value} is outside the range of float32: the absolute value must be 0, or "
+            f"{SMALLEST_FLOAT:.4g} to {LARGEST_FLOAT:.4g}"
         )
 
 

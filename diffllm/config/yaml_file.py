@@ -83,7 +83,8 @@ def read_yaml(path: Path) -> tuple[dict[Any, Any], bytes]:
 def parse_yaml(text: str) -> Any:
     """Parse YAML that contains only plain values.
 
-    Raises ValueError; callers put the file name before the message, such as "has the tag !!set".
+    Raises ValueError for other YAML and for invalid text. The message has no subject, such as
+    "has the tag !!set"; callers put the file name before the message.
     """
     try:
         content = Loader(text).get_single_data()
@@ -110,7 +111,7 @@ def with_recipe(word: str) -> list[str]:
         return [word]
     content, _ = read_yaml(user_path(value, key))
     if not content:
-        raise ConfigError(f"{word} is empty; add keys of data to the file, such as sources")
+        raise ConfigError(f"{word} is an empty file; add keys of the data config, such as sources")
     # Hydra needs about 10 ms per entry, so count the entries before composing.
     sizes = (content.get(key) for key in ("sources", "curriculum"))
     check_sizes(*(len(each) if isinstance(each, dict | list) else 0 for each in sizes))

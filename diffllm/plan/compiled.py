@@ -68,9 +68,9 @@ def compiling() -> Iterator[None]:
 
 
 class AllocatingInterpreter(fx.Interpreter):
-    """Interpreter of a graph that only allocates the results of the nodes in `in_memory`.
+    """Interpreter that computes nothing and allocates the results of the nodes in `in_memory`.
 
-    All other nodes count as fused into the kernels that read their results.
+    All other nodes count as fused into the kernels that read their results, and need no memory.
     """
 
     def __init__(self, graph: fx.GraphModule, in_memory: set[fx.Node]):
@@ -137,10 +137,10 @@ def fuses(node: fx.Node) -> bool:
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """In this context, RMSNorm and the weight gradient of the loss take as much memory as on a GPU.
+    """In this context, RMSNorm and the gradient of the output weight use memory as on a GPU.
 
-    Both are replaced by functions that only allocate memory, RMSNorm only outside compiled code.
-    Their results have no meaningful values.
+    Functions that allocate memory but compute nothing replace RMSNorm outside compiled code and the
+    gradient of the output weight in the loss.
     """
 
     def rms_norm(

@@ -22,7 +22,7 @@ POSITIVE = {"above": 0, "below": float("inf")}
 
 @dataclass
 class Cluster:
-    """Description of a cluster, by the keys of `diffllm plan` that training configs do not have."""
+    """A cluster; the fields are the keys of `diffllm plan` that training configs do not have."""
 
     gpus: int = bounded(8, help="number of GPUs, one rank per GPU", least=1, most=2**17)
     gpu: str = bounded("h200", help="name of the GPU, for peak FLOP/s and memory")
@@ -74,8 +74,8 @@ class Cluster:
     def seconds(self, call: Call) -> float:
         """Return the duration of a collective in seconds, at the bandwidths of the cluster.
 
-        Rings between nodes run in parallel, each through one network card per node. Their number is
-        the smallest number of participating ranks in a node.
+        Between nodes, several rings run in parallel. The number of rings is the number of
+        participating ranks in the node with the fewest. Each ring has its own network cards.
         """
         n, near = len(call.ranks), self.fewest_in_a_node(call.ranks)
         nvlink, network = 1e9 * self.nvlink_gbs, 1e9 * self.network_gbs
@@ -94,9 +94,10 @@ DAY = 86400
 
 
 class Flow(NamedTuple):
-    """Total of all collectives of one kind over groups of `ranks` ranks in one step.
+    """Totals of all collectives in one step with equal `kind`, `ranks` and `in_a_node`.
 
-    `in_a_node` is the smallest number of these ranks in a node. `sent` is in bytes per rank.
+    `ranks` is the number of ranks in a collective, and `in_a_node` the number of these ranks in the
+    node with the fewest. `sent` (bytes per rank) and `seconds` are sums over all `calls`.
     """
 
     kind: Collective
@@ -213,7 +214,7 @@ class RunPlan:
 
     @property
     def flows(self) -> list[Flow]:
-        """Collectives of a step, grouped by kind and number of ranks, slowest group first."""
+        """Totals of the collectives of a step by kind and ranks, with the longest time first."""
         groups: dict[tuple[Collective, int, int], list[Call]] = defaultdict(list)
         for call in self.step.calls:
             near = self.cluster.fewest_in_a_node(call.ranks)
@@ -320,9 +321,10 @@ Words = tuple[str, ...]
 
 
 def nearest_change(plan: RunPlan, say: Say) -> RunPlan | None:
-    """Return a changed plan that fits into GPU memory, with as few kinds of changes as possible.
+    """Return a changed plan that fits into GPU memory, or None if no tried change fits.
 
-    Return None if no tried change fits. `say` prints a line about each simulated step.
+    First try each kind of change in `options`, then two kinds together, and so on. Of each kind,
+    prefer smaller changes. `say` prints a line about each simulated step.
     """
     outcome_of = cache(partial(outcome, plan, say))
     kinds = options(plan)
@@ -373,11 +375,11 @@ def merged(values: Iterable[Words]) -> Words:
 
 
 def outcome(plan: RunPlan, say: Say, words: Words) -> RunPlan | None:
-    """Return the plan with the changed overrides `words` and a simulated step.
+    """Return `plan` with the overrides `words` and a simulated step.
 
     Return None if the batch size or the mesh does not fit the number of ranks. Return `plan` itself
-    if its parameters, gradients and optimizer state alone exceed the memory and `words` do not
-    reduce them. `say` prints a line about the simulated step.
+    if a change by `words` cannot help, because parameters, gradients and optimizer state alone
+    exceed the memory and `words` do not reduce them. `say` prints a line about the simulated step.
     """
     step = plan.step
     state = step.parameters + step.gradients + step.optimizer

@@ -29,9 +29,9 @@ class Collective(Enum):
     broadcast = "broadcast"
 
     def on_the_wire(self, size: int, ranks: int) -> float:
-        """Return the bytes that each of `ranks` ranks sends, in a ring or an all-to-all.
+        """Return the bytes that each of `ranks` ranks sends in this collective.
 
-        `size` is the size in bytes of the input or the output, whichever is larger.
+        `size` is in bytes: the input or the output of one rank, whichever is larger.
         """
         if self is Collective.broadcast:
             return size
@@ -165,7 +165,7 @@ class Memory:
             self.block(tensor).kind = kind
 
     def label_since(self, event: int, kind: Kind) -> None:
-        """Set the kind of all live memory blocks without a kind that were allocated after an event.
+        """Set the kind of live memory blocks that have no kind and were allocated after `event`.
 
         `event` is an index into `events`.
         """

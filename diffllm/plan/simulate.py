@@ -33,7 +33,7 @@ EVERYTHING = Due(statistics=True, probes=True, update=True)
 
 @dataclass
 class Step:
-    """Memory (in bytes) and collectives of one rank in a simulated training step."""
+    """Memory in bytes and collectives (`calls`) of one rank in a simulated training step."""
 
     parameters: int
     gradients: int
@@ -41,9 +41,9 @@ class Step:
     activations: int
     """Bytes that one forward pass keeps for the backward pass."""
     peak: Peak
-    """Peak of a step with all statistics and probes."""
+    """Largest memory use of a step with all statistics and probes."""
     when: str
-    """The part of the step with the peak."""
+    """Phase of the step with the peak, such as "forward pass"."""
     calls: list[Call]
 
 
@@ -60,9 +60,9 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
-    """Return `cfg` with the values that automatic settings would have on a GPU.
+    """Return `cfg` with automatic settings, such as precision=auto, resolved as on a GPU.
 
-    The SDPA backend replaces flash-attn and FlexAttention.
+    The simulation on a CPU uses the SDPA backend instead of flash-attn and FlexAttention.
     """
     model, cuda = cfg.model, torch.device("cuda")
     attention = model.attention.settled(model, cuda)
@@ -98,7 +98,7 @@ def simulate(cfg: TrainConfig, world_size: int, rank: int = 0) -> Step:
 class MeasuredTraining:
     """Runs simulated training steps and measures their memory and collectives.
 
-    `observer` must be active while `t` is built and during the steps.
+    The Observer `observer` must be active while the Training `t` is built and during the steps.
     """
 
     def __init__(self, t: Training, observer: Observer):

@@ -374,7 +374,7 @@ def test_plugin_named_only_in_run_directory_is_not_imported(run, evil, name, cap
             assert "if you trust" not in said, words
             continue
         assert code == 2, words
-        assert "if you trust the code, add plugins=[" in said
+        assert "if you trust the code of the plugin, add plugins=[" in said
         assert said.count("\n") == 1
     with contextlib.suppress(UserError):
         resumed(run)

@@ -60,7 +60,7 @@ attention_of = cache(variant_config)
 
 @pytest.mark.parametrize("size", slow_but(FAST, SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameter_and_flop_counts_equal_results_of_written_equations(size, variant):
+def test_parameter_and_flop_counts_equal_results_of_equations_in_this_test(size, variant):
     cfg = of_size(size)
     cfg = replace(cfg, model=replace(cfg.model, attention=attention_of(variant)))
     if not has_shape(cfg.model, variant):
@@ -92,7 +92,7 @@ def test_moe_30a3_has_published_total_and_active_parameter_counts():
     assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
 
 
-def test_parameter_count_includes_shared_experts_and_dense_layers():
+def test_moe_parameter_count_includes_shared_experts_and_layers_without_experts():
     extra = ("model.moe.n_shared=2", "model.moe.n_dense_layers=1", "model.tie_embeddings=true")
     cfg = config("moe_tiny", "diff_v2", *extra)
     counts = count(cfg)
@@ -244,7 +244,7 @@ def printed(capsys, *words):
     return out
 
 
-def test_count_compare_prints_difference_to_first_variant_or_equals_sign(capsys):
+def test_count_compare_prints_change_from_first_variant_and_equals_sign_for_no_change(capsys):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
     assert printed(capsys, *words) == COMPARED
 
@@ -265,11 +265,11 @@ def test_count_compare_with_json_maps_variants_to_counts(capsys):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--compare", "standard"], ["--compare=standard", "different variants"]),
-        (["--compare", "standard,", "gated"], ["--compare=standard,", "different variants"]),
+        (["--compare", "standard"], ["--compare=standard", "at least two variants"]),
+        (["--compare", "standard,", "gated"], ["--compare=standard,", "at least two variants"]),
         (["--compare", "standard,diff_v3"], ["diff_v3", "did you mean diff_v2?", "gated"]),
-        (["--compare", "gated,gated"], ["gated,gated", "different variants"]),
-        (["--compare", "a,b", "--compare=c,d"], ["--compare", "different variants"]),
+        (["--compare", "gated,gated"], ["gated,gated", "at least two variants"]),
+        (["--compare", "a,b", "--compare=c,d"], ["--compare", "at least two variants"]),
         (["--compare", "standard,gated", "attention=gated"], ["attention=gated", "remove one"]),
         (
             ["--compare", "standard,diff_v1", "model.n_heads=3", "model.n_kv_heads=3"],

@@ -147,7 +147,7 @@ def test_snr_crosses_threshold_at_usable_noise_amplitude(best, threshold):
 # Everything
 
 
-def test_noise_floor_curves_agree_for_equal_settings_and_best_lambda_has_highest_snr():
+def test_noise_floor_curves_agree_at_common_points_and_best_lambda_has_highest_snr():
     result = noise_floor(NoiseFloorArguments(keys=2048, draws=3, amplitude=0.5, lambda_=0.6))
     i = CONTEXTS.index(2048)
     at = int(np.flatnonzero(np.isclose(LAMBDAS, 0.6)).item())

@@ -55,7 +55,7 @@ def test_load_config_returns_dataclasses_with_plain_typed_fields():
     assert cfg.data.paths == []
 
 
-def test_load_config_without_overrides_loads_quickstart():
+def test_load_config_without_overrides_returns_config_of_quickstart_experiment():
     assert load_config([]) == load_config(["experiment=quickstart"]) == load_config()
 
 
@@ -86,7 +86,7 @@ def of_variant(name: str) -> TrainConfig:
     return load_config(["model=tiny", f"attention={name}"])
 
 
-def test_attention_variant_loads_config_class_of_module_with_same_name():
+def test_name_of_attention_yaml_starts_with_module_name_of_config_class():
     classes = {}
     for path in sorted((CONF / "attention").glob("*.yaml")):
         kind = type(variant_config(path.stem))

@@ -295,7 +295,7 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
     micro=st.one_of(st.none(), st.integers(0, 8)),
     cfg=st.sampled_from([DENSE, MIXTURE]),
 )
-def test_mesh_and_batch_sizes_are_accepted_only_if_divisible_by_world_size(
+def test_config_is_accepted_only_if_mesh_size_equals_world_size_and_world_size_divides_batch(
     world, replicate, shard, expert, batch, micro, cfg
 ):
     """Accepted only if a mesh of positive integers fills the world and the batch is divisible."""

@@ -32,7 +32,7 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_read_yaml_of_repository_files_gives_result_of_omegaconf_or_pyyaml(path: Path) -> None:
+def test_read_yaml_equals_omegaconf_or_pyyaml_for_every_yaml_file_in_repository(path: Path) -> None:
     content, text = read_yaml(path)
     if path.parent in BY_PYYAML:
         former = with_numbers(yaml.safe_load(text))

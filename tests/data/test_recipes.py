@@ -54,7 +54,7 @@ def test_recipe_with_a_single_source_is_valid(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is empty; add keys of data"),
+        ("", "is an empty file; add keys of the data config"),
         ("[]", "must contain a mapping of keys to values"),
         ("sources: [", "is not YAML"),
         ("sources: 2024-13-45", "data.sources='2024-13-45': "),

@@ -318,6 +318,6 @@ def test_parallel_expert_setting_must_divide_number_of_experts(expert):
 def test_parallel_shard_setting_must_divide_some_dimension_of_expert_matrices():
     cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
-    message = r"shard=5 must divide the 2 experts of a rank, .*=32 or .*=48"
+    message = r"shard=5 must divide at least one of: 2 experts per rank, .*=32, .*=48"
     with pytest.raises(ConfigError, match=message):
         cfg.check_world(10)

@@ -205,7 +205,7 @@ def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
 
 
 @pytest.mark.slow
-def test_sweep_on_two_ranks_succeeds_and_prints_error_once(tmp_path, tiny, environment):
+def test_two_ranks_print_config_error_once_and_complete_all_sweep_runs(tmp_path, tiny, environment):
     words = [*TORCHRUN, *train_command([])[1:]]
     refused = command([*words, *tiny, "global_batch_size=5"], tmp_path, environment)
     errors = [line for line in refused.err.splitlines() if line.startswith("error: ")]

@@ -118,7 +118,7 @@ def shorten_in_manifest(directory):
         (lambda directory: (directory / "tokenizer.model").unlink(), "tokenizer.model"),
     ],
 )
-def test_train_refuses_damaged_prepared_tokens_before_first_step(prepared, tmp_path, damage, named):
+def test_train_stops_at_start_if_prepared_corpus_is_damaged(prepared, tmp_path, damage, named):
     directory, words = prepared
     damage(directory)
     before = snapshot(directory)

@@ -54,7 +54,7 @@ def test_summary_records_run_without_finite_heldout_loss_as_diverged(corpus, sha
 
 
 @pytest.mark.slow
-def test_sweep_and_report_name_diverged_run(tmp_path, environment, tiny):
+def test_output_of_sweep_and_of_report_contains_name_of_diverged_run(tmp_path, environment, tiny):
     words = ["-m", *tiny, "optim.lr=1e-3,100", *DIVERGES[1:], "run.sweep=rates", "steps=6"]
     swept = train(words, tmp_path, environment)
     assert swept.code == 0, swept
@@ -88,7 +88,7 @@ LIMIT, LOGGED = 6, 5
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_too_many_consecutive_skipped_updates_save_and_stop_run(corpus, tmp_path, ranks):
+def test_run_saves_checkpoint_and_stops_after_max_consecutive_skips(corpus, tmp_path, ranks):
     """The first update is finite, but so large that no later loss is finite."""
     run = tmp_path / "run"
     words = (

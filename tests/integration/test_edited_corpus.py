@@ -50,7 +50,7 @@ def test_resume_with_edited_corpus_requires_allow_changes(
 
 
 @pytest.mark.slow
-def test_resume_with_different_tokens_of_equal_text_requires_allow_changes(
+def test_resume_with_equal_text_but_different_tokens_requires_allow_changes(
     begun: tuple[Path, Path],
 ) -> None:
     """Another version of the tokenizer library could give different tokens for equal text."""

@@ -133,7 +133,7 @@ def test_checkpoints_command_finds_checkpoints_of_older_version_complete(diffllm
     }
 
 
-def test_consolidate_of_older_run_gives_its_exported_parameters(diffllm: Any) -> None:
+def test_consolidate_and_export_write_equal_parameters_of_older_run(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert contents("whole") == contents("exported")
 
@@ -155,7 +155,7 @@ def contents(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_generate_and_outliers_of_older_run_are_unchanged(place: Path, diffllm: Any) -> None:
+def test_generate_and_outliers_print_stored_output_for_older_run(place: Path, diffllm: Any) -> None:
     text = (EXPECTED / "generated.txt").read_text()
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
     assert close(expected("outliers.json")) == json.loads(

@@ -65,7 +65,7 @@ def test_packed_run_on_two_ranks_equals_run_on_single_rank_and_reports_padding(c
 
 
 @pytest.mark.slow
-def test_resume_with_changed_packing_is_refused_or_starts_new_sample_order(corpus, tmp_path):
+def test_resume_with_new_packing_requires_allow_changes_and_restarts_sample_order(corpus, tmp_path):
     run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
     packed = PACKED[:1]
     ForkedRun(words(corpus, run), 1, run).finish()
@@ -119,7 +119,7 @@ def test_tokens_marked_as_context_are_excluded_from_training_and_heldout_loss(tm
     assert json.loads((run / "run.json").read_text())["heldout_tokens"] == left["heldout"]
 
 
-def test_train_refuses_heldout_sequences_without_target_tokens_before_first_step(tmp_path):
+def test_train_stops_before_first_step_if_heldout_sequences_contain_only_prompt_tokens(tmp_path):
     """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"

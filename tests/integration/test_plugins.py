@@ -58,7 +58,7 @@ def assert_ends(done: Result, *parts: str) -> None:
     assert not [part for part in parts if part not in refusal_of(done)], done.err
 
 
-def test_training_uses_variant_data_source_and_metric_of_plugin(trained):
+def test_training_uses_attention_variant_and_data_source_and_metric_of_plugin(trained):
     config = (trained / "config.yaml").read_text()
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config

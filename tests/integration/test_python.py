@@ -41,7 +41,7 @@ def session(words: list[str]) -> int:
     with pytest.raises(ConfigError, match="seed: 0 in the run, 1 in this command"):
         diffllm.train(diffllm.load_config([*words, "run.dir=run", "seed=1"]))
     cfg.seq_len = 16
-    with pytest.raises(ConfigError, match="must be seq_len=16"):
+    with pytest.raises(ConfigError, match="seq_len=16 must be equal"):
         diffllm.train(cfg)
     for name, value, said in (
         ("precision", "bf15", "precision: Invalid value 'bf15'"),

@@ -125,7 +125,7 @@ sys.exit(main(command="train"))
 
 
 @pytest.mark.slow
-def test_resume_of_long_run_compiles_model_as_before(corpus, tmp_path):
+def test_resume_compiles_model_if_first_launch_of_run_compiled_model(corpus, tmp_path):
     run = tmp_path / "run"
     words = [*overrides_of(corpus, run), *INTERVALS]
     first = subprocess.Popen([sys.executable, "-c", AS_A_LONG_RUN, *words])

@@ -96,7 +96,7 @@ def overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_config_error_names_unusable_mixture_path_or_cache_variable(monkeypatch):
+def test_config_error_names_unusable_path_of_mixture_source_or_of_cache_variable(monkeypatch):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
         load_config(["model=tiny", "data=mixture", mixture])

@@ -67,7 +67,7 @@ NAMES = ("run", "checkpoint", "export", "import", "converted")
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
 @pytest.mark.parametrize("name", slow_but(["converted"], NAMES))
-def test_resume_weights_starts_run_with_weights_of_run_export_or_checkpoint(
+def test_resume_from_weights_accepts_run_or_checkpoint_or_exported_or_imported_model(
     corpus, sources, tmp_path, name, ranks
 ):
     words = [*WORDS, *STILL, weights_of(sources[name]), "model.rope.theta=5000"]
@@ -181,7 +181,7 @@ def factors(run: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_initial_scale_factors_of_init_match_are_equal_on_two_ranks_and_after_resume(
+def test_model_init_match_key_gives_equal_scale_factors_on_two_ranks_and_after_resume(
     corpus, tmp_path
 ):
     one, two, standard = (tmp_path / name for name in ("one", "two", "standard"))

@@ -38,7 +38,7 @@ def test_export_with_invalid_arguments_raises_error_with_reason(make_run, tmp_pa
         ([f"run={run}", f"out={tmp_path / 'file' / 'hf'}"], "Not a directory"),
         ([f"run={run}", out, "step=7"], "has no checkpoint of step 7"),
         ([f"run={run}", out, "dtype=fp8"], "dtype=fp8 must be float32 or bf16"),
-        ([f"run={run}", out, "format=gguf"], "format=gguf must be hf"),
+        ([f"run={run}", out, "format=gguf"], "format=gguf is unknown"),
         ([f"run={run}", out, "max_shard_size=0"], "must be a size above 0"),
     ):
         assert said in refused(["export", *words], capsys)

@@ -74,7 +74,7 @@ def test_plan_distinguishes_invalid_change_from_change_that_does_not_fit_memory(
 MOE = ["model=moe_tiny", "data.vocab_size=512", "seq_len=32", "compile=false"]
 
 
-def test_seconds_of_collective_over_unequal_nodes_depend_on_node_with_fewest_ranks():
+def test_seconds_of_collective_follow_from_node_with_fewest_participating_ranks():
     cluster = Cluster(gpus=12, nvlink_gbs=400, network_gbs=50, gpus_per_node=8)
     ranks = tuple(range(12))
     assert cluster.fewest_in_a_node(ranks) == 4
