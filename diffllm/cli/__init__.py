@@ -67,10 +67,10 @@ def module_of_command(name: str) -> str:
 
 
 def with_plugins(name: str, words: list[str]) -> list[str]:
-    """Import the plugins that a command line names with plugins=[...]; return its words.
+    """Import the plugins in plugins=[...]; return the words of a command without --config-dir DIR.
 
-    For a command `name` in COMPOSE, also add the YAML directory of --config-dir DIR, and remove
-    both words from `words`. For a command in NO_PLUGINS, import nothing and return all words.
+    Only for a command `name` in COMPOSE, register DIR as a directory of YAML files and remove the
+    two words. For a command in NO_PLUGINS, import nothing and return `words` unchanged.
     """
     named = (word.lstrip("+").startswith(("plugins=", "--config-dir", "-cd")) for word in words)
     if name in NO_PLUGINS or not any(named):
@@ -114,10 +114,7 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def interrupt(text: str, number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C during a command: print `text`, then raise KeyboardInterrupt for cleanup.
-
-    A second Ctrl-C ends the process at once.
-    """
+    """Print `text` and raise KeyboardInterrupt; a second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     report_signal(text)
     raise KeyboardInterrupt

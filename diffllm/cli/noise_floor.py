@@ -64,9 +64,8 @@ class NoiseFloorArguments:
 def reduce_maps(noise1: Array, noise2: Array, signal: float) -> tuple[float, ...]:
     """Return p_s, q_s, m, r^2 and |q|^2 for one sample of the noise; see the module docstring.
 
-    Args:
-        noise1, noise2: (n - 1,), logits of both attention maps at all keys except the signal.
-        signal: logit of map 1 at the signal.
+    `noise1` and `noise2` (n - 1,) are the logits of both attention maps at all keys except the
+    signal; `signal` is the logit of map 1 at the signal.
     """
     weights = softmax([np.append(noise1, signal), np.append(noise2, 0.0)], axis=1)
     (p, q), (p_s, q_s) = weights[:, :-1], weights[:, -1]
@@ -83,9 +82,8 @@ def draw_maps(points: Points, correlation: float, cfg: NoiseFloorArguments) -> A
     The module docstring defines the five values. All points use the same random numbers, so that
     curves over the points are smooth.
 
-    Args:
-        points: pairs (number of keys, noise amplitude).
-        correlation: correlation between the noise of the two attention maps.
+    `points` are pairs (number of keys, noise amplitude). `correlation` is the correlation between
+    the noise of the two attention maps.
     """
     maps = np.empty((5, len(points), cfg.draws))
     most = max(keys for keys, _ in points) - 1

@@ -239,7 +239,7 @@ def print_needs(found: dict[str, Any]) -> None:
 
 
 def print_risks(found: dict[str, Any]) -> None:
-    """Print how often a pilot of the size in `found` recommends too few seeds for the power."""
+    """Print the probability that a pilot with as many runs as `found` recommends too few seeds."""
     wanted, keys = found["power"], ("too_few", "far_too_few", "too_few_by_sd", "far_too_few_by_sd")
     rows = [
         [each["design"], f"{each['df']}", *(percent(each[key]) for key in keys)]

@@ -203,6 +203,6 @@ def yaml_comment(group: str, name: str) -> str:
 
 
 def first_paragraph(cls: type) -> str:
-    """Return the first paragraph of a class docstring on one line; "" if it is generated."""
+    """Return the first paragraph of a class docstring on one line, or "" if it is generated."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "").partition("\n\n")[0]
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

@@ -77,10 +77,10 @@ def solved(composed: DictConfig, words: list[str]) -> TrainConfig:
 
 
 def check_keys_of_match(cfg: TrainConfig) -> None:
-    """Raise ConfigError if model.match_flops_to needs data.visible_keys, but the key is not set.
+    """Raise ConfigError if the config does not determine the FLOPs for model.match_flops_to.
 
-    With document masks, FLOPs depend on the mean number of tokens that a query sees. The key gives
-    this number, because the corpus has not been read yet; data.document_lengths also gives it.
+    With document masks, data.visible_keys or data.document_lengths must give the mean number of
+    tokens that a query sees, because the corpus has not been read yet.
     """
     if cfg.data.mask_documents and cfg.visible_keys is None:
         raise ConfigError(

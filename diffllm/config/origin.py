@@ -55,8 +55,8 @@ class Origin:
     def attention(self) -> str:
         """Name of the attention YAML of the model, such as "diff_v2".
 
-        For a model directory, choose the first YAML of its attention class with equal values, or
-        else the YAML with the defaults of the class.
+        For a model directory, choose the first YAML of the attention class with the values of the
+        model, or else the YAML with the defaults of the class.
         """
         if self.chosen:
             return self.chosen

@@ -136,8 +136,8 @@ def for_hydra(override: Override) -> str:
 def implied_source(cfg: DictConfig, overrides: list[Override]) -> list[str]:
     """Return the data source that overrides imply: ["data=files"] for data.paths=..., for example.
 
-    Return [] if the overrides imply no source, or if `cfg` or an override already selects a source
-    explicitly. Raises ConfigError if the overrides imply two sources.
+    Return [] if the overrides imply no source, if `cfg` already has the implied source, or if an
+    override sets data or data.source. Raises ConfigError if the overrides imply two sources.
     """
     keys = {override.key_or_group: override.value() for override in overrides}
     if "data" in keys or "data.source" in keys:
@@ -160,7 +160,7 @@ def known_keys(node: Any, prefix: str = "") -> list[str]:
 
 
 def explain(error: Exception, words: list[str]) -> str:
-    """Describe an error in the overrides `words` in one line; for an unknown key, suggest one."""
+    """Explain an error in the overrides `words` in one line; suggest a key for an unknown key."""
     if isinstance(error, OverrideParseException):
         return f"{(error.override or '')[:LONGEST_QUOTED]!r} is not of the form key=value"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
