@@ -29,8 +29,7 @@ def generate_command(argv: list[str]) -> None:
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:
         raise ConfigError(
-            f"the longest prompt has {longest} tokens; the maximum is {model.cfg.seq_len - 1}, "
-            f"one less than seq_len={model.cfg.seq_len} of the run"
+            f"the longest prompt has {longest} tokens, but must be shorter than seq_len={model.cfg.seq_len}"
         )
     texts = generate(
         model.to(device),

@@ -52,7 +52,6 @@ def hydra() -> Iterator[ConfigLoader]:
 
 
 def yaml_names(group: str) -> list[str]:
-    """Return the sorted names of all YAML files in a config group, such as "attention"."""
     # Hydra's own listing is slower.
     places = (config_directory(), *directories())
     return sorted({path.stem for place in places for path in place.glob(f"{group}/*.yaml")})

@@ -76,7 +76,6 @@ def check_secrets(words: list[str]) -> None:
 
 
 def check_choice(word: str, name: str, options: list[str]) -> None:
-    """Raise ConfigError unless `name` is an option; the message starts with `word`."""
     if name not in options:
         raise ConfigError(f"{word} does not exist{choose_from(name, options)}")
 

@@ -165,10 +165,7 @@ def gpu_kernels() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that returns zeros and saves as many bytes for the backward pass as a fused kernel.
-
-    Saved tensors are the input, the weight, and one float32 per normalized vector.
-    """
+    """RMSNorm that returns zeros and saves as many bytes for the backward pass as a fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -298,7 +298,6 @@ SIZES = st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 10**9])
 def test_config_is_accepted_only_if_mesh_size_equals_world_size_and_world_size_divides_batch(
     world, replicate, shard, expert, batch, micro, cfg
 ):
-    """Accepted only if a mesh of positive integers fills the world and the batch is divisible."""
     parallel = replace(cfg.parallel, replicate=replicate, shard=shard, expert=expert)
     cfg = replace(cfg, parallel=parallel, global_batch_size=batch, micro_batch_size=micro)
     natural = range(1, world + 1)
