@@ -29,7 +29,8 @@ def generate_command(argv: list[str]) -> None:
     longest = max(map(len, prompts))
     if longest >= model.cfg.seq_len:
         raise ConfigError(
-            f"the longest prompt has {longest} tokens, but must be shorter than seq_len={model.cfg.seq_len}"
+            f"the longest prompt has {longest} tokens, but must be shorter than "
+            f"seq_len={model.cfg.seq_len} of the run"
         )
     texts = generate(
         model.to(device),

@@ -165,7 +165,7 @@ def gpu_kernels() -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that returns zeros and saves as many bytes for the backward pass as a fused kernel."""
+    """RMSNorm that returns zeros and saves as many bytes for backward as a fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
